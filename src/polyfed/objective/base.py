@@ -25,8 +25,8 @@ UNDEFINED = -1.0
 class Objective(ABC):
     """What the model learns to predict.
 
-    The argument `size` is the number of classes or targets, according to the labels. It is the same for all clients,
-    like the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
+    The argument `size` is the number of classes or targets of the labels. It is the same for all clients, like the
+    shapes of the samples. All methods that take outputs or batches run under `torch.func.vmap`.
     """
 
     NAME: ClassVar[str]
@@ -110,7 +110,7 @@ class Objective(ABC):
 
     @abstractmethod
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return sums (S,) from which the metrics follow. The sums of several batches or clients are added.
+        """Return sums (S,) from which the metrics follow. The sums of several batches or clients are added up.
 
         Args:
             outputs: the model's outputs.

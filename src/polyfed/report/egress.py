@@ -11,8 +11,8 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""The largest number of different pairs of client and row ending that are counted before they are summed up. It limits
-the memory if every row has a different shape."""
+"""The largest number of different pairs of a client and the rest of a row that are counted before they are summed up.
+It limits the memory if every row has a different shape."""
 
 CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
 """The texts that stand before the numbers of the client, the round and the request in a row."""

@@ -1,5 +1,4 @@
-"""Figures for a paper, as SVG and PDF: scores against cost, paired differences, mean ranks. Drawing needs
-Matplotlib."""
+"""Figures for a paper, as SVG and PDF: scores against cost, paired differences, mean ranks. They need Matplotlib."""
 
 import re
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Scores that need several runs or all rounds: the UAR over folds, and the rounds until an accuracy is reached.
 
 A fold is one part of the data that serves as the test set. The runs of a group may differ in their fold. There are two
-scores over folds. The mean of the folds' UAR weights folds equally. The UAR of their summed confusion matrices weights
-rows equally. This second score needs the matrices, which are in the last line of rounds.jsonl. See docs/evaluation.md.
+scores over folds. The mean of the folds' UAR gives every fold the same weight. The UAR of their summed confusion
+matrices gives every row the same weight. This second score needs the matrices, which are in the last line of
+rounds.jsonl. See docs/evaluation.md.
 """
 
 from collections.abc import Sequence

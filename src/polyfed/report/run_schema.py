@@ -143,7 +143,7 @@ class BestRound(TypedDict):
 
 @with_config(ANY_KEYS)
 class Calibration(TypedDict):
-    """The calibration of the global model in `result.json`: the numbers of each bin of confidences."""
+    """The calibration of the global model in `result.json`: the numbers of each confidence bin."""
 
     ece: float
     rows: list[float]

@@ -94,7 +94,7 @@ def _points(pasts: Sequence[history.History], column: str, cost: str) -> dict[in
 
 
 def _spent(past: history.History, cost: str) -> list[float]:
-    """The cost after each round since the first; empty if the run does not record it."""
+    """The cost after each round, from the first round on; empty if the run does not record this cost."""
     factor = COSTS[cost][1]
     if cost == "rounds":
         return [float(number) for number in past.rounds]

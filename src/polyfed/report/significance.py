@@ -56,7 +56,7 @@ class MeanRanks:
 
     @property
     def cliques(self) -> tuple[tuple[int, ...], ...]:
-        """The largest sets of methods, by rank, whose mean ranks differ by less than the critical difference."""
+        """The largest sets of methods whose mean ranks differ by less than the critical difference, sorted by rank."""
         order = sorted(range(len(self.ranks)), key=lambda method: self.ranks[method])
         found: list[tuple[int, ...]] = []
         for start, first in enumerate(order):
