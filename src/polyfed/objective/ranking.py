@@ -72,7 +72,7 @@ def average_precision(truth: Tensor, score: Tensor) -> float | None:
 
 
 def precision_of(positive: Tensor, negative: Tensor) -> float | None:
-    """Return the average precision from the numbers of positive and negative rows of bins, which ascend by score."""
+    """Return the average precision from the numbers of positive and negative rows in bins of ascending score."""
     found = positive.flip(0).cumsum(0)
     rows = (positive + negative).flip(0).cumsum(0)
     total = float(positive.sum())

@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def mixed(self) -> bool:
-        """Return whether the scenarios' metrics differ in being written in percent, or in being error metrics."""
+        """Return whether the scenarios' metrics differ in unit (percent or not) or direction (error or not)."""
         return len({(metric.lowest, metric.share) for metric in self.metrics.values()}) > 1
 
     def lowest(self, scenario: str) -> bool:

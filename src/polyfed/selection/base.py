@@ -112,7 +112,7 @@ class Selector(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Selector):
-    """Chooses clients that have rows with equal probability, without replacement (McMahan et al. 2017)."""
+    """Draws clients uniformly, without replacement, from all clients that have rows (McMahan et al. 2017)."""
 
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
         """Draw the cohort uniformly."""

@@ -67,9 +67,9 @@ class DivFl(Selector):
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
-        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. `clusters` weights
-            a chosen client by the number of clients for which it is the nearest chosen client (in the paper, but
-            commented out in the paper's code).
+        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. With `clusters`,
+            the weight of a chosen client is the number of clients for which it is the nearest chosen client (in the
+            paper, but commented out in the paper's code).
         sketch: size to which vectors are projected; 0 does not project them.
         train: options, as in the [train] section, of the local training that computes `delta` in the first round.
     """

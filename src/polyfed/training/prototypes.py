@@ -66,7 +66,10 @@ class Prototypes:
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two tensors (B,): the log probability of each row's class, 0 if inactive, and whether it is active."""
+        """Return the log probability of each row's class, and whether this class is active, (B,) each.
+
+        The log probability of an inactive class is 0.
+        """
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
