@@ -47,6 +47,6 @@ def sweep_study(
 
 
 def _rows(frame: Any) -> list[dict[str, Any]]:
-    """Return the rows of a frame in a form that JSON can hold, without numbers that a run does not have."""
+    """Return the rows of a frame as dictionaries that JSON can hold. Missing values (NaN) have no entry."""
     rows: list[dict[str, Any]] = frame.to_dict("records")
     return [{key: value for key, value in row.items() if value == value} for row in rows]

@@ -25,7 +25,7 @@ class Problems:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Add a RecipeError or DataError that the `with` block raises to the faults. The error ends the block."""
+        """If the `with` block raises a RecipeError or DataError, end the block and add the error to the faults."""
         try:
             yield
         except (RecipeError, DataError) as error:

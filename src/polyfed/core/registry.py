@@ -162,7 +162,7 @@ def own(path: str, base: type) -> Any:
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """Return the name in a recipe for the class of `part`: a registered name, or `package.module:Class`."""
+    """Return the name by which a recipe selects the class of `part`: a registered name, or `package.module:Class`."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -173,7 +173,8 @@ def _parsed(path: str) -> tuple[str, str]:
     """Split a path into module and class, before anything is imported.
 
     Raises:
-        RecipeError: the text is not such a path, or its module is one of Python's own modules or a command.
+        RecipeError: the text is not such a path, or its module belongs to Python's standard library or is a command
+            (`__main__`).
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -191,7 +192,7 @@ def _parsed(path: str) -> tuple[str, str]:
 
 
 def _public(cls: type) -> str:
-    """Return the shortest path from which a class can be imported, as in the documentation."""
+    """Return the shortest path from which a class can be imported. The documentation uses this path."""
     names = cls.__module__.split(".")
     modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
     home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)

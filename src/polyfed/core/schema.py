@@ -82,7 +82,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """Describe a value outside of a range and what is allowed, or return "" if the value is in the range or None."""
+    """Describe a value outside of a range and what is allowed. Return "" for a value in the range and for None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
@@ -186,12 +186,15 @@ def sifted(
 
 
 def _written(value: Any) -> Any:
-    """Return a value that JSON lacks in a form that JSON has: a number or a list for NumPy's types, else a text."""
+    """Convert a value that JSON cannot hold: a value of NumPy to a number or a list, any other value to a text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
-    """Return the key of the same meaning, or else the key with a similar spelling, and the allowed keys."""
+    """Return the end of an error text.
+
+    It suggests a key of the same meaning or else of similar spelling, and lists the allowed keys.
+    """
     meant = advice_for(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
@@ -220,7 +223,7 @@ SIMPLE = {
 
 
 def _wanted(error: ValidationError) -> str:
-    """Return what a value must be, with an alternative for each type that its field allows."""
+    """Return what a value must be. If a field allows several types, the text joins them with "or"."""
     wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
     return " or ".join(dict.fromkeys(wishes))
 

@@ -15,9 +15,9 @@ from polyfed.data.partitions.shards import Rows, RowSlices
 
 @dataclass(frozen=True, kw_only=True)
 class ByClient(Partition):
-    """One client per natural client (speaker, subject, video), in order of their numbers.
+    """One client per natural client (speaker, subject, video), in order of the natural clients' numbers.
 
-    With `shards` above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels.
+    If `shards` is above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels.
     FedMultimodal does this with UCI-HAR (21 subjects x 5 = 105 clients, `min_size` 5).
 
     Attributes:

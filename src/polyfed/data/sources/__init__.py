@@ -6,7 +6,7 @@ returns the facts that `polyfed data NAME` prints. To add a source, write a file
 
 Bases and helpers:
 
-- `base`: the base class `Source`, and `Facts`, what `describe()` returns.
+- `base`: the base class `Source`, and `Facts`, the result of `describe()`.
 - `media_set`: base class of the data sets whose samples are media files, with their feature cache.
 - `image_text`: base class of the data sets that pair an image with a text.
 - `mnist`, `pictures`, `colour`: reading MNIST, reading picture files, colouring digits.

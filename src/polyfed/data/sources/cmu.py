@@ -82,13 +82,13 @@ class _Cmu(Source):
 class Mosei(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, 74), `vision` (steps, 35); 16,326 / 1,871 / 4,659 segments.
 
-    Infinite and missing numbers become 0. A time step of zeros is padding, which encoders with masks (`transformer`)
-    leave out. Scaling keeps such steps at zero. The natural clients are the videos, if the file has ids. All arrays are
-    read into memory.
+    Infinite and missing numbers become 0. A time step that holds only zeros is padding, which encoders that use masks
+    (`transformer`) ignore. Scaling keeps such steps at zero. The natural clients are the videos, if the file has ids.
+    All arrays are read into memory.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl, aligned, or ..._noalign.pkl; the error
-            for a .pkl prints the command that converts it.
+        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl. If you give
+            a .pkl, the error prints the command that converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
         target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
@@ -120,8 +120,8 @@ class Mosi(_Cmu):
     file. For the utterance-level vectors of Poria et al., use the source `npz`.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosi_data.pkl; the error for a .pkl prints the command that
-            converts it.
+        path: The .npz (or folder of .npy) converted from mosi_data.pkl. If you give a .pkl, the error prints the
+            command that converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
         target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
@@ -186,7 +186,7 @@ def _scaled(x: Tensor, train: Tensor) -> Tensor:
 
 
 def _videos(arrays: Arrays, num: int) -> Tensor | None:
-    """Return the number of the video of every row, int64 (N,), from the arrays `<part>_id`; None without ids.
+    """Return the video number of every row, int64 (N,), from the arrays `<part>_id`. Return None if there are no ids.
 
     An id is `video[segment]`, or the triple (video, start, end).
     """
