@@ -37,7 +37,7 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
 
 
 def standard_output() -> "Console":
-    """Return the console of standard output. If the output is not a terminal, wide tables are not wrapped."""
+    """Return the console of standard output. If the output is not a terminal, tables may be `WIDE` characters wide."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)

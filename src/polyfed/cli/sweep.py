@@ -25,7 +25,7 @@ def sweep_study(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: methods x scenarios x settings x seeds, several runs at once. A second call continues it."""
+    """Run a study (methods x scenarios x settings x seeds), several runs at once. A second call continues the study."""
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE

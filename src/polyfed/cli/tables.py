@@ -61,7 +61,7 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
 
 
 def _what(task: dict[str, Any]) -> str:
-    """Return the word for what the number of outputs counts, such as classes."""
+    """Return the words that follow the number of classes or targets, such as "classes" or "targets each"."""
     return {"multi-label": "labels each", "regression": "targets each", "ordinal": "levels"}.get(
         task["name"], "classes"
     )

@@ -95,8 +95,8 @@ def carries(
 ) -> Any:
     """Declare a field of a message.
 
-    The egress gate refuses to send a reply that has names which its fields do not declare. The server drops a reply
-    that differs from its declaration in any other way (shape, range, type).
+    The egress gate refuses to send a reply that holds undeclared names. The server drops a reply that differs from its
+    declaration in any other way (shape, range, type).
 
     Args:
         kind: one of `KINDS`.

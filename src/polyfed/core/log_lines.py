@@ -59,7 +59,7 @@ class _Screen(logging.Handler):
 
 
 def says_something(record: logging.LogRecord) -> bool:
-    """Whether a record has any text. It serves as a logging filter, because Flower logs empty lines."""
+    """Whether a record has any text. This function serves as a logging filter, because Flower logs empty lines."""
     return bool(record.getMessage().strip())
 
 

@@ -77,7 +77,8 @@ class Message:
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, the information that they reveal beyond their kind.
         whole: the fields that are sent with all their blocks.
-        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`); else None.
+        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`). None for other
+            messages.
     """
 
     declared: ClassVar[Mapping[str, Declared]] = {}

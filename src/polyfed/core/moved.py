@@ -96,7 +96,7 @@ NAMES = {
         "View": "training.ClientData",
     },
 }
-"""For each earlier module, the names that have changed or that are now in another module than the rest."""
+"""For each earlier module, the names that have changed or have moved to a different module than the other names."""
 
 
 class MovedModules(MetaPathFinder):

@@ -207,7 +207,7 @@ def _described(found: Any) -> str:
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Refuse a class that annotates options but is not a dataclass, because it would silently ignore the options."""
+    """Refuse a class that annotates options but is not a dataclass, because such a class would silently ignore them."""
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}

@@ -112,7 +112,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
 
 def masks(owner: object) -> bool:
-    """Return whether the tasks of an object send masked messages, because it has a section [secure_aggregation]."""
+    """Return whether an object has a section [secure_aggregation], so that its tasks send masked messages."""
     return getattr(owner, "secure_aggregation", None) is not None
 
 

@@ -33,7 +33,7 @@ class ClientsSpec:
         num: Number of clients; 10 if a recipe does not give it. "by-client" and "silos" do not accept it, because their
             number follows from the data and from `silos`.
         alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
-        min_size: Rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench.
+        min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
         main_share: With "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 of the FMML paper.
@@ -41,7 +41,8 @@ class ClientsSpec:
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
-            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to their devices.
+            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to the devices of
+            these entries.
         silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
             with the options of this section. With "by-client", each natural client is a silo.
         silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
@@ -153,7 +154,7 @@ class ClientsSpec:
         return partition
 
     def _over_silos(self) -> "ClientsSpec":
-        """Return the section that splits rows over silos as if they were clients. `silo_partition` is not iid."""
+        """For any `silo_partition` but iid, return the section that splits rows over silos as if they were clients."""
         plain = replace(
             self, partition=self.silo_partition, silo_partition="iid", silo_sizes=None, silo_overlap=None, silos=None
         )

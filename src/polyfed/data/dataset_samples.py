@@ -57,7 +57,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
 
     Raises:
         DataError: no sample has one of the named modalities, or a sample lacks the key of a fact.
-        RecipeError: the samples do not have one of these forms, or their parts need names.
+        RecipeError: the samples do not have a form that `SampleForm` describes, or their parts need names.
     """
     rows = [_read(sample, form, row) for row, sample in enumerate(samples)]
     held = dict.fromkeys(name for parts, _ in rows for name in parts)

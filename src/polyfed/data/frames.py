@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
-"""A number in words, with a decimal point or a decimal comma. A column in which at least half of the words are numbers,
-but not all, mixes words and numbers (ours)."""
+"""A text that is a number, with decimal point or comma. A column in which at least half of the words are numbers, but
+not all, mixes words and numbers (ours)."""
 
 Partial = Literal["refuse", "absent"]
 Modalities = Mapping[str, str | Sequence[str]]
@@ -33,7 +33,8 @@ class Roles:
     """The meaning of a table's columns.
 
     Attributes:
-        modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses with `grouped`.
+        modalities: modality -> its column, a pattern with `*`, or a list of these; if None, `grouped` guesses the
+            columns of each modality.
         label: column of the labels, or a list of columns of targets; empty if there are no labels.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
@@ -174,7 +175,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
     """Return what the cells of a column hold: single numbers, several numbers, or words.
 
-    A column that mixes numbers and words counts as a column of numbers. Reading the column then names the wrong cell.
+    Mixed numbers and words count as numbers. Reading the column then raises an error that names the faulty cell.
     """
     if column.dtype.kind in "iufb":
         return "number"

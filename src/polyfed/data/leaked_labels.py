@@ -23,7 +23,7 @@ def refuse_leaked_labels(columns: Columns) -> None:
         columns: the table, as it was read.
 
     Raises:
-        DataError: a modality consists of the labels and nothing else; The message lists all such modalities.
+        DataError: a modality consists of the labels and nothing else. The message lists all such modalities.
     """
     problems = Problems()
     targets = columns.label.reshape(len(columns), -1)
@@ -63,7 +63,7 @@ def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
     for piece in torch.split(rows, _PIECE):
         values = column.raw(piece).reshape(len(piece), -1)[:, places].to(torch.float64)
         wanted = target[piece].unsqueeze(1)
-        # targets are float32, so features of that precision or more are compared in it
+        # targets are float32, so features of at least this precision are compared as float32
         values = values.to(torch.float32) if wanted.is_floating_point() else values
         places = places[(values == wanted).all(0)]
         if not len(places):

@@ -72,7 +72,7 @@ class Tokens(PlainExtractor):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEmbedding(PlainExtractor):
-    """Embedding of an image, float32 (hidden,): the model's pooled output, or else the mean over its patches.
+    """Embedding of an image, float32 (hidden,): the model's pooled output or, without one, the mean over patches.
 
     MobileNetV2 gives 1280 numbers. The image is scaled and cropped to `size` (see `Image`). It is then normalised with
     the values of the model's `preprocessor_config.json`, or with ImageNet's mean and deviation if there is no such

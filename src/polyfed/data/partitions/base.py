@@ -1,8 +1,8 @@
 """The base class of partitions, and the steps that partitions share.
 
 The partitions here first decide how many rows of each class every client gets. The result is a table of counts (class,
-client). They then split the rows according to this table. It is cheap to draw such a table again. One shuffle per class
-is enough for 100,000 clients, without a loop over them in Python.
+client). The partitions then split the rows according to this table. It is cheap to draw such a table again. One shuffle
+per class is enough for 100,000 clients, without a loop over the clients in Python.
 """
 
 from abc import ABC, abstractmethod
@@ -70,7 +70,7 @@ def labels_of(columns: Columns, rows: Rows) -> Rows:
 
 
 def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> RowSlices:
-    """Shuffle the rows of each class and give every client its count of them; rows beyond the counts are unused.
+    """Shuffle the rows of each class and deal them out according to `counts`. Rows beyond the counts are unused.
 
     Args:
         columns: The table.

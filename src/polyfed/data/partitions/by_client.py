@@ -23,7 +23,7 @@ class ByClient(Partition):
     Attributes:
         shards: Clients per natural client.
         alpha: Concentration of the cut; unused with one shard.
-        min_size: Rows of the smallest shard of the cut; unused with one shard.
+        min_size: Minimum number of rows of each shard; unused with one shard.
     """
 
     shards: int = 1

@@ -22,7 +22,7 @@ class Dirichlet(Partition):
     Attributes:
         num: Number of clients.
         alpha: Concentration. A large value gives nearly equal shares. With 0.1, most clients have only a few classes.
-        min_size: Rows of the smallest client.
+        min_size: Minimum number of rows of each client.
     """
 
     num: int

@@ -53,8 +53,8 @@ class Npz(Source):
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
             values are unchanged.
-        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
-            set. If the labels are targets, it is a share of all rows.
+        test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
+            test set. If the labels are targets, it is a share of all rows.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
@@ -155,7 +155,7 @@ class Npz(Source):
             require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
-        """Return the name of the array that an option names; None if the file lacks an array that nobody named."""
+        """Return the array name that an option gives. Return None if it is only the default and the file lacks it."""
         name: str = getattr(self, key)
         if name in arrays:
             return name
