@@ -72,7 +72,7 @@ def _rows(num: int, use: str) -> str:
 
 
 def _task(task: dict[str, Any]) -> str:
-    """The task in a sentence."""
+    """Return a sentence that states the task."""
     by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
     return f"task: {task['name']}, {by}; the model has {task['outputs']} outputs"
 

@@ -35,7 +35,7 @@ def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
 
     Args:
         path: the file.
-        of: converts each value of the file, such as `int`.
+        of: a function that converts each value of the file, such as `int`.
 
     Raises:
         CheckpointError: the file is damaged.

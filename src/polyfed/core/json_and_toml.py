@@ -58,7 +58,7 @@ def _guarded(parse: Callable[[], Any]) -> Any:
 
 
 def refuse_extremes(content: Any) -> None:
-    """Refuse nested lists and dictionaries that are too deep, or that hold an integer that is too large.
+    """Refuse lists and dictionaries that are nested too deeply, or that hold an integer that is too large.
 
     Raises:
         ValueError: the content exceeds a limit. The text names the limit.

@@ -77,8 +77,7 @@ class Message:
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, the information that they reveal beyond their kind.
         whole: the fields that are sent with all their blocks.
-        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`). None for other
-            messages.
+        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`); else None.
     """
 
     declared: ClassVar[Mapping[str, Declared]] = {}

@@ -44,7 +44,7 @@ class Problems:
 
 
 def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) -> PolyfedError:
-    """Combine several faults into one exception: the number of faults, then a line for each.
+    """Combine several faults into one exception. Its text states the number of faults, and has a line for each fault.
 
     Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device therefore
     learns only what the device does not allow.

@@ -73,7 +73,7 @@ recipe."""
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """Refuse imports and saved models that the allowance does not list, while the block runs."""
+    """While the block runs, refuse imports and saved models that the allowance does not list."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield

@@ -99,7 +99,7 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
 
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the options of a dataclass whose type is a simple type or a union of simple types, with these types."""
+    """For a dataclass, return each option whose type is simple or a union of simple types, with these types."""
     hints, found = get_type_hints(cls), {}
     for name in (f.name for f in fields(cls)):
         several = get_origin(hints[name]) in (Union, UnionType)
@@ -115,7 +115,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 @cache
 def ranges(cls: type) -> dict[str, Within]:
-    """Return the options of a dataclass whose type has a range, with their ranges."""
+    """For a dataclass, return each option whose type has a range, with this range."""
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
@@ -123,7 +123,7 @@ def ranges(cls: type) -> dict[str, Within]:
 
 @cache
 def choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Return the options of a dataclass whose type is a `Literal`, with the allowed words."""
+    """For a dataclass, return each option whose type is a `Literal`, with the allowed words."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
@@ -132,7 +132,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
     """Check the values of a section against the types of a dataclass.
 
     If options of a dataclass were renamed, the dataclass lists them in a class variable:
-    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, old name -> new name.
+    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, which maps each old name to the new name.
 
     Args:
         where: the section, such as `[train]`; empty for keys above the first section.
@@ -229,5 +229,5 @@ def _wanted(error: ValidationError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in the form of error texts, with booleans as in TOML."""
+    """Return a value as error texts show it, with booleans as in TOML."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -101,7 +101,7 @@ def vector(tree: Mapping[str, Tensor]) -> Tensor:
 
 
 def keep_on_host(record: object, *fields: str) -> None:
-    """Move fields of a frozen dataclass to the CPU. Its `__post_init__` calls this function.
+    """Move fields of a frozen dataclass to the CPU. The dataclass calls this function in its `__post_init__`.
 
     Use this function for records of the server that are combined with other tensors on the CPU. Reading a checkpoint
     puts all of its tensors on the run's device, so the dataclass has to move these fields back.

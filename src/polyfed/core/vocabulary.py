@@ -78,7 +78,7 @@ def advice_for(word: str, section: str = "") -> str | None:
 
     Args:
         word: the unknown key.
-        section: the section that contains the key, such as `train`. Empty above the first section.
+        section: the section that contains the key, such as `train`. Empty if the key stands above the first section.
 
     >>> advice_for("learning_rate", "train"), advice_for("learning_rate", "algorithm")
     ("did you mean 'lr'?", 'did you mean train.lr?')

@@ -36,8 +36,9 @@ class ClientsSpec:
         min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
-        main_share: With "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 of the FMML paper.
-        exclude_main: With "main-class": take the other rows of a client only from other classes.
+        main_share: With "main-class": share of the main class in a client's rows. In the FMML paper, 0.5 is non-IID-2
+            and 0.3 is non-IID-3.
+        exclude_main: With "main-class": whether to take the other rows of a client only from other classes.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
@@ -67,12 +68,12 @@ class ClientsSpec:
             set in the proportions of the client's labels, about the client's share of this set; clients may overlap.
             None: no own test rows.
         seed: Seed of the partition, the validation split and the modality assignment. None uses the run's own seed.
-            With a fixed seed, runs with different seeds differ only in the random numbers of training.
+            If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
             "by-client", it is taken from each natural client before the client is cut into shards.
         measure_on: "validation" uses no test rows. The pooled validation rows then replace the global test set, and a
             `validation` share of each client's training rows replaces its own test rows. `polyfed sweep` uses this to
-            choose options. None: measure on the test rows.
+            choose options. None measures on the test rows.
     """
 
     partition: Any = "iid"

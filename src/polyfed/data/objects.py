@@ -35,8 +35,8 @@ class Given:
     """The caller's description of data in memory.
 
     Attributes:
-        labels: labels of the rows. For data frames and datasets, this may also be the name of a column or key, by
-            default `label`.
+        labels: labels of the rows. For data frames and datasets, this may also be the name of a column or key (by
+            default `label`).
         clients: natural client of each row, or the name of a column or key.
         split: split of each row, or the name of a column or key.
         modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
@@ -77,7 +77,7 @@ def table_of(
 
     Raises:
         DataError: the data has faults; the message lists all of them.
-        RecipeError: `data` has another type, or an argument does not apply to this type.
+        RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
         given_too = [

@@ -171,7 +171,7 @@ def class_of(label: str, classes: Iterable[str], where: str) -> int:
     """Return the number of a class, given its name.
 
     Raises:
-        DataError: There is no such class; the message names the place (`where`) and the most similar class.
+        DataError: There is no such class. The message names the place (`where`) and the most similar class.
     """
     names = list(classes)
     if label not in names:

@@ -51,7 +51,7 @@ class Clip:
 
     @property
     def part(self) -> tuple[float, float | None]:
-        """Start and end."""
+        """Start and end of the sample in the file."""
         return self.start, self.end
 
     def content(self) -> Any:

@@ -25,7 +25,7 @@ class SensorWindow(PlainExtractor):
     Attributes:
         columns: Numbers of the columns to take, from 0.
         width: Number of columns that the table must have.
-        stride: 2 uses every second line.
+        stride: Distance between the lines that are used: 2 uses every second line.
         normalise: "window" shifts and scales every column by its mean and deviation (+ 1e-5) over the window; "none"
             does not change the numbers.
     """
@@ -36,7 +36,7 @@ class SensorWindow(PlainExtractor):
     normalise: Literal["window", "none"] = "window"
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a part of a table.
+        """Return the features of a part of a table.
 
         Raises:
             DataError: The file is missing, or is not a table of `width` columns of finite numbers.

@@ -52,7 +52,7 @@ class ByClient(Partition):
 
 
 def natural_clients(columns: Columns, rows: Rows) -> RowSlices:
-    """Group the given rows by natural client, in order of client numbers; leave out natural clients without rows.
+    """Group the given rows by natural client, in order of client numbers. Leave out natural clients without rows.
 
     Raises:
         RecipeError: The data has no natural clients.
