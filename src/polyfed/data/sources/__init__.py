@@ -1,8 +1,8 @@
 """The data sets that a recipe can name. Each `[data] name` is a class here; docs/data.md has a table of them.
 
-A source is a frozen dataclass whose fields are the keys of its `[data]`. `load()` returns the table. `describe()`
-returns the facts that `polyfed data NAME` prints. To add a source, write a file here with a class that extends `Source`
-(or `MediaSet`, if its samples are media files). Then add a line to `SOURCES` below.
+A source is a frozen dataclass whose fields are the keys of its section `[data]`. `load()` returns the table.
+`describe()` returns the facts that `polyfed data NAME` prints. To add a source, write a file here with a class that
+extends `Source` (or `MediaSet`, if its samples are media files). Then add a line to `SOURCES` below.
 
 Bases and helpers:
 

@@ -32,7 +32,8 @@ class AvMnist(Source):
     from the same split: training images get training recordings, and test images get test recordings (both official
     splits). Recordings are stored once, even if several images share them. The natural client of a pair is its speaker,
     0..5 in order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of
-    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results with it.
+    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results on these
+    two data sets.
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.

@@ -1,4 +1,4 @@
-"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, three sequences for each sample (docs/data.md)."""
+"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, with three sequences for each sample (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ class Mosei(_Cmu):
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding; aligned files have 50.
-        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
+        standardise: Whether to scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosei"
@@ -130,7 +130,7 @@ class Mosi(_Cmu):
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding.
-        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
+        standardise: Whether to scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosi"

@@ -38,8 +38,8 @@ class Meld(MediaSet):
     """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (512,) of utterances; official split.
 
     The natural clients are the speakers of each season. FedMultimodal uses 80 MFCCs. This source uses 80 log-mel bands,
-    which hold the same information and suit any encoder. A few videos of the release cannot be decoded, so prepare it
-    with `--on-corrupt skip`.
+    which hold the same information and suit any encoder. A few videos of the release cannot be decoded, so prepare the
+    release with `--on-corrupt skip`.
 
     Attributes:
         path: Folder MELD.Raw, or a folder of prepared features.
