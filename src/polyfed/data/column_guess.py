@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
-"""A number in words, with a decimal point or a decimal comma. A column in which at least half of the words are numbers,
-but not all, mixes words and numbers (ours)."""
+"""A text that is a number, with decimal point or comma. A column in which at least half of the words are numbers, but
+not all, mixes words and numbers (ours)."""
 
 UNNAMED = re.compile(r"\s*|Unnamed: \d+(\.\d+)?")
 """The name of a column without a name. pandas writes row numbers under an empty name, and reads this name as
@@ -87,7 +87,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
     """Return what the cells of a column hold: single numbers, several numbers, or words.
 
-    A column that mixes numbers and words counts as a column of numbers. Reading the column then names the wrong cell.
+    Mixed numbers and words count as numbers. Reading the column then raises an error that names the faulty cell.
     """
     if column.dtype.kind in "iufb":
         return "number"
@@ -108,6 +108,6 @@ IDS = ("id", "ids", "row_id")
 
 
 def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
-    """Return the column of the row ids, by its name in `IDS`; empty if there is none, or none holds numbers."""
+    """Return the name of a column of row ids: the first name in `IDS` whose column holds numbers, or an empty text."""
     names = (name for name in IDS if name in frame.columns and name not in special)
     return next((name for name in names if kind_of(frame[name]) == "number"), "")

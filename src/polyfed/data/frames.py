@@ -1,4 +1,4 @@
-"""Reads a pandas data frame: decides which columns are modalities, labels, natural clients and splits."""
+"""Reads a pandas data frame, and decides which columns are modalities, labels, natural clients and splits."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,15 @@ class Roles:
     """The meaning of a table's columns.
 
     Attributes:
-        modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses with `grouped`.
+        modalities: modality -> its column, a pattern with `*`, or a list of these; if None, `grouped` guesses the
+            columns of each modality.
         label: column of the labels, or a list of columns of targets; empty if there are no labels.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
         ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
         partial: what to do with a row that has only some cells of a modality.
-        optional: the roles `label`, `client`, `split` and `ids` whose column may be missing, because the user did not
-            name it. The role `label` is optional only if the task needs no labels.
+        optional: the roles among `label`, `client`, `split` and `ids` whose column may be missing, because the user did
+            not name it. The role `label` is among them only if the task needs no labels.
     """
 
     modalities: Modalities | None = None
@@ -108,7 +109,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
 def _groups(
     frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
 ) -> tuple[Mapping[str, Sequence[str]], list[str]]:
-    """Return the columns of each modality, named or guessed, and sentences about the guess."""
+    """Return the columns of each modality, which the user named or polyfed guesses, and sentences about the guess."""
     columns, special = list(frame.columns), {*roles.meaning}
     groups: Mapping[str, Sequence[str]]
     guess = Guess({})
@@ -128,7 +129,7 @@ def _groups(
 
 
 def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
-    """Note columns of labels, clients or splits that are also features, since a model would read the answer there."""
+    """Add a fault for each column of labels, clients or splits that is also a feature and would reveal the answer."""
     meaning = roles.meaning
     for modality, group in groups.items():
         for column in group:
@@ -138,7 +139,7 @@ def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: st
 
 
 def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:
-    """Return the column of the natural clients or of the splits; None if there is no such column."""
+    """Return the column of a role, such as the natural clients. Return None if there is no such column."""
     if not column or (column not in frame.columns and role in roles.optional):
         return None
     if column not in frame.columns:
@@ -149,7 +150,7 @@ def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: st
 
 
 def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
-    """Return the column of the row ids; empty if there is none, or if it is optional and is a feature or text."""
+    """Return the name of the column of the row ids. Return "" if there is no column that can serve as ids."""
     if "ids" not in roles.optional:
         return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
     groups = (roles.modalities or {}).values()
@@ -158,7 +159,10 @@ def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
 
 
 def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
-    """Return the labels, and their levels if the column is an ordered pandas Categorical; None without labels."""
+    """Return the labels and their levels. Return None if there are no labels.
+
+    The levels are None unless the column is an ordered pandas Categorical.
+    """
     if lacking := [column for column in roles.labels if column not in frame.columns]:
         if "label" in roles.optional:
             return None
@@ -239,7 +243,7 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     """Return a column of single numbers as float32, with NaN for empty cells.
 
     Raises:
-        DataError: a cell is no number. The message ends with `otherwise`, another way to correct the fault.
+        DataError: a cell is not a number. The message ends with `otherwise`, another way to correct the fault.
     """
     import pandas as pd  # imported here, because the import takes half a second
 

@@ -37,11 +37,11 @@ def table_of(
         given: labels, natural clients, splits and more.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
-        standardise: the modalities to standardise, or all of them.
+        standardise: the modalities to standardise. True means all of them.
 
     Raises:
         DataError: the data has faults; the message lists all of them.
-        RecipeError: `data` has another type, or an argument does not apply to this type.
+        RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
         given_too = [
@@ -161,7 +161,7 @@ def _are_columns(value: Any, frame: Any) -> bool:
 
 
 def _has_rows(values: Any) -> bool:
-    """Whether a value has a length and is no text, so that it can have an entry for each row."""
+    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
     try:
         return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
     except TypeError:  # None, a number, an array or a tensor without axes
