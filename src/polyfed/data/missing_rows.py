@@ -51,7 +51,9 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
     """
     if not values.is_floating_point() or not values.numel():
         return None
-    first = values[(slice(None), *[0] * (values.dim() - 1))]
+    first = values
+    while first.dim() > 1:  # a view, whatever the layout, so that nothing is copied
+        first = first.select(1, 0)
     rows = first.isnan().nonzero()[:, 0]  # only these rows can be all NaN, and they are few in most files
     empty = torch.cat([part[values[part].isnan().flatten(1).all(1)] for part in torch.split(rows, _PIECE)])
     if not len(empty):

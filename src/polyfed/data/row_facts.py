@@ -166,7 +166,7 @@ def ordered_words(values: Any) -> tuple[NDArray[Any], tuple[str, ...]] | None:
     Args:
         values: a Categorical, or a column or index of this type.
     """
-    kind = getattr(values, "dtype", None)
+    kind: Any = getattr(values, "dtype", None)
     if not getattr(kind, "ordered", False) or not hasattr(kind, "categories"):
         return None
     words = [None if is_missing(cell) else str(cell) for cell in values]

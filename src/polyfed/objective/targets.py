@@ -42,7 +42,7 @@ def doubtful_targets(columns: Columns) -> str:
             return ""
         return (
             f"data '{columns.name}': exactly one of the {label.shape[1]} labels of each row is 1, as in one-hot "
-            "labels. Labels of several columns are targets, so the task is 'multi-label'. If the labels are classes, give "
+            "labels. Labels of several columns are targets, so the task is 'multi-label'. If they are classes, give "
             "one class number for each row, as in labels.argmax(1). Otherwise, name the task, as in [task] name = "
             "'multi-label'"
         )
