@@ -130,9 +130,6 @@ class Npz(Source):
             split_personal=codes["split_personal"],
             notes=(label.note,) if label.note else (),
         )
-        empty = {name: made[1] for name, made in found.items() if made is not None and made[1] is not None}
-        if len(empty) == len(columns.modalities):
-            refuse_bare_rows(empty, f"'{arrays.path}'", {})
         refuse_leaked_labels(columns)
         return standardised(columns, self.standardise)
 
@@ -194,14 +191,24 @@ class Npz(Source):
         return None if name is None else clients_of(arrays[name], f"'{arrays.path}': array '{name}'")
 
     def _presence(self, arrays: Arrays, held: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Return which rows have each modality: a row needs a value that is not NaN, and no mark that it lacks it."""
+        """Return which rows have each modality: a row needs a value that is not NaN, and no mark that it lacks it.
+
+        Raises:
+            DataError: rows lack every modality, and no mark declares that they do.
+        """
         found = {name: there for name, there in held.items() if there is not None}
+        undeclared = dict(found)
         for name in self.modalities:
             if f"{name}_present" in arrays:
                 marked = arrays.integers(f"{name}_present").bool()
                 there = found.get(name)
-                fits = there is not None and there.shape == marked.shape  # `Columns` refuses another length
-                found[name] = marked & there if fits and there is not None else marked
+                if there is None or there.shape != marked.shape:  # `Columns` refuses another length
+                    found[name] = marked
+                else:
+                    found[name], undeclared[name] = marked & there, there | ~marked
+        lengths = {len(there) for there in undeclared.values()}
+        if len(undeclared) == len(self.modalities) and len(lengths) == 1:
+            refuse_bare_rows(undeclared, f"'{arrays.path}'", {})
         return found
 
     def _column(self, arrays: Arrays, name: str) -> tuple[Column, Tensor | None]:
