@@ -212,7 +212,7 @@ def test_marks_and_rows_of_nan_in_a_file_of_arrays_add_up(tmp_path):
     marked = np.arange(ROWS) % 7 > 0
     found = polyfed.make_recipe(saved(tmp_path, text=text, text_present=marked)).data.load()
     assert found.present["text"].tolist() == (HAS_TEXT & marked).tolist()
-    with pytest.raises(PolyfedError, match=r"array 'text' is missing in every row. Leave it out"):
+    with pytest.raises(PolyfedError, match=r"array 'text' is missing in every row, because all values are NaN"):
         polyfed.make_recipe(saved(tmp_path, text=TEXT * np.nan))
     audio = np.where(np.arange(ROWS)[:, None] == 5, np.nan, AUDIO)
     with pytest.raises(PolyfedError, match=r"mine.npz': 1 row lacks every modality, first row 5. Leave these rows out"):

@@ -59,7 +59,10 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
     if not len(empty):
         return None
     if len(empty) == len(values):
-        raise DataError(f"{where} is missing in every row. Leave it out, or look for the file or column it comes from")
+        raise DataError(
+            f"{where} is missing in every row, because all values are NaN. Leave it out, or look for the file or column "
+            "it comes from"
+        )
     values[empty] = 0.0
     there = torch.ones(len(values), dtype=torch.bool)
     there[empty] = False
