@@ -1,7 +1,6 @@
 """A run keeps the shift and the scale of its data, and its models apply them to new samples."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,10 @@ def trained(out: Path | None = None, text: Any = TEXT, **options: Any) -> polyfe
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("scaling")
     trained(path / "run").export(path / "model")
-    yield path
+    return path
 
 
 def test_the_scaling_is_the_mean_and_the_deviation_of_the_training_rows() -> None:

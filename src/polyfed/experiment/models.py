@@ -220,7 +220,7 @@ class Personal(Mapping[int, Tree]):
 def warn_unscaled(folder: Path) -> None:
     """Warn that the files of a model do not say how its samples were scaled."""
     warn(
-        f"an older version of polyfed wrote {folder}, without the shift and scale of its modalities. So `predict` takes "
+        f"an older version of polyfed wrote {folder}, without the shift and scale of the samples. So `predict` takes "
         "samples that are already scaled as in training. Train again with this version to pass unscaled samples",
         PolyfedWarning,
         stacklevel=3,
