@@ -1,6 +1,7 @@
 """A run keeps the shift and the scale of its data, and its models apply them to new samples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import polyfed
 from polyfed.core.errors import DataError, PolyfedWarning
 from polyfed.data import Columns, scaling_of
-from polyfed.data.columns import LEFT_OUT
+from polyfed.data.columns import LEFT_OUT, TEST
+from polyfed.federation.attack import Attack
 
 ROWS = 240
 DRAW = np.random.default_rng(5)
@@ -65,6 +67,47 @@ def test_predictions_for_unscaled_rows_give_the_metrics_of_the_run(folder: Path)
     assert model.scaling is not None
     for one in (run.scaling["text"], model.scaling["text"]):
         assert torch.equal(one.applied(tensors["text"]), run.scaling["text"].applied(tensors["text"]))
+
+
+def test_a_file_that_polyfed_standardises_gives_a_model_for_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    names = [f"audio_{i}" for i in range(4)] + [f"text_{i}" for i in range(3)]
+    head, cells = ",".join([*names, "label", "client"]), np.hstack([AUDIO, TEXT])
+    lines = [
+        ",".join([*map(repr, row), f"k{y}", str(i % 3)])
+        for i, (row, y) in enumerate(zip(cells.tolist(), LABEL, strict=True))
+    ]
+    path.write_text("\n".join([head, *lines]))
+    with pytest.warns(PolyfedWarning, match="`predict` does the same with new rows"):
+        run = polyfed.run(data=str(path), algorithm="fedavg", rounds=3, train={"lr": 0.1}, out=tmp_path / "run")
+    assert run.scaling is not None
+    assert list(run.scaling) == ["text"]
+    x = {"audio": AUDIO, "text": TEXT}
+    assert torch.equal(polyfed.load_run(tmp_path / "run").predict(x), run.predict(x))
+    assert (run.predict(x).argmax(1).numpy() == LABEL).mean() > 0.6
+
+
+def test_a_run_of_an_older_version_says_that_it_takes_scaled_samples(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("polyfed.experiment.run_state.scaling_of", lambda _: None)
+    run = trained(tmp_path / "run", rounds=1)
+    with pytest.warns(PolyfedWarning, match="an older version of polyfed wrote .* already scaled"):
+        back = polyfed.load_run(tmp_path / "run")
+    assert back.scaling is None
+    assert run.scaling is not None
+    scaled = run.scaling["text"].applied(torch.from_numpy(TEXT))
+    assert torch.equal(back.predict({"audio": AUDIO, "text": scaled}), run.predict({"audio": AUDIO, "text": TEXT}))
+
+
+def test_the_success_of_an_attack_is_that_of_the_predictions() -> None:
+    recipe = polyfed.load_recipe("recipes/fedavg-cg-digits.toml", ["rounds=2"])
+    run = polyfed.run(replace(recipe, attack=Attack(name="backdoor", share=0.1)))
+    columns = recipe.data.load()
+    rows = columns.rows(TEST)
+    rows = rows[columns.label[rows] != run.result["backdoor"]["target"]]
+    found = run.predict({m: column.raw(rows) for m, column in columns.modalities.items()}).argmax(1)
+    expected = (found == run.result["backdoor"]["target"]).double().mean()
+    assert run.result["backdoor"]["without_trigger"] == pytest.approx(float(expected))
+    assert 0 < expected < 0.5
 
 
 def test_an_onnx_file_scales_its_input(tmp_path: Path) -> None:
