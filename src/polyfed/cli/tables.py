@@ -61,7 +61,7 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
 
 
 def _what(task: dict[str, Any]) -> str:
-    """Return what the size of the labels counts, such as classes."""
+    """Return the words that follow the number of classes or targets, such as "classes" or "targets each"."""
     return {"multi-label": "labels each", "regression": "targets each", "ordinal": "levels"}.get(
         task["name"], "classes"
     )
@@ -72,13 +72,13 @@ def _rows(num: int, use: str) -> str:
 
 
 def _task(task: dict[str, Any]) -> str:
-    """The task in a sentence."""
+    """Return a sentence that states the task."""
     by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
     return f"task: {task['name']}, {by}; the model has {task['outputs']} outputs"
 
 
 def check_tables(check: Check) -> Group:
-    """The tables of a check: clients, blocks and their sizes, and what can cross."""
+    """The tables of a check: clients, blocks and their sizes, and the data that can leave the clients."""
     recipe = check.recipe.table()
     name, rounds = recipe["algorithm"]["name"], counted(recipe["rounds"], "round")
     head = f"{name} on {recipe['data']['name']}: {rounds}, seed {recipe['seed']}"
@@ -104,7 +104,7 @@ def check_tables(check: Check) -> Group:
 
 
 def _privacy(check: Check) -> Iterator[Group]:
-    """The guarantee of differential privacy: a table by block and kind, and sentences."""
+    """The guarantee of differential privacy: a table with a row per block and kind, and sentences that explain it."""
     if check.privacy is None:
         return
     table = plain_table("block", "kind", "epsilon", left=2)
@@ -145,7 +145,7 @@ def _blocks(facts: dict[str, Any]) -> Group:
 def comparison_tables(comparison: Comparison, width: int) -> Group:
     """Quality and cost of each group: mean ± sample standard deviation over n runs (n seeds if folds are pooled).
 
-    Columns that do not fit into `width` characters are shown in another table.
+    Columns that do not fit into `width` characters are shown in additional tables.
     """
     quality = [column for column in comparison.columns if column.is_quality]
     cost = [column for column in comparison.columns if not column.is_quality]
@@ -165,7 +165,7 @@ def _comparison(comparison: Comparison, columns: Sequence[Column]) -> Table:
 
 
 def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns, split into tables that fit into `width`; each table starts with the columns method and n."""
+    """Split the columns into tables that fit into `width`. The width includes the leading columns, method and n."""
     gap, first = 2, max(len(group.name) for group in comparison.groups) + 6
     parts: list[list[Column]] = []
     room = 0

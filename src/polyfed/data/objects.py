@@ -35,14 +35,16 @@ class Given:
     """The caller's description of data in memory.
 
     Attributes:
-        labels: labels of the rows. For data frames and datasets, also the name of a column or key, by default `label`.
+        labels: labels of the rows. For data frames and datasets, this may also be the name of a column or key (by
+            default `label`).
         clients: natural client of each row, or the name of a column or key.
         split: split of each row, or the name of a column or key.
         modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
             parts of a sample. If a sample is a dictionary, its other keys are not read.
         present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
-        ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
+        ids: sample ids of the rows, distinct integers (N,). Or `rows`, which declares that row i of every array is the
+            same sample.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
         needs_labels: whether the task needs labels.
@@ -71,11 +73,11 @@ def table_of(
         given: labels, natural clients, splits and more.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
-        standardise: the modalities to standardise, or all of them.
+        standardise: the modalities to standardise. True means all of them.
 
     Raises:
         DataError: the data has faults; the message lists all of them.
-        RecipeError: `data` has another type, or an argument does not apply to this type.
+        RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
         given_too = [
@@ -192,7 +194,7 @@ def _are_columns(value: Any, frame: Any) -> bool:
 
 
 def _has_rows(values: Any) -> bool:
-    """Whether a value has a length and is no text, so that it can have an entry for each row."""
+    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
     try:
         return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
     except TypeError:  # None, a number, an array or a tensor without axes
@@ -241,7 +243,7 @@ def _of_dataset(data: Any, given: Given) -> Draft:
 
 
 def _has_labels(sample: Any, given: Given) -> bool:
-    """Whether the samples of a dataset have a label. It may be missing only if the task needs no labels."""
+    """Whether the samples of a dataset have a label. The label may be missing only if the task needs no labels."""
     if given.needs_labels:
         return True
     if isinstance(sample, Mapping):

@@ -12,15 +12,15 @@ from polyfed.data.frames import kind_of
 
 
 def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
-    """Refuse splits with different columns, unless nothing would read these columns.
+    """Refuse splits that have different columns, unless polyfed would not read the columns in which they differ.
 
     Args:
         data: split -> a data frame or another data set.
         modalities: the caller's columns of each modality. None reads all columns of numbers.
-        named: the labels and clients; the names of columns among them are read too.
+        named: the caller's labels and clients. If one of them is the name of a column, this column is read too.
 
     Raises:
-        DataError: a split has no rows, or lacks a column that other splits have; the message lists all of them.
+        DataError: a split has no rows, or lacks a column that other splits have. The message lists all faults.
     """
     problems = Problems()
     columns: dict[str, Counter[str]] = {}

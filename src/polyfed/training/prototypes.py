@@ -66,14 +66,17 @@ class Prototypes:
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log probability of its class, zero if inactive, and whether it is active, (B,) each."""
+        """Return the log probability of each row's class, and whether this class is active, (B,) each.
+
+        The log probability of an inactive class is 0.
+        """
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
 
 
 def random_like(prototypes: Prototypes, key: int) -> Prototypes:
-    """Return random vectors of the same lengths and for the same classes as the prototypes, as a control."""
+    """Return random vectors as a control. They have the same classes and the same lengths as the prototypes."""
     noise = keys.normal(key, tuple(prototypes.mean.shape), prototypes.mean.device)
     length = prototypes.mean.norm(dim=-1, keepdim=True)
     return Prototypes(torch.nn.functional.normalize(noise, dim=-1) * length, prototypes.active)
@@ -100,7 +103,7 @@ def masked_mean(values_B: Tensor, rows_B: Tensor) -> Tensor:
 
 
 def cross_entropy(prototypes: Prototypes, z_BD: Tensor, batch: Batch, modality: str) -> Tensor:
-    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of the own class, a 0-dim tensor."""
+    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of each row's class, a 0-dim tensor."""
     log_p, active = prototypes.own(z_BD, batch.y)
     return -masked_mean(log_p, active & there(batch, modality))
 
@@ -166,7 +169,7 @@ def class_means(
 
     Returns:
         The prototypes by modality, and the number of rows of each class, (C,), under `shared`. A modality that some
-        rows lack also has its own number of rows, under its name.
+        rows lack also has its own numbers of rows, under its name.
     """
     partial: set[str] = set()  # modalities that some rows lack; the same in every batch
 
