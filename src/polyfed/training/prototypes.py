@@ -192,14 +192,13 @@ def class_means(
 
 
 def gathered(
-    old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], momentum: float = 0.0, *, uniform: bool = False
+    old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], *, uniform: bool = False
 ) -> dict[str, Prototypes]:
     """Update the global prototypes with the prototypes that clients sent.
 
     Args:
         old: the global prototypes so far, by modality.
         reports: for each client, prototypes (C, D) by modality and numbers of rows, as `class_means` returns them.
-        momentum: weight of the old prototype, for a class that had a prototype and for which clients sent new ones.
         uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
             is its number of rows of the class.
 
@@ -218,8 +217,6 @@ def gathered(
         if (before := old.get(m)) is None:
             new[m] = fresh
             continue
-        blended = momentum * before.mean + (1 - momentum) * fresh.mean
-        mean = torch.where(before.active.unsqueeze(-1), blended, fresh.mean)
-        mean = torch.where(fresh.active.unsqueeze(-1), mean, before.mean)
+        mean = torch.where(fresh.active.unsqueeze(-1), fresh.mean, before.mean)
         new[m] = Prototypes(mean, before.active | fresh.active)
     return new

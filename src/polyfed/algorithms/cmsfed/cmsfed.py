@@ -94,7 +94,7 @@ class CmsFed(CmsFedOptions):
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
         """Choose the sets S_M and S_w of this round (Eq. 13-14), and return them with the selector's memory."""
         ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
-        weak = ratios.weak(state.choice.weak, self.hysteresis)
+        weak = ratios.weak(state.choice.weak)
         if weak and self.placebo == "random-modality":
             own = keys.key(fed.seed, "placebo", fed.round)
             weak = ratios.modalities[keys.choice(own, len(ratios.modalities), 1)[0]]
@@ -112,7 +112,7 @@ class CmsFed(CmsFedOptions):
             dominance_threshold=self.threshold(ratios, weak),
             resolution=self.resolution,
             size=size,
-            sample=num if self.greedy == "full" else sample_size(size, num),
+            sample=sample_size(size, num),
             at_random=self.placebo == "random-picks",
         )
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
@@ -164,7 +164,7 @@ class CmsFed(CmsFedOptions):
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
             prototypes=prototypes.gathered(
-                state.prototypes, [(r.prototypes, r.rows_per_class) for r in reports.values()], self.prototype_momentum
+                state.prototypes, [(r.prototypes, r.rows_per_class) for r in reports.values()]
             ),
             ratios=state.ratios.reported({client: report.ratio for client, report in reports.items()}),
         )

@@ -68,24 +68,22 @@ class ImbalanceRatios:
         weight = self.num_rows[known] / self.num_rows[known].sum()
         return dict(zip(self.modalities, (weight @ self.values[known]).tolist(), strict=True))
 
-    def weak(self, before: str = "", hysteresis: float = 0.0) -> str:
+    def weak(self, before: str = "") -> str:
         """Return the weak modality, which has the largest global ratio, or "" if all ratios are equal or unknown.
 
         Args:
-            before: the weak modality of the last round.
-            hysteresis: another modality replaces `before` only if its ratio exceeds that of `before` by more than this
-                share.
+            before: the weak modality of the last round. It stays the weak one if no other ratio is larger.
         """
         mean = self.mean()
         if not mean or max(mean.values()) == min(mean.values()):
             return ""
         weakest = max(mean, key=lambda m: mean[m])
-        return before if before and mean[weakest] <= mean[before] * (1 + hysteresis) else weakest
+        return before if before and mean[weakest] == mean[before] else weakest
 
     def dominance(self, weak: str, client: int) -> float:
         """Return a client's dominance ratio r: the confidence of the strongest other modality over that of `weak`."""
         mean = self.mean()
-        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # with hysteresis, `weak` may lead already
+        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])
         at = self.values[client].tolist()
         return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
 

@@ -42,15 +42,11 @@ class CmsFedOptions(Averaging):
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
         resolution: each of the two problems names its best candidate. Under `paper` (Eq. 13-14) both candidates join;
             under `authors` (the released code) only one joins.
-        greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
         init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
             one full-batch `step`.
         prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.
-        prototype_momentum: momentum of the global prototypes; 0 in the paper.
         modality_selection: if false, the selector draws the cohort, and each client in it trains all its modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
-        hysteresis: another modality becomes the weak one only if its ratio exceeds that of the present one by more than
-            this share; 0 in the paper.
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
             them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
             classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
@@ -71,13 +67,10 @@ class CmsFedOptions(Averaging):
     classifier_average: Literal["cohort", "trained"] = "trained"
     normalize_delta: bool = True
     resolution: Literal["paper", "authors"] = "paper"
-    greedy: Literal["stochastic", "full"] = "stochastic"
     init_pass: Literal["epoch", "step"] = "epoch"
     prototypes: Literal["global", "local"] = "global"
-    prototype_momentum: Annotated[float, BELOW_ONE] = 0.0
     modality_selection: bool = True
     sketch: Annotated[int, NOT_NEGATIVE] = 0
-    hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 6.0
     placebo: Literal["none", "random-picks", "random-modality", "random-prototypes"] = "none"
 
