@@ -58,7 +58,7 @@ def main(rounds: int = 20, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]
     digits, last = CgDigits().load(), runs["CMSFed"][0]
     rows = digits.rows(TEST)[:5]
     for held in (("gray", "color"), ("gray",)):
-        logits = last.predict({m: digits.column(m).take(rows) for m in held})
+        logits = last.predict({m: digits.column(m).raw(rows) for m in held})
         print(f"{' + '.join(held)}: {logits.argmax(1).tolist()}, labels: {digits.label[rows].tolist()}")
     return last.result
 

@@ -69,7 +69,7 @@ def ended(case: str, engine: str = "vectorised") -> tuple[polyfed.Run, Assembly]
 
 
 def samples(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
-    return {m: column.take(rows) for m, column in columns.modalities.items()}
+    return {m: column.raw(rows) for m, column in columns.modalities.items()}
 
 
 def present(columns: Columns, rows: Tensor) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def test_calibration_of_a_run_is_that_of_its_predictions(tmp_path):
     done = polyfed.run(polyfed.load_recipe(RECIPE, ["rounds=2"]), tmp_path / "run")
     columns = polyfed.load_recipe(RECIPE).data.load()
     rows = (columns.split == 1).nonzero().flatten()
-    logits = done.predict({m: column.take(rows) for m, column in columns.modalities.items()})
+    logits = done.predict({m: column.raw(rows) for m, column in columns.modalities.items()})
     found = done.result["calibration"]
     assert found["ece"] == pytest.approx(expected_error(bins_of(logits, columns.label[rows])), abs=1e-9)
     assert sum(found["rows"]) == len(rows)

@@ -4,6 +4,7 @@ A data source loads a `Columns` table. `populate` splits its rows over clients b
 clients, and sets test and validation rows aside. The result is a `Population`.
 
 - `columns`: the table: `Columns`, with one `Column` for each modality.
+- `column_scaling`: `scaling_of`, which collects the shifts and scales of a table for a trained model.
 - `sources/`: the data sources, one file for each, and their registry `SOURCES`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
 - `partitions/`: the rules that assign training rows to clients, with one file for each family, and the registry
@@ -21,6 +22,7 @@ Pages: docs/data.md (sources and features) and docs/partitions.md (clients).
 """
 
 from polyfed.data.clients import ClientsSpec
+from polyfed.data.column_scaling import scaling_of
 from polyfed.data.columns import Column, Columns
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.shards import Shards
@@ -40,5 +42,6 @@ __all__ = [
     "Shards",
     "Source",
     "populate",
+    "scaling_of",
     "stacked",
 ]

@@ -60,8 +60,8 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
         return None
     if len(empty) == len(values):
         raise DataError(
-            f"{where} is missing in every row, because all values are NaN. Leave it out, or look for the file or column "
-            "it comes from"
+            f"{where} is missing in every row, because all values are NaN. Leave it out, or look for the file or "
+            "column it comes from"
         )
     values[empty] = 0.0
     there = torch.ones(len(values), dtype=torch.bool)

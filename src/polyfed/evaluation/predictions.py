@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.missing_rows import without_nan_rows
 from polyfed.evaluation.scores import Predictor
@@ -25,6 +26,7 @@ def predict(
     reads: Collection[str] | None = None,
     present: Mapping[str, Any] | None = None,
     predictor: Predictor | None = None,
+    scaling: Mapping[str, Scaling] | None = None,
 ) -> Tensor:
     """Return a model's predictions for samples, computed in batches as in an evaluation; see `Objective.predicted`.
 
@@ -37,6 +39,7 @@ def predict(
         reads: the modalities to read. If None, the model reads all its modalities.
         present: modality -> bool (n,), for modalities that some rows lack.
         predictor: how to predict with `w`. If None, the predictions come from the model's logits.
+        scaling: the shift and the scale of each modality whose samples are not yet scaled.
 
     Raises:
         RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, the modalities
@@ -58,6 +61,7 @@ def predict(
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
             numbers = rows.to(place)
             samples = {m: given[m][rows.to(given[m].device)].to(place, torch.float32) for m in used}
+            samples |= {m: by.applied(samples[m]) for m, by in (scaling or {}).items() if m in samples}
             known = {m: there[m][rows.to(there[m].device)].to(place) for m in used if m in there}
             batch = Batch(x=samples, y=torch.zeros_like(numbers), rows=numbers, present=known)
             by_modality = objective.BY_MODALITY

@@ -61,7 +61,7 @@ def calibration_of(models: Models, population: Population) -> dict[str, Any] | N
         return None
     total = torch.zeros(BINS, 3, dtype=torch.float64)
     for part in torch.split(rows, ROWS_AT_ONCE):
-        x = {m: column.take(part.to(column.values.device)) for m, column in columns.modalities.items()}
+        x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
         logits = models.predict(x, present=present).cpu()
         if logits.dim() != 2 or not bool(logits.isfinite().all()):

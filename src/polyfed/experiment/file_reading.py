@@ -95,7 +95,7 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         table["standardise"] = uneven
         text = f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)"
         notes.append(text)
-        remarks.append(f"{text}. `predict` needs values that are standardised too; standardise=False turns this off")
+        remarks.append(f"{text}. `predict` does the same with new rows; standardise=False turns this off")
         source = replace(source, standardise=tuple(uneven))
         columns = standardised(columns, uneven)
     return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))

@@ -14,7 +14,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
-from polyfed.data import Population
+from polyfed.data import Population, scaling_of
 from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
@@ -85,7 +85,7 @@ class _Loop:
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
         self.updates = ClientUpdates()
-        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns.class_names))
+        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
@@ -107,7 +107,7 @@ class _Loop:
         """Write the result and the report, and return the finished run."""
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
-        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
+        models = models_of(self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns))
         result, folder = self._result(state, models), None
         if self.records is not None:
             self.records.finish(result)

@@ -76,10 +76,10 @@ def _answered(
     columns, hits = population.columns, 0
     for part in torch.split(rows, ROWS_AT_ONCE):
         own = {m: part.to(column.values.device) for m, column in columns.modalities.items()}
-        x = {m: column.take(own[m]) for m, column in columns.modalities.items()}
+        x = {m: column.raw(own[m]) for m, column in columns.modalities.items()}
         if trigger is not None:
             stamped = trigger.stamped(columns.modalities[trigger.modality], own[trigger.modality])
-            x[trigger.modality] = stamped.take(torch.arange(len(part)))
+            x[trigger.modality] = stamped.raw(torch.arange(len(part)))
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
         hits += int((models.predict(x, client, present=present).argmax(-1) == target).sum())
     return hits / len(rows)

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
+from warnings import warn
 
 from torch import Tensor
 
-from polyfed.core.errors import RecipeError, UnknownClient
+from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
+from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.evaluation.predictions import predict
 from polyfed.evaluation.scores import Predictor
@@ -34,6 +37,9 @@ class Models:
         model_for: who has a model of its own: each `client`, or each `silo`, whose devices share it.
         class_names: the name of each class, if the data has names.
         elsewhere: why the clients' own models are not here; empty if they are here.
+        scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
+            and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
+            own rows, or because an older version wrote the files. Then these take samples that are already scaled.
     """
 
     algorithm: str
@@ -48,6 +54,7 @@ class Models:
     model_for: str = "client"
     class_names: tuple[str, ...] | None = None
     elsewhere: str = ""
+    scaling: Mapping[str, Scaling] | None = None
 
     def __repr__(self) -> str:
         own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
@@ -84,8 +91,9 @@ class Models:
         """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...) in the form in which the data set gives them, for example standardised. A
-                modality that is left out counts as a zero feature. A row of NaN also counts as a zero feature.
+            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays.
+                `predict` applies `scaling`. A modality that is left out counts as a zero feature. A row of NaN also
+                counts as a zero feature.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise its part of the global model. Modalities that this model does not read are ignored. None
                 selects the global model.
@@ -95,14 +103,23 @@ class Models:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
         if client is None:
-            return predict(self.model, self.task, self.params, x, present=present)
+            return predict(self.model, self.task, self.params, x, present=present, scaling=self.scaling)
         w = self.of(client)
         return predict(
-            self.model, self.task, w, x, reads=self.clients[client], present=present, predictor=self.predictor
+            self.model,
+            self.task,
+            w,
+            x,
+            reads=self.clients[client],
+            present=present,
+            predictor=self.predictor,
+            scaling=self.scaling,
         )
 
     def module(self, client: int | None = None) -> PlainModule:
         """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to logits.
+
+        The module applies `scaling`, so it takes the same samples as `predict`.
 
         Args:
             client: whose model; see `predict`.
@@ -111,14 +128,14 @@ class Models:
             RecipeError: there is no such model, or its predictions depend on more than its logits.
         """
         if client is None:
-            return PlainModule(self.model, self.params, self.model.modalities)
+            return PlainModule(self.model, self.params, self.model.modalities, self.scaling)
         if type(self.predictor) is not Predictor:
             raise RecipeError(
                 f"a client's model of {self.algorithm} predicts by {type(self.predictor).__name__}, not by its logits "
                 "alone: use predict(x, client=...)"
             )
         read = [m for m in self.model.modalities if m in self.clients.get(client, ())]
-        return PlainModule(self.model, self.of(client), read)
+        return PlainModule(self.model, self.of(client), read, self.scaling)
 
     def of(self, client: int) -> Tree:
         """The parameters that a client predicts with.
@@ -198,6 +215,16 @@ class Personal(Mapping[int, Tree]):
 
     def _why_empty(self) -> str:
         return f"{self._models.algorithm} trains one global model, and no client has a model of its own"
+
+
+def warn_unscaled(folder: Path) -> None:
+    """Warn that the files of a model do not say how its samples were scaled."""
+    warn(
+        f"an older version of polyfed wrote {folder}, without the shift and scale of the samples. So `predict` takes "
+        "samples that are already scaled as in training. Train again with this version to pass unscaled samples",
+        PolyfedWarning,
+        stacklevel=3,
+    )
 
 
 def _allowed(clients: Sequence[int]) -> str:

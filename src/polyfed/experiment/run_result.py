@@ -16,11 +16,12 @@ from polyfed.core.errors import CheckpointError, PolyfedWarning, RecipeError
 from polyfed.core.files import RECIPE, RESULT
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
+from polyfed.core.scaling import Scaling
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
 from polyfed.experiment.assembly import model_of
 from polyfed.experiment.display import clients_frame, metrics_frame, run_html
-from polyfed.experiment.models import ClientModalities, Models, Personal
+from polyfed.experiment.models import ClientModalities, Models, Personal, warn_unscaled
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_state import load_content
@@ -104,6 +105,15 @@ class Run:
         """
         return self.models.personal
 
+    @property
+    def scaling(self) -> Mapping[str, Scaling] | None:
+        """Modality -> `shift` and `scale` of the input, which `predict` and the exported models apply.
+
+        For a modality that polyfed standardised, they are the means and deviations of the training rows. None means
+        that they are unknown; see `Models.scaling`.
+        """
+        return self.models.scaling
+
     def predict(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> Tensor:
@@ -113,9 +123,9 @@ class Run:
         `models.task.decided` turns them into decisions, such as classes.
 
         Args:
-            x: modality -> samples (n, ...) in the form in which the data set gives them, for example standardised. A
-                modality that is left out counts as a zero feature, as for a client that lacks it. A row of NaN also
-                counts as a zero feature.
+            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays.
+                `predict` applies `scaling`. A modality that is left out counts as a zero feature, as for a client that
+                lacks it. A row of NaN also counts as a zero feature.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
                 selects the global model.
@@ -180,6 +190,7 @@ def models_of(
     state: Any,
     locals: Mapping[int, Tree] | None,
     class_names: tuple[str, ...] | None = None,
+    scaling: Mapping[str, Scaling] | None = None,
 ) -> Models:
     """Collect the trained models of a run.
 
@@ -189,6 +200,7 @@ def models_of(
         state: the server's state.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
         class_names: the name of each class, if the data has names.
+        scaling: the shift and the scale of each scaled modality. None means that they are unknown.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
@@ -230,6 +242,7 @@ def models_of(
         model_for=algorithm.model_for,
         class_names=class_names,
         elsewhere=elsewhere,
+        scaling=scaling,
     )
 
 
@@ -291,5 +304,10 @@ def load_run(folder: str | Path) -> Run:
         rounds=recipe.rounds,
     )
     locals = None if recipe.engine.name == "flower" else content["locals"]
-    models = models_of(recipe, fed, content["state"], locals, facts["class_names"])
+    scaling = facts.get("scaling")
+    if scaling is None and recipe.engine.name != "flower":
+        warn_unscaled(folder)
+    elif scaling is not None:
+        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
+    models = models_of(recipe, fed, content["state"], locals, facts["class_names"], scaling)
     return Run(records.result(), records.rounds(), content["state"], model, folder, models)

@@ -16,6 +16,8 @@ from torch import Tensor
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import sync
+from polyfed.core.scaling import Scaling
+from polyfed.data import Columns, scaling_of
 from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
 from polyfed.experiment.checkpoint import RESTORE, num_numbers, sha256_of
@@ -31,7 +33,7 @@ TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 """Sums over the rounds of a run, which a resumed run continues."""
 
 
-def kept_facts(fed: Federation, class_names: tuple[str, ...] | None, folder: Path) -> dict[str, Any]:
+def kept_facts(fed: Federation, columns: Columns, folder: Path) -> dict[str, Any]:
     """Return the facts about clients and model with which `load_run` can load a run without its data.
 
     The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
@@ -40,12 +42,13 @@ def kept_facts(fed: Federation, class_names: tuple[str, ...] | None, folder: Pat
     Raises:
         CheckpointError: the file cannot be written.
     """
-    registry, model = fed.clients, fed.context.model
+    registry, model, scaling = fed.clients, fed.context.model, scaling_of(columns)
     facts = {name: getattr(registry, name) for name in OF_CLIENTS}
     return {
         "shapes": {name: list(shape) for name, shape in model.shapes.items()},
         "classes": fed.context.num_classes,
-        "class_names": class_names,
+        "class_names": columns.class_names,
+        "scaling": None if scaling is None else {name: by._asdict() for name, by in scaling.items()},
         "clients": _write_clients(folder, {name: value for name, value in facts.items() if value is not None}),
     }
 
@@ -150,11 +153,22 @@ def _are_facts(value: Any) -> bool:
         isinstance(shapes, dict)
         and all(isinstance(shape, list) and all(type(side) is int for side in shape) for shape in shapes.values())
         and type(value.get("classes")) is int
+        and _is_scaling(value.get("scaling"), shapes)
         and (names is None or (isinstance(names, tuple) and all(isinstance(name, str) for name in names)))
         and (isinstance(num_rows, Tensor) and num_rows.dim() == 1)
         and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
         and (silo is None or (isinstance(silo, Tensor) and silo.shape == num_rows.shape))
     )
+
+
+def _is_scaling(value: Any, shapes: dict[str, list[int]]) -> bool:
+    """Whether the value holds a shift and a scale for some of the modalities, or is None because they are unknown."""
+    if value is None:
+        return True
+    try:
+        return all(bool(Scaling.read(found, tuple(shapes[name]))) for name, found in value.items())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def num_kept(state: Any, engine: Engine) -> dict[str, int]:

@@ -24,10 +24,11 @@ from polyfed.core.errors import DataError, NotAllowed, RecipeError
 from polyfed.core.files import sync
 from polyfed.core.json_and_toml import parse_json
 from polyfed.core.registry import Allowance, find, name_of, only
+from polyfed.core.scaling import Scaling
 from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.checkpoint import sha256_of
-from polyfed.experiment.models import Models
+from polyfed.experiment.models import Models, warn_unscaled
 from polyfed.experiment.parts import build
 from polyfed.experiment.recipe import as_table
 from polyfed.model import Model, ModelSpec, build_model
@@ -135,6 +136,7 @@ def _description(models: Models) -> dict[str, Any]:
         "own_models": models.own,
         "model_for": models.model_for,
         "elsewhere": models.elsewhere,
+        "scaling": None if models.scaling is None else {m: by.as_lists() for m, by in models.scaling.items()},
         "predictor": {"name": name_of(models.predictor, PREDICTORS)} | as_table(models.predictor),
     }
 
@@ -167,6 +169,8 @@ def load_model(
     """
     folder = Path(folder).expanduser()
     said = _read_description(folder)
+    if "scaling" not in said:
+        warn_unscaled(folder)
     allowance = Allowance(imports=tuple(imports), models=tuple(backbones))
     try:
         _check_allowed(folder, said, allowance)
@@ -240,7 +244,13 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         model_for=said["model_for"],
         class_names=None if names is None else tuple(names),
         elsewhere=said["elsewhere"],
+        scaling=_scaling(said.get("scaling"), shapes),
     )
+
+
+def _scaling(said: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Scaling] | None:
+    """Read the shift and scale of each modality. None means that they are unknown."""
+    return None if said is None else {m: Scaling.read(value, shapes[m]) for m, value in said.items()}
 
 
 def _read_description(folder: Path) -> dict[str, Any]:

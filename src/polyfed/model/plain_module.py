@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
+from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.model.model import Model
 
@@ -22,25 +23,35 @@ class PlainModule(nn.Module):
         model: the model. The module uses this model, so do not train the model at the same time.
         w: the parameters of the whole model or of a client's part.
         reads: the modalities that `forward` expects, in this order.
+        scaling: the shift and the scale of each modality whose samples are not yet scaled. The module applies them.
     """
 
-    def __init__(self, model: Model, w: Tree, reads: Sequence[str]) -> None:
+    def __init__(
+        self, model: Model, w: Tree, reads: Sequence[str], scaling: Mapping[str, Scaling] | None = None
+    ) -> None:
         super().__init__()
         self.model, self.names, self.reads = model, list(w), tuple(reads)
         for number, value in enumerate(w.values()):
             self.register_buffer(f"w{number}", value.detach().clone())
+        place = next(iter(w.values())).device
+        self.scaled = {m: number for number, m in enumerate(self.reads) if m in (scaling or {})}
+        for m, number in self.scaled.items():
+            for part, numbers in (scaling or {})[m]._asdict().items():
+                self.register_buffer(f"{part}{number}", numbers.detach().clone().to(place))
 
     def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...), float32; all modalities of `reads` or some of them.
+            x: modality -> samples (n, ...); all modalities of `reads` or some of them. They are not scaled yet.
             present: modality -> bool (n,), for modalities that some rows lack.
         """
         first = next(iter(x.values()))
         rows = torch.arange(first.shape[0], device=first.device)
         w = {name: self.get_buffer(f"w{number}") for number, name in enumerate(self.names)}
         own = {m: x[m] for m in self.reads if m in x}
+        for m in own.keys() & self.scaled.keys():
+            own[m] = Scaling(*(self.get_buffer(f"{part}{self.scaled[m]}") for part in Scaling._fields)).applied(own[m])
         batch = Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=present or {})
         with torch.no_grad():
             return self.model.logits(w, batch)
@@ -62,7 +73,7 @@ def write_onnx(module: PlainModule, path: Path) -> None:
 
     The file has one input for each modality, with the modality's name, and the output `logits`.
 
-    The number of rows is dynamic.
+    The file applies the scaling of the module. The number of rows is dynamic.
 
     Raises:
         ModelError: PyTorch cannot export this model, or a package that the export needs is not installed.

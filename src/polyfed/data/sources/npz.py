@@ -55,7 +55,7 @@ class Npz(Source):
             whose first axis is the features.
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
-            values are unchanged.
+            values are unchanged. The trained models do the same with new samples.
         test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
             test set. If the labels are targets, it is a share of all rows.
         seed: Seed for drawing that test set; the run's own seed has no effect.

@@ -1,0 +1,52 @@
+"""`Scaling`: the shift and the scale of a modality, with which stored samples become the input of a model."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scaling(NamedTuple):
+    """The numbers that turn stored samples of a modality into the input of a model: (x - shift) / scale.
+
+    Both are float32 tensors that broadcast over one sample: of shape (F,) or (1, F) for features along the last axis,
+    and (C, 1, 1) for the channels of an image. If polyfed standardised the modality, `shift` holds the means and
+    `scale` the deviations of the training rows, in the unit of the stored values.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Return the scaled samples, float32 (n, *shape), for stored samples (n, *shape) of any real type."""
+        return (x.to(torch.float32) - self.shift.to(x.device)) / self.scale.to(x.device)
+
+    def as_lists(self) -> dict[str, Any]:
+        """Return both tensors as nested lists of numbers, for a JSON file."""
+        return {name: value.tolist() for name, value in self._asdict().items()}
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], shape: tuple[int, ...]) -> "Scaling":
+        """Read `as_lists`, or the same entries as tensors.
+
+        Args:
+            value: the entries `shift` and `scale`.
+            shape: the shape of one sample.
+
+        Raises:
+            ValueError: an entry is not finite or does not broadcast over a sample, or the scale is not positive.
+            KeyError, TypeError: an entry is missing, or does not consist of numbers.
+        """
+        found = cls(*(torch.as_tensor(value[name], dtype=torch.float32) for name in cls._fields))
+        for name, numbers in found._asdict().items():
+            fits = numbers.dim() <= len(shape) and all(
+                side in (1, wanted) for side, wanted in zip(reversed(numbers.shape), reversed(shape), strict=False)
+            )
+            if not fits:
+                raise ValueError(f"the {name} has the shape {tuple(numbers.shape)}, and a sample has {shape}")
+            if not numbers.isfinite().all():
+                raise ValueError(f"the {name} is not finite")
+        if (found.scale <= 0).any():
+            raise ValueError("the scale is not positive")
+        return found

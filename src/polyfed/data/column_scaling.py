@@ -1,0 +1,25 @@
+"""The scaling of the columns of a table, which a trained model needs for new samples."""
+
+import torch
+
+from polyfed.core.scaling import Scaling
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
+
+
+def scaling_of(columns: Columns) -> dict[str, Scaling] | None:
+    """Return the shift and the scale of each modality that has one of them, on the CPU.
+
+    Returns:
+        None if all rows are left out. In a deployment without data at the server, such a table only gives the shapes,
+        and each device scales its own rows.
+    """
+    if not len(columns.rows(TRAIN, TEST, VALIDATION)):
+        return None
+    return {
+        name: Scaling(
+            torch.zeros(()) if column.shift is None else column.shift.detach().float().cpu(),
+            torch.ones(()) if column.scale is None else column.scale.detach().float().cpu(),
+        )
+        for name, column in columns.modalities.items()
+        if column.shift is not None or column.scale is not None
+    }
