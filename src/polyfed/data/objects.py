@@ -17,7 +17,14 @@ from polyfed.data.dataset_samples import SampleForm, read_samples
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
 from polyfed.data.reading_options import ReadingOptions, with_masks
 from polyfed.data.row_facts import SPLITS, as_array, plain
-from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
+from polyfed.data.split_objects import (
+    is_frame,
+    is_hugging_face,
+    join_arrays,
+    refuse_other_columns,
+    refuse_other_dictionaries,
+    same_order,
+)
 from polyfed.data.table_draft import Draft, columns_of
 
 ALLOWED = (
@@ -132,7 +139,8 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
 
 
 def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
-    if isinstance(given.labels, str) or (given.labels is None and given.needs_labels):
+    refuse_other_dictionaries(data, given.labels)
+    if given.labels is None and given.needs_labels:
         raise RecipeError("labels is missing: give one label for each row, as in labels=y")
     if given.modalities is not None:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")

@@ -14,7 +14,7 @@ from polyfed.data.sources.npz import Npz
 from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of
 from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.task_choice import needs_labels
+from polyfed.experiment.task_choice import needs_labels, prepared
 
 FEW = 20
 """Training rows that a client should have: fewer clients are suggested if the rows do not suffice."""
@@ -42,7 +42,8 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         task: name of the task; None leaves the task to the labels.
 
     Raises:
-        PolyfedError: the file cannot be read, there is no such task, or no labels or modalities are found in it.
+        PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, or no labels or
+            modalities are found in the file.
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table = reading.source, reading.columns, dict(reading.table)
@@ -90,7 +91,9 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "",
     ]
     text = "\n".join(lines)
-    parse_recipe(parse_toml(text))
+    made = parse_recipe(parse_toml(text))
+    if task is not None:
+        prepared(made, columns)
     return Starter(text, tuple(notes))
 
 
