@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging
-from polyfed.cli.egress_tables import grouped, remarks, sentence, size
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
 from polyfed.experiment.check import Check, Planned, check
+from polyfed.experiment.egress_tables import grouped, remarks, sentence, size
 from polyfed.training.optimisers import Train
 from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe

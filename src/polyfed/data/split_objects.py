@@ -61,14 +61,15 @@ def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
     name, part = next(iter(data.items()))
     if by_split and all(isinstance(value, str | PathLike) for value in data.values()):
         raise RecipeError(
-            f"data['{name}'] is the path of a file, but a split must be a data frame or a dataset. Read the files, as in "
-            f"data={{'{name}': pandas.read_csv('{part}'), ...}}. Or give one file with a column `split`, as in "
+            f"data['{name}'] is the path of a file, but a split must be a data frame or a dataset. Read the files, as "
+            f"in data={{'{name}': pandas.read_csv('{part}'), ...}}. Or give one file with a column `split`, as in "
             "data='all.csv', split='split'"
         )
     if by_split and all(isinstance(value, Mapping) for value in data.values()):
         raise RecipeError(
-            f"data['{name}'] is a {type(part).__name__}, but a split must be a data frame or a dataset. Join the arrays of "
-            "all splits, and give the split of each row, as in data={'image': x}, labels=y, split=['train', ..., 'test']"
+            f"data['{name}'] is a {type(part).__name__}, but a split must be a data frame or a dataset. Join the "
+            "arrays of all splits, and give the split of each row, as in data={'image': x}, labels=y, split=['train', "
+            "..., 'test']"
         )
     if isinstance(labels, str):
         raise RecipeError(
