@@ -103,6 +103,7 @@ def test_sections_and_objects_are_options() -> None:
         ),
         ({"train": {"epochs": 0}, "rounds": 0}, r"2 problems:\n  rounds = 0: .*\n  \[train\] epochs = 0: "),
         ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "train is given beside an algorithm object"),
+        ({"algorithm": {"name": "fedavg", "private": "head"}}, r"private = 'head': must be a list, as in \[\"head\"\]"),
         ({"clients": True}, "give one client for each row"),
         ({"clients": 3.0}, "clients = 3.0: give one client for each row, the name of a column, or the number"),
         ({"algorithm": FedProx}, r"algorithm is the class FedProx: give an object, as in FedProx\(\)"),

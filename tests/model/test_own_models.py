@@ -191,7 +191,7 @@ def test_a_device_imports_only_what_its_owner_allows() -> None:
         ({}, r"2 problems:\n.*\[model.encoders\] has no entry for the modality 'a'.*\n.* for the modality 'b'"),
         (
             {"module": "own_models:OnlyX", "blocks": BLOCKS},
-            r"polyfed calls forward\(x, present\).*\(too many positional.*\)\. Write def forward\(self, x, present\): x",
+            r"polyfed calls forward\(x, present\).*\(too many positional.*\)\. Write def forward\(self, x, present\):",
         ),
         (
             {"module": "own_models:NoOutputs", "blocks": BLOCKS},

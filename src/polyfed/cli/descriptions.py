@@ -105,9 +105,9 @@ def init(
 
     if context.args:
         raise RecipeError(
-            f"init reads one file, and {' '.join([str(file), *context.args])} are several. Join them into one file with "
-            "a column (.npz: an array) `split` that says train, test or validation for each row. Or read them in Python "
-            "and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
+            f"init reads one file, and {' '.join([str(file), *context.args])} are several. Join them into one file "
+            "with a column (.npz: an array) `split` that says train, test or validation for each row. Or read them in "
+            "Python and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
         )
     labels = label[0] if label and len(label) == 1 else label or None
     notes = init.write_recipe(

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from polyfed.core.counts import counted as in_words
 from polyfed.experiment import egress_tables as crossing
 from polyfed.experiment.check_result import CheckResult
 from polyfed.privacy.guarantee import number
@@ -14,11 +15,14 @@ from polyfed.report.formatting import bytes_of, counted
 from polyfed.report.text_layout import plain_table, stacked, titled
 
 
-def _what(task: dict[str, Any]) -> str:
-    """Return what the size of the labels counts, such as classes."""
-    return {"multi-label": "labels each", "regression": "targets each", "ordinal": "levels"}.get(
-        task["name"], "classes"
-    )
+def _what(num: int, task: dict[str, Any]) -> str:
+    """Return the size of the labels in words, such as `3 classes`."""
+    words = {
+        "multi-label": ("label each", "labels each"),
+        "regression": ("target each", "targets each"),
+        "ordinal": ("level", "levels"),
+    }
+    return in_words(num, *words.get(task["name"], ("class", "classes")))
 
 
 def _rows(num: int, use: str) -> str:
@@ -28,7 +32,7 @@ def _rows(num: int, use: str) -> str:
 def _task(task: dict[str, Any]) -> str:
     """The task in a sentence."""
     by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
-    return f"task: {task['name']}, {by}; the model has {task['outputs']} outputs"
+    return f"task: {task['name']}, {by}; the model has {counted(task['outputs'], 'output')}"
 
 
 def check_tables(check: CheckResult) -> Group:
@@ -37,7 +41,7 @@ def check_tables(check: CheckResult) -> Group:
     name, rounds = recipe["algorithm"]["name"], counted(recipe["rounds"], "round")
     head = f"{name} on {recipe['data']['name']}: {rounds}, seed {recipe['seed']}"
     data = check.facts["data"]
-    what = f"{data['classes']} {_what(check.facts['task'])}"
+    what = _what(data["classes"], check.facts["task"])
     rows = (
         f"{data['rows']:,} rows of {what}; the server holds {_rows(data['test_rows'], 'test')} and "
         f"{_rows(data['validation_rows'], 'validation')}"
