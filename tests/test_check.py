@@ -13,7 +13,8 @@ from polyfed.cli import main
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.experiment.check import Check, Planned, check
+from polyfed.experiment.check import Check, check
+from polyfed.experiment.check_result import Planned
 from polyfed.experiment.egress_tables import grouped, remarks, sentence, size
 from polyfed.experiment.from_data import make_recipe
 from polyfed.training.optimisers import Train
@@ -177,7 +178,7 @@ def test_a_long_training_is_not_rehearsed_step_by_step() -> None:
 
 def test_a_check_prints_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text('[data]\nname = "cg-digits"\n[algorithm]\nname = "fedavg"\nprivate = ["head"]\n')
+    file.write_text('[data]\nname = "cg-digits"\n[algorithm]\nname = "fedavg"\n')
     with pytest.raises(SystemExit, match="0"):
         main(["check", str(file)])
     checked = check(file)

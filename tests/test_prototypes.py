@@ -109,11 +109,11 @@ def test_pooled_prototypes_are_the_centroids_of_all_samples() -> None:
     assert found.active.tolist() == [True] * 4 + [False], "a class that nobody has stays without a prototype"
 
 
-def test_unreported_classes_keep_their_prototype_and_momentum_blends_the_others() -> None:
+def test_unreported_classes_keep_their_prototype() -> None:
     old = {"a": made([[1.0], [2.0], [0.0]], [True, True, False])}
     report = ({"a": torch.tensor([[3.0], [0.0], [4.0]])}, {"shared": torch.tensor([2.0, 0.0, 1.0])})
-    found = prototypes.gathered(old, [report], momentum=0.25)["a"]
-    assert found.mean.flatten().tolist() == [0.25 * 1 + 0.75 * 3, 2.0, 4.0]
+    found = prototypes.gathered(old, [report])["a"]
+    assert found.mean.flatten().tolist() == [3.0, 2.0, 4.0]
     assert found.active.all()
 
 

@@ -1,9 +1,9 @@
 """polyfed: multimodal federated learning. One implementation of a method runs in simulation and on real devices.
 
-The names below are the public front door: load or parse a recipe, `check` what it lets leave the clients, `run` it, and
-read what the run wrote; `sweep` a study of many runs, and `compare` them. Methods of your own import from
-`polyfed.algorithms`, `polyfed.core` and `polyfed.training`. Each name is imported when it is first used, so that
-`polyfed --help` does not wait for PyTorch.
+The names below are the public functions and classes. With them, a program can load or parse a recipe, `check` which
+data the recipe allows to leave the clients, `run` the recipe, and read the results of the run. It can also `sweep` a
+study of many runs, and `compare` runs. If you write your own method, import from `polyfed.algorithms`, `polyfed.core`
+and `polyfed.training`. Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`python -m polyfed` runs the command line, for when the `polyfed` script is not on the PATH."""
+"""`python -m polyfed` does the same as the command `polyfed`; use it if this command is not on the PATH."""
 
 from polyfed.cli import main
 

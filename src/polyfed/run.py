@@ -36,21 +36,21 @@ def run(
     """Run a recipe, or a method on your own data, to its end.
 
     `run(data=..., **options)` runs `make_recipe(data, **options)`, and the folder `out` holds that recipe. If the data
-    was in memory, the file of the recipe cannot hold it: to resume such a run, call `run` again with the same data and
+    was in memory, the recipe file cannot hold the data. To resume such a run, call `run` again with the same data and
     options.
 
     Args:
-        recipe: a recipe, or the path of one; None makes one of `data` and `options`.
+        recipe: a recipe, or the path of one; None makes a recipe from `data` and `options`.
         out: the folder for the files of the run; None writes none.
-        data: your own data, see `make_recipe`; beside a recipe, it takes the place of the recipe's data.
+        data: your own data, see `make_recipe`. If `recipe` is given too, `data` replaces the recipe's data.
         resume: continue the run in `out`; the result equals that of an uninterrupted run bit for bit.
-        engine: replaces the recipe's engine; or options of the section [engine], as in `{"debug": True}`.
+        engine: an engine to use instead of the recipe's, or options of the section [engine] such as `{"debug": True}`.
         device: replaces the recipe's device.
         listeners: called with every event, as `listener(event, **facts)`.
         progress: whether to show the progress while the run goes on: a live panel in a notebook or a terminal, a few
             lines on standard error anywhere else.
-        options: labels, clients and the sections of a recipe; see `make_recipe`. Beside a recipe, only those options
-            that say how `data` is read.
+        options: labels, clients and the sections of a recipe; see `make_recipe`. If `recipe` is given, only options
+            that say how `data` is read are allowed.
 
     Returns:
         The finished run.

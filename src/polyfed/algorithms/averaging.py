@@ -13,7 +13,7 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 | `loss` | client | in every step of local training | `context.loss`; for classes, the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state does not change |
 | `merge` | server | after the replies have arrived | weighted mean per block, then a step of the server optimiser |
-| `weights` | server | in `merge` | number of rows of each client, or 1 with `aggregation = "uniform"` |
+| `weights` | server | in `merge` | number of rows of each client, or 1 if `aggregation = "uniform"` |
 
 A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
@@ -94,12 +94,12 @@ class Averaging(Algorithm):
     Attributes:
         aggregation: the weights of the mean. `weighted` weights each client by its number of rows (McMahan et al.,
             2017, Algorithm 1). `uniform` gives every client the same weight.
-        selector: the rule that chooses which clients take part; the [selection] section.
-        server: how the server uses the mean; the [server] section.
+        selector: the rule from the [selection] section that chooses which clients take part.
+        server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
             encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
-        private_epochs: epochs in which a client trains only its private blocks. It then trains only the other blocks,
-            as in FedRep. 0 trains all blocks together, as in FedPer.
+        private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other
+            blocks, as in FedRep. 0 trains all blocks together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
             personal evaluation. 0 disables fine-tuning.
     """
@@ -156,7 +156,7 @@ class Averaging(Algorithm):
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
+        """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
@@ -184,7 +184,7 @@ class Averaging(Algorithm):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Return a function that changes the gradient of every step, and its first carry, or None for no change.
+        """Return a function that changes the gradient of every step, with its first carry. None means no change.
 
         Args:
             context: the client context.
@@ -209,7 +209,7 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """Return the next state: a step of the server optimiser towards the combined replies, per block."""
+        """Return the next state: in each block, the server optimiser takes a step towards the combined replies."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         private = fed.private_mean(state.moments)
         mean = aggregate(replies, "params", weights, state.params, self.server, private)
@@ -218,11 +218,11 @@ class Averaging(Algorithm):
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
-        """Return each client's weight in the mean: 1, or its row count in the client registry, not in its reply."""
+        """Return each client's weight in the mean: 1, or its row count in the registry (not the one in its reply)."""
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the weight of a field in a sum. Parameters have none if `aggregation` is `uniform`."""
+        """Return the weight of a field in a sum. If `aggregation` is `uniform`, parameters have no weight."""
         return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
@@ -250,7 +250,7 @@ class Averaging(Algorithm):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
-        """Train the received model, with the client's private blocks, on the client's rows."""
+        """Train the received model and the client's private blocks on the client's rows."""
         kept, own = private_blocks.parted(local)
         whole = private_blocks.completed(got, kept)
 
@@ -298,7 +298,7 @@ class Averaging(Algorithm):
         return "clients" if self.private or self.fine_tune or overridden else "none"
 
     def global_params(self, state: Any) -> Tree | None:
-        """Return the global model, or None with private blocks, because the server then has only a part of a model."""
+        """Return the global model, or None if there are private blocks, because the server then lacks these blocks."""
         if self.fine_tune and not self.private:
             return state.params  # type: ignore[no-any-return]
         return super().global_params(state)
@@ -310,11 +310,11 @@ class Averaging(Algorithm):
         return super().evaluation_message(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
+        """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""
         return private_blocks.personal(got.params, local)
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
+    """Return the mean training loss of a cohort, weighted by rows in the registry; NaN if clients withhold the loss."""
     hidden = fed.privacy is not None and fed.privacy.withholds("loss")
     return float("nan") if hidden else replies.mean_number("loss", fed.clients.rows_of(replies))

@@ -88,8 +88,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     The module's docstring lists the hooks in the order in which they are called.
 
     Attributes:
-        train: options of local training; the [train] section.
-        evaluation: when and how to evaluate; the [evaluate] section.
+        train: options of local training, from the [train] section.
+        evaluation: when and how to evaluate, as set in the [evaluate] section.
     """
 
     train: Train = Train()
@@ -110,7 +110,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
-        """Warn when a method's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
+        """Warn if a function's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
         super().__init_subclass__()
         hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
         for name, value in vars(cls).items():
@@ -123,7 +123,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
 
         Raises:
-            RecipeError: an option is out of range, or `unimodal = "prototype"` with a method that sends no class means.
+            RecipeError: an option is out of range, or `unimodal` is `prototype` but the method sends no class means.
         """
         check_ranges("[algorithm]", self)
         if self.evaluation.unimodal == "prototype" and not self.sends_class_means:
@@ -148,7 +148,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
 
         Args:
             state: the state after the previous round.
-            fed: the federation; `fed.ask(task, clients, message)` sends a request, `fed.round` is the round's number.
+            fed: the federation; `fed.ask(task, clients, message)` sends a request, and `fed.round` is the round.
         """
 
     def model_spec(

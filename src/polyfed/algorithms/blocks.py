@@ -50,8 +50,8 @@ class Layout:
     Attributes:
         names: names of the tensors, in the order of the vector.
         shapes: shapes of the tensors, in the same order.
-        num_trainable: how many of the leading numbers are parameters. Only parameters have gradients and count in
-            distances.
+        num_trainable: how many of the leading numbers are parameters. Only parameters have gradients, and only they
+            enter distances.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class Layout:
         }
 
     def gather(self, replies: Replies) -> tuple[Tensor, Tensor]:
-        """Return the clients that sent this block, ascending int64 (S,), and their flattened blocks (S, P)."""
+        """Return the clients that sent this block, int64 (S,) in ascending order, and their flattened blocks (S, P)."""
         parts = [part for part in replies.parts if self.names and self.names[0] in part.message.params]  # type: ignore[attr-defined]
         if not parts:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)
@@ -103,7 +103,7 @@ class Layout:
 
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
-    """Return the layouts of all blocks that are not empty, in the order of the queue of uploads: modalities first."""
+    """Return the layouts of all blocks that are not empty, in the order of upload: the modalities, then `shared`."""
     found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
     return {block: layout for block, layout in found.items() if layout.names}
 
@@ -149,7 +149,7 @@ def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> d
 
 
 def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
-    """Return the message to each client that the server asks for at least one block.
+    """Return a message for each client from which the server requests at least one block.
 
     Args:
         chosen: block -> the clients from which the server requests it, bool (K,).

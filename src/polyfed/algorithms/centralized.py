@@ -4,7 +4,7 @@ The method has no paper. Every client sends its samples and labels once, before 
 policy must therefore allow `raw` and `labels`. The server then trains on the pooled rows, with rounds times epochs
 passes in total. One optimiser continues over all rounds.
 
-What crosses: all training rows and labels, once, and nothing after that. Page: docs/algorithms/centralized.md.
+For training, clients send nothing else. Page: docs/algorithms/centralized.md.
 """
 
 from dataclasses import dataclass, field
@@ -73,7 +73,8 @@ class Centralized(Algorithm):
     """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: factor for the hidden sizes and the embedding; the PartialFL paper compares with a larger model.
+        width: factor for the hidden sizes and the embedding. The PartialFL paper also reports a comparison with a
+            larger model.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)

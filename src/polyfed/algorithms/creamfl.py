@@ -10,8 +10,8 @@ step, a client takes a batch of its rows and the same number of public rows, dra
 modalities, "the other modality" is the mean of all others. Representations are normalised to length 1 before they are
 compared.
 
-What crosses: once, the public samples to every client; in every round, global representations to the clients and local
-representations to the server. Page: docs/algorithms/creamfl.md.
+Every client receives the public samples once. In every round, the server sends global representations, and the clients
+send local representations. Page: docs/algorithms/creamfl.md.
 """
 
 from dataclasses import dataclass, field, replace
@@ -104,7 +104,7 @@ class CreamState(State):
 
     Attributes:
         optimiser: moments of the server model's optimiser.
-        steps: its training steps so far.
+        steps: training steps of the server's model so far.
         samples: the public samples (P, ...) by modality.
         labels: the public labels (P,).
     """
@@ -120,12 +120,13 @@ class CreamFL(Algorithm):
     """Contrastive representation ensemble. The default weights are the weights of the authors' code.
 
     Attributes:
-        inter: weight of the inter-modal contrast, with the other modality's global representations.
-        intra: weight of the intra-modal contrast, with the client's previous representations.
+        inter: weight of the inter-modal contrast, which uses the other modality's global representations.
+        intra: weight of the intra-modal contrast, which uses the client's previous representations.
         temperature: temperature of both contrastive terms.
         distil: weight of the server's mean squared distance to the aggregated representations.
         server_epochs: epochs of the server over the public set in a round.
-        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
+            is allowed.
     """
 
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
@@ -141,10 +142,10 @@ class CreamFL(Algorithm):
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse selectors other than `uniform`, which need a global model that clients train.
+        """Refuse every selector except `uniform`, because the others need a global model that clients train.
 
         Raises:
-            RecipeError: the selector is another one.
+            RecipeError: the selector is not `uniform`.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "creamfl")
@@ -293,7 +294,7 @@ def public_batch(samples: Tree) -> Batch:
 
 
 def draw_public(samples: Tree, batch: Batch) -> Batch:
-    """Draw as many random public rows as the batch has, without replacement, with the batch's own key.
+    """Draw as many random public rows as the batch has rows, without replacement, with the batch's own key.
 
     A row that occurred twice would be its own negative. If the batch has more rows than the public set, the remaining
     drawn rows count as padding.

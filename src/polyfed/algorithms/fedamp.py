@@ -2,14 +2,15 @@
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021. The
 method is attentive message passing. The server keeps a personal cloud model for each client, which is a weighted mean
-of all clients' models. The weights come from A(x) = 1 - e^(-x / sigma) of squared distances, or from cosine
-similarities (HeurFedAMP). A client trains its own model with a proximal term towards its cloud model.
+of all clients' models. Before normalisation, the weight of another client's model is alpha A'(x), where x is the
+squared distance of the two models and A(x) = 1 - e^(-x / sigma). In HeurFedAMP, the weights come from cosine
+similarities. A client trains its own model with a proximal term towards its cloud model.
 
-polyfed's choice: FedAMP works per block, among the owners of the block. In every round, `uploads` clients send a block
-and get new cloud blocks; the server draws these clients for each block separately. The other clients keep their cloud
-blocks.
+polyfed's choice: FedAMP works per block, among the owners of the block. In every round, for each block, the server
+draws `uploads` clients at random. These clients send the block and get new cloud blocks. The other clients keep their
+cloud blocks.
 
-What crosses: blocks of personal models to the server, cloud blocks to the clients. Page: docs/algorithms/fedamp.md.
+The clients send blocks of personal models, and the server sends cloud blocks. Page: docs/algorithms/fedamp.md.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,7 +48,7 @@ class Clouds:
     """Cloud blocks that the server has yet to send.
 
     Attributes:
-        members: the clients that own these cloud blocks, ascending int64 (S,).
+        members: the clients that own these cloud blocks, int64 (S,) in ascending order.
         rows: their flattened blocks (S, P), in the same order.
     """
 
@@ -76,11 +77,12 @@ class FedAmpState:
 
     Attributes:
         params: the common initial model; there is no global model.
-        clouds: by block, the cloud blocks to send in the next round: new ones, and those that the last round failed to
-            send.
+        clouds: by block, the cloud blocks to send in the next round: new ones, and those that did not arrive in the
+            last round.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
-        pull: mean proximal term of the last uploads, as a share of `train_loss`; None before a cloud block returned.
+        pull: mean proximal term of the last uploads, as a share of `train_loss`; None if none of the uploading clients
+            had just received a cloud block.
     """
 
     params: Tree
@@ -185,7 +187,7 @@ class FedAmp(Algorithm):
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_every)
 
     def attention(self, w_SP: Tensor, round: int) -> Tensor:
-        """Return weights (S, S) of the uploaded models in the cloud models, row i for client i; rows sum to 1.
+        """Return the weights (S, S) of the uploaded models. Row i is for the cloud model of client i and sums to 1.
 
         Args:
             w_SP: flattened parameters of a block, one row for each upload.

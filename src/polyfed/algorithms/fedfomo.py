@@ -6,9 +6,9 @@ max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over t
 client's model at the start of the round, and L is the loss on the held-out rows.
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
-measure a candidate, the client replaces only that block of the previous model. The client's own trained block is a
-candidate, which the client keeps if no candidate has a lower loss. In every round, `uploads` owners of a block send the
-block, and all its owners receive these blocks.
+measure a candidate, the client replaces only that block of the previous model. The client's own trained block is also a
+candidate. The client keeps this block if no candidate has a lower loss than `previous`. In every round, `uploads`
+owners of a block send the block, and all its owners receive these blocks.
 
 Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
 Page: docs/algorithms/fedfomo.md.
@@ -88,8 +88,8 @@ class FedFomo(Algorithm):
     Attributes:
         uploads: how many clients send a block in a round: a share of all clients, or a count.
         every: n: a client holds out every n-th of its training rows. The value 5 gives the 20 % of the paper.
-        candidates: the largest number of other clients' blocks that a client receives. It receives the blocks
-            that it has preferred so far. 0 means all, as in the FMML paper.
+        candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
+            preferred so far. 0 means all, as in the FMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
         explore_decay: amount by which epsilon decreases in every round.
     """
@@ -151,7 +151,7 @@ class FedFomo(Algorithm):
         return times.chains(state.waited_for)
 
     def observe_tables(self, state: FedFomoState) -> dict[str, list[list[float]]]:
-        """Return the preferences by block, if there are few enough clients to draw them."""
+        """Return the preferences by block, if there are few enough clients for a figure."""
         tables = {f"preferences.{block}": table.tolist() for block, table in state.preferences.items()}
         return tables if all(len(table) <= TABLE_CLIENTS for table in tables.values()) else {}
 
@@ -201,7 +201,7 @@ class FedFomo(Algorithm):
             context: the client context.
             data: the client dataset.
             previous: the client's model at the start of the round.
-            pools: by block, the candidates, tensors with a leading axis of length N.
+            pools: by block, the candidates as tensors with a leading axis of length N.
 
         Returns:
             The loss of the previous model, and by block the losses (N,) of this model with one candidate in the block.
@@ -247,7 +247,7 @@ class FedFomo(Algorithm):
     def _preferred(
         self, preferences: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
     ) -> Tensor:
-        """Choose `candidates` of the others: each at random with probability epsilon, else the most preferred one.
+        """Choose `candidates` other clients: each at random with probability epsilon, else the most preferred one.
 
         Args:
             preferences: the client's preferences (K,) in the block.
@@ -289,7 +289,7 @@ def split(local: Tree) -> tuple[Tree, Tree]:
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """Return the held-out rows n - 1, 2 n - 1, ... of a batch whose first row has a number divisible by n."""
+    """Return the held-out rows n - 1, 2 n - 1, ... of a batch. The number of its first row must be divisible by n."""
     part = slice(n - 1, None, n)
     return replace(
         batch,

@@ -9,8 +9,8 @@ polyfed's choices: rows are matched by their position in the client's dataset, w
 one extractor on the clients and one tower on the server. The first common layer sums the towers' outputs, and a missing
 modality adds nothing.
 
-What crosses: features, logits and labels of all training rows to the server; logits to the clients. The default policy
-refuses the method because of these uploads. Page: docs/algorithms/fedgkt.md.
+Clients send features, logits and labels of all training rows, and the server sends logits. The default policy refuses
+the method because of these uploads. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,7 +115,8 @@ class FedGKT(Algorithm):
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.
-        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
+            is allowed.
     """
 
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
@@ -131,10 +132,10 @@ class FedGKT(Algorithm):
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse selectors other than `uniform`, which need a global model that clients train.
+        """Refuse every selector except `uniform`, because the others need a global model that clients train.
 
         Raises:
-            RecipeError: the selector is another one.
+            RecipeError: the selector is not `uniform`.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
@@ -239,7 +240,7 @@ class FedGKT(Algorithm):
 
 
 def server_logits(logits: Tensor | None) -> ServerLogits:
-    """The message with the server's logits for a client, empty if there are none yet."""
+    """The message with the server's logits for a client; it is empty before the client's first upload."""
     if logits is None:
         return ServerLogits({}, torch.tensor(0))
     return ServerLogits({SHARED: logits}, torch.tensor(len(logits)))

@@ -7,8 +7,8 @@ block grows with two things: the similarity of the parameters, and the number of
 
 polyfed's choices: the default similarity is the cosine with a temperature, and `similarity = "dot"` is the dot product
 of the publication. With dot products of whole parameter vectors, each client would give all attention to itself, so
-clients would share nothing. The global model for server evaluation is the mean, by rows, of the personal models of all
-clients that took part.
+clients would share nothing. The global model for server evaluation is the mean of the personal models of all clients
+that took part, weighted by rows.
 
 The messages are the same as under FedAvg, but each client receives its own model. Page: docs/algorithms/fedmsplit.md.
 """
@@ -50,7 +50,8 @@ class FedMSplit(Averaging):
     Attributes:
         mode: `personal`, or `block_mean`, which is FedAvg per block. The tables of the CMSFed paper seem to report
             `block_mean`, according to an unfinished file in its authors' code.
-        lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1.
+        lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1 in third-party
+            code.
         similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine divided by the
             temperature. `dot` is the dot product divided by the square root of the number of entries.
         temperature: temperature of `cosine`.
@@ -67,7 +68,7 @@ class FedMSplit(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: `mode = "personal"` with a [server] section, which would have no effect.
+            RecipeError: `mode = "personal"` is combined with a [server] section, which would have no effect.
         """
         super().__post_init__()
         if self.mode == "personal":
@@ -115,7 +116,7 @@ class FedMSplit(Averaging):
         return state.params
 
     def evaluation_message(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
-        """Return, in `personal`, each client's own model for that client."""
+        """In `personal`, return a mapping from each client to its own model."""
         if self.mode == "block_mean":
             return super().evaluation_message(state, fed, clients)
         return {client: Broadcast(self._own(state, client, fed)) for client in clients}

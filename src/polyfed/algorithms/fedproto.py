@@ -44,7 +44,7 @@ PROTOTYPE = ".prototype"
 class Shared(Message):
     """The model (`mm_fedavg` only) and the global prototypes (C, D) by modality.
 
-    A class without prototype has zeros.
+    A class without a prototype has zeros.
     """
 
     params: Tree = carries("parameters")
@@ -53,7 +53,7 @@ class Shared(Message):
 
 @message
 class Learned(Message):
-    """Trained parameters (`mm_fedavg` only), the client's prototypes (C, D), its rows of each class (C,)."""
+    """Trained parameters (`mm_fedavg` only), the client's prototypes (C, D), and its number of rows per class (C,)."""
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
@@ -79,7 +79,7 @@ class NearestPrototype(Predictor):
 
     The Tree holds the prototypes (C, D) as `<modality>.prototype`.
 
-    If a row has none of the modalities with prototypes in the Tree, the client's model predicts this row.
+    If the Tree has no prototypes for any modality of a row, the client's model predicts this row.
 
     Attributes:
         feature_norm: length to which features are scaled first. 0 does not scale them.
@@ -88,7 +88,7 @@ class NearestPrototype(Predictor):
     feature_norm: float = 0.0
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return scores (B, C): `prototype_scores`, and the model's logits for rows that lack all prototypes."""
+        """Return scores (B, C): `prototype_scores`, or the model's logits for a row that cannot be compared."""
         near = {m: Prototypes.received(w[m + PROTOTYPE]) for m in batch.x if m + PROTOTYPE in w}
         if not near:
             return model.logits(w, batch)
@@ -156,7 +156,7 @@ class FedProto(Averaging):
         return ProtoState(**vars(super().init(fed, params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the common initial model as the client's own model under `original`; otherwise nothing."""
+        """Under `original`, return the common initial model as the client's own model; otherwise, return nothing."""
         return dict(context.initial) if self.mode == "original" else {}
 
     def outgoing(self, state: ProtoState, cohort: list[int], fed: Federation) -> Shared:
@@ -180,7 +180,7 @@ class FedProto(Averaging):
 
     @property
     def predictor(self) -> Predictor:
-        """Return the predictor: the nearest global prototype under the client's model, or the model's logits."""
+        """Return the predictor that `predict_by` names: the nearest global prototype, or the model's logits."""
         by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
@@ -254,8 +254,8 @@ def prototype_distance(near: Prototypes, z_BD: Tensor, batch: Batch, modality: s
 def prototype_scores(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """Return scores (B, C): the negative distance to each class's prototype, summed over the modalities that a row has.
 
-    A class that lacks a prototype in one of these modalities gets the smallest float32, so it is never predicted and
-    the scores stay finite.
+    A class that lacks a prototype in one of these modalities gets the lowest finite float32, so it is never predicted
+    and the scores stay finite.
     """
     least = torch.finfo(torch.float32).min
     parts = [

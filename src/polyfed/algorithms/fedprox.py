@@ -1,8 +1,8 @@
 """FedProx: FedAvg with a proximal term that keeps a client's model near the model that the client received.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
-The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters. The other steps are
-the same as in FedAvg.
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2. The
+local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters. The other steps are
+those of FedAvg.
 
 The messages are the same as under FedAvg. Page: docs/algorithms/fedprox.md.
 """

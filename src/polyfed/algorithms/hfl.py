@@ -1,8 +1,8 @@
 """HFL: FedAvg with early fusion. HFL is the horizontal baseline for HFM.
 
 Every silo is one client with one model of all modalities. The modalities are stacked as channels beforehand (`[data]
-stack`). The server averages the silos' models, weighted by their rows. With `mu`, HFL is FedProx (Eq. 4 of HFM's
-report). See docs/algorithms/hfl.md.
+stack`). The server averages the silos' models, weighted by the silos' rows. If `mu` is above 0, HFL is FedProx (Eq. 4
+of HFM's report). See docs/algorithms/hfl.md.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from polyfed.federation.federation import Federation
 
 @dataclass(frozen=True, kw_only=True)
 class Hfl(Averaging):
-    """HFL: FedAvg, or FedProx with `mu`, on stacked modalities.
+    """HFL: FedAvg on stacked modalities, or FedProx if `mu` is above 0.
 
     Attributes:
         mu: strength of the proximal term; 0 disables the term.

@@ -64,8 +64,8 @@ class Local(Algorithm):
     Attributes:
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        global_test: when every client uploads its model, so that the server can evaluate it on its test rows: after the
-            `last` round, at every evaluation (`always`), or `never`.
+        global_test: when clients upload their models, which the server then evaluates on its own test rows. They do so
+            after the `last` round, at every evaluation (`always`), or `never`.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -74,10 +74,10 @@ class Local(Algorithm):
     global_test: Literal["last", "always", "never"] = "last"
 
     def __post_init__(self) -> None:
-        """Refuse selectors other than `uniform`, because they need a global model and Local has none.
+        """Refuse every selector except `uniform`, because the others need a global model and Local has none.
 
         Raises:
-            RecipeError: the selector is another one.
+            RecipeError: the selector is not `uniform`.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "local")
@@ -123,7 +123,7 @@ class Local(Algorithm):
         return Measured(measured | own.metrics, own.personal)
 
     def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
-        """Evaluate the model of every client that answers on the server's test rows; see `over_clients`."""
+        """Evaluate, on the server's test rows, the model of every client that answers; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):
@@ -160,12 +160,12 @@ def over_clients(
 
     Args:
         scores: client -> its model's metrics on the server's rows.
-        rows: client -> number of training rows, the weights of `weighted`.
+        rows: client -> number of training rows, which weights the statistic `weighted`.
         objective: the objective of the run.
 
     Returns:
         Two groups. `global` is the unweighted mean of every metric over the clients. `global_by_client` has statistics
-        over the clients of the objective's `SCORE`, in the form of `metrics.personal`. The result is empty if there are
+        of the objective's `SCORE` over the clients, in the form of `metrics.personal`. The result is empty if there are
         no clients.
     """
     if not scores:

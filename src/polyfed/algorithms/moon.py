@@ -6,9 +6,9 @@ representation under the client's previous model. The previous model is the clie
 participation.
 
 polyfed's choices: the representation is the concatenation of the modalities' features, mapped by the paper's two-layer
-projection head. The clients and the server exchange the head with the model. With `per_modality`, there is one term for
-each modality, and the terms are summed. When a client takes part for the first time, it has no previous model. The loss
-then has no contrastive term.
+projection head. The clients and the server exchange the head together with the model. If `per_modality` is set, there
+is one term for each modality, and the terms are summed. When a client takes part for the first time, it has no previous
+model. The loss then has no contrastive term.
 
 The messages are the same as under FedAvg. The previous model stays on the client. Page: docs/algorithms/moon.md.
 """
@@ -77,7 +77,7 @@ class Moon(Averaging):
             )
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Return the first state as under FedAvg, with the parameters of the projection head added to the model's."""
+        """Return the first state as under FedAvg, with the parameters of the projection head added to the model."""
         return super().init(fed, params | self._head(fed.context, fed.seed))
 
     def local(self, context: ClientContext, key: int) -> Tree:
@@ -106,7 +106,7 @@ class Moon(Averaging):
         return Update(fit.params, fit.loss, data.num_rows), kept
 
     def _represent(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
-        """Return the representations (B, P), one or one per modality. They are zero for rows that lack the modality."""
+        """Return the representation (B, P), or one for each modality. It is zero for rows that lack the modality."""
         flat = [context.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
@@ -120,7 +120,7 @@ class Moon(Averaging):
         return [F.linear(F.relu(hidden), w["shared.projection.1.weight"], w["shared.projection.1.bias"])]
 
     def _head(self, context: ClientContext, seed: int) -> Tree:
-        """Return the projection head, whose first layer is split by modality: a client needs only its own parts."""
+        """Return the projection head. Its first layer is split by modality, so a client needs only its own parts."""
         if not self.projection or self.per_modality:
             return {}
         return projection_head(context, self.projection, seed)

@@ -12,7 +12,8 @@ class Summing:
     """The section [secure_aggregation], and the hooks that declare what the method sums.
 
     Attributes:
-        secure_aggregation: options of secure aggregation, or None without it; the [secure_aggregation] section.
+        secure_aggregation: options of secure aggregation, from the [secure_aggregation] section; None if it is not
+            used.
     """
 
     secure_aggregation: SecureAggregation | None = None

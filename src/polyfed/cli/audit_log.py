@@ -25,7 +25,7 @@ polyfed_app.add_typer(app)
 
 @contextmanager
 def _needing_flower() -> Iterator[None]:
-    """Turn a failed import of the extra into an error that names the extra to install."""
+    """Turn the failed import of a package into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -43,7 +43,7 @@ def verify_log(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the chain and the signatures; exit code 0 if the log is whole, 5 and the first bad line if it is not."""
+    """Check the chain and the signatures. If the log is not whole, show the first bad line; the exit code is then 5."""
     with _needing_flower():
         from polyfed.privacy.audit_log_verification import verify
     found = verify(folder, key)
@@ -65,7 +65,7 @@ def reconcile_logs(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the server's audit log with its ledger and with devices' logs; exit code 5 if anything does not agree."""
+    """Compare the server's audit log with its ledger and with devices' logs. The exit code is 5 if they disagree."""
     from polyfed.report import reconcile
 
     with _needing_flower():

@@ -64,7 +64,7 @@ def algorithm_named(name: str) -> type[Algorithm]:
     """The class that `[algorithm] name` selects.
 
     Raises:
-        RecipeError: there is none of this name; the text suggests the nearest.
+        RecipeError: there is no algorithm of this name; the message suggests a similar one.
     """
     try:
         cls: type[Algorithm] = find(name, ALGORITHMS, Algorithm)
@@ -77,7 +77,7 @@ def source_named(name: str) -> type:
     """The class that `[data] name` selects.
 
     Raises:
-        RecipeError: there is none of this name; the text suggests the nearest.
+        RecipeError: there is no data source of this name; the message suggests a similar one.
     """
     if name not in SOURCES:
         raise RecipeError(f"no data source '{name}'; {did_you_mean(name, SOURCES)}")

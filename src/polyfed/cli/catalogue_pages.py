@@ -22,7 +22,7 @@ def algorithm_list() -> Group:
 
 
 def algorithm_page(name: str) -> Group:
-    """One algorithm: its idea, its hyper-parameters, and what can cross."""
+    """One algorithm: its idea, its hyper-parameters, and the data that can leave a client."""
     cls = catalogue.algorithm_named(name)
     groups: dict[tuple[str, str, str], list[Carrier]] = {}
     for row in catalogue.crossings(cls):

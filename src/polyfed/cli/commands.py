@@ -1,7 +1,7 @@
 """The verbs about recipes and runs: `run`, `check` and `report`.
 
-Each verb parses its arguments, calls one function of the package and prints the result. A user's error ends with the
-exit code of its class, without a traceback.
+Each verb parses its arguments, calls one function of the package and prints the result. If the user made an error, the
+command prints no traceback and ends with the exit code of the error's class.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def check(
         typer.Option(metavar="CONFIG", help="Check this device: the value of its --node-config, or its policy file."),
     ] = None,
 ) -> None:
-    """Validate a recipe; print its clients, blocks and sizes, and what can cross. Nothing leaves a client."""
+    """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""
     from polyfed.cli import deployment
     from polyfed.deploy.device_check import inspect
     from polyfed.experiment.check import check as check_recipe
@@ -144,7 +144,7 @@ def report(
 
 @contextmanager
 def event_lines(target: str | None) -> Iterator[list["Listener"]]:
-    """Yield the listeners that write the events of a run to a file or to standard output, or none without a target."""
+    """Yield the listeners that write the events of a run to a file or to standard output; none if `target` is None."""
     from polyfed.experiment.events import EventLines
 
     if target is None:

@@ -76,7 +76,7 @@ def compare_runs(
     ] = None,
     dark: Annotated[bool, typer.Option("--dark", help="Draw the figures for a dark background.")] = False,
 ) -> None:
-    """Compare runs: those that differ only in seed or fold share a line, with mean, spread and paired tests."""
+    """Compare runs. Runs that differ only in seed or fold share a line with their mean, spread and paired tests."""
     from polyfed.report import compare, evidence, write_comparison, write_figures
 
     if as_json and form is not Format.table:
@@ -98,7 +98,7 @@ def compare_runs(
 
 
 def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written: list[str]) -> None:
-    """Print a comparison. In the terminal, `written` lists the files that were written."""
+    """Print a comparison. The terminal also shows `written`, the lines about the files that were written."""
     from rich.text import Text
 
     from polyfed.cli import tables

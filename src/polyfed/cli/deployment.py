@@ -39,7 +39,7 @@ class Written:
         folder: the folder of the app.
         credentials: the folder of the credentials.
         warnings: what the app warns about.
-        keys: the number of keys of devices that were asked for; None if no credentials were asked for.
+        keys: the number of device keys that were asked for; None if no credentials were asked for.
         kept: whether the folder of the credentials had files before.
         new: the new files in this folder.
     """
@@ -77,12 +77,13 @@ class Written:
 
 
 def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Written:
-    """Write an app and, if keys or hosts are given, credentials; say what was written.
+    """Write an app and, if keys or hosts are given, credentials. Return what was written.
 
     Args:
         recipe: the recipe.
-        folder: for the app; credentials go to a folder beside it, with `-credentials` added to its name.
-        keys: how many keys of devices to write, or None.
+        folder: the folder for the app. Credentials go to a folder beside it, which has the same name with
+            `-credentials` added.
+        keys: how many device keys to write, or None.
         hosts: names and addresses for the server's certificate.
     """
     credentials = folder.with_name(f"{folder.name}-credentials")
@@ -97,7 +98,7 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
 
 
 def device_tables(inspection: Inspection) -> Group:
-    """A device before its SuperNode starts: its data, its policy, and what of a recipe the policy allows."""
+    """A device before its SuperNode starts: its data, its policy, and what the policy allows a recipe to send."""
     node = inspection.node
     policy = plain_table("block", "to the server", "to its silo", left=3)
     for block, row in inspection.policy.table(node.held).items():

@@ -26,7 +26,7 @@ def algorithms(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
+    """List the algorithms, or describe one: its idea, its hyper-parameters and what can leave a client."""
     from polyfed.cli import catalogue, catalogue_pages, init
 
     if recipe:

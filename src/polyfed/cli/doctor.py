@@ -56,7 +56,7 @@ def examine() -> dict[str, Any]:
 
 
 def requirements(lines: list[str]) -> set[tuple[str, str]]:
-    """Pairs of part and package, from the requirements in the package's metadata.
+    """Pairs of an optional part (or `required`) and a package, from the requirements in polyfed's metadata.
 
     >>> sorted(requirements(["torch>=2.6", "av>=12; extra == 'video'", "ruff; extra == 'dev'"]))
     [('required', 'torch'), ('video', 'av')]

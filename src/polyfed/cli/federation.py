@@ -50,7 +50,7 @@ def write_flower_app(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Flower app for a recipe, which `flwr run` starts; see docs/deploy.md."""
+    """Write a Flower app for a recipe. `flwr run` starts the app; see docs/deploy.md."""
     from polyfed.cli import deployment
 
     if not local:
@@ -95,7 +95,7 @@ def superlink(
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
-    """Start a server's SuperLink: devices with a known key from anywhere, `flwr` from this machine only."""
+    """Start a server's SuperLink. Devices with a known key can connect from anywhere, `flwr` only from this machine."""
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value
@@ -127,7 +127,7 @@ def supernode(
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
-    """Start a device: it answers with the polyfed installed here, and runs no code that a server sends."""
+    """Start a device. It uses the polyfed that is installed here, and runs no code that a server sends."""
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value

@@ -26,7 +26,7 @@ def write_recipe(
         out: the recipe to write.
         columns: `label`, `client` and `split`, each with the name of its array or column, and `class_names`. `label`
             may have several names. If None, the function guesses the name.
-        task: name of the task; None leaves the task to the labels.
+        task: name of the task; if None, the labels determine the task.
 
     Returns:
         Sentences about all guesses.

@@ -1,4 +1,4 @@
-"""The verbs `doctor`, which checks this machine, and `completion`, which installs completion with the Tab key."""
+"""The verbs `doctor`, which checks this machine, and `completion`, which installs Tab completion."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -13,7 +13,7 @@ COMMAND = "polyfed"
 
 
 class Shell(StrEnum):
-    """The shells that can complete words of the command."""
+    """The shells for which polyfed can install Tab completion."""
 
     bash = "bash"
     zsh = "zsh"
@@ -39,7 +39,7 @@ def completion(
     show_script: Annotated[bool, typer.Option("--show", help="Print the script and install nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Install the completion of verbs and options with the Tab key, for your shell."""
+    """Install Tab completion of verbs and options for your shell."""
     from typer.completion import get_completion_script, install  # type: ignore[attr-defined]  # it names no exports
 
     name = shell.value if shell is not None else detected()

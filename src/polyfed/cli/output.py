@@ -18,7 +18,7 @@ def print_json(content: Any) -> None:
 
 
 def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> None:
-    """Print an error on standard error, and with `as_json` also as a JSON object on standard output.
+    """Print an error on standard error. If `as_json` is true, also print it as a JSON object on standard output.
 
     Args:
         kind: the name of the exception's class.
@@ -34,7 +34,7 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
 
 
 def standard_output() -> "Console":
-    """Return the console of standard output. Without a terminal, it does not fold wide tables."""
+    """Return the console of standard output. If the output is not a terminal, tables may be `WIDE` characters wide."""
     from rich.console import Console
 
     from polyfed.report.text_layout import WIDE
@@ -53,7 +53,7 @@ def show(*parts: "RenderableType") -> None:
 
 
 def answer(content: Any, *parts: "RenderableType", as_json: bool) -> None:
-    """Print the content as JSON under `--json`, and otherwise the tables and lines."""
+    """Print the content as JSON if `--json` was given, and otherwise print the tables and lines."""
     if as_json:
         print_json(content)
     else:

@@ -24,7 +24,9 @@ FEW = 10
 
 
 class PrepareProgress:
-    """A listener for `prepare`: a bar with clips done, clips per second and time left, and skipped clips above it.
+    """A listener for `prepare`. It shows a progress bar and, above the bar, a line for each skipped clip.
+
+    The bar shows the number of finished clips, the clips per second and the time left.
 
     Args:
         console: the console to write to. None selects standard error.
@@ -94,7 +96,10 @@ def facts_of(made: Prepared) -> dict[str, Any]:
 
 
 def summary(made: Prepared) -> list[RenderableType]:
-    """Return each class's number of rows beside the published number, if any, and the skipped samples."""
+    """Return a table with the number of rows of each class, followed by the skipped samples and a closing line.
+
+    If the number of rows of a class was published, it stands beside the number found.
+    """
     table = Table("class", "rows", *(["published"] if made.published else []))
     for name, count in made.classes.items():
         table.add_row(name, str(count), *([str(made.published.get(name, ""))] if made.published else []))
@@ -106,7 +111,7 @@ def summary(made: Prepared) -> list[RenderableType]:
 
 
 def _options(name: str, source: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the options of the data source from `key=value` arguments, checked like the keys of `[data]`."""
+    """Return the options of the data source from `key=value` arguments. They are checked like the keys of `[data]`."""
     table: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.removeprefix("data.").partition("=")

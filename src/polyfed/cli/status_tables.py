@@ -1,4 +1,4 @@
-"""The output of `polyfed status`. All its texts come from the network, so only printable characters are shown."""
+"""The output of `polyfed status`. All texts in it come from the network, so only printable characters are shown."""
 
 from datetime import UTC, datetime
 from typing import Any

@@ -25,7 +25,7 @@ def sweep_study(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: methods x scenarios x settings x seeds, several runs at once. A second call continues it."""
+    """Run a study (methods x scenarios x settings x seeds), several runs at once. A second call continues the study."""
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
@@ -47,6 +47,6 @@ def sweep_study(
 
 
 def _rows(frame: Any) -> list[dict[str, Any]]:
-    """Return the rows of a frame in a form that JSON can hold, without numbers that a run does not have."""
+    """Return the rows of a frame as dictionaries that JSON can hold. Missing values (NaN) have no entry."""
     rows: list[dict[str, Any]] = frame.to_dict("records")
     return [{key: value for key, value in row.items() if value == value} for row in rows]

@@ -21,7 +21,7 @@ MOST_LINES = 24
 
 
 class SweepProgress:
-    """A listener for the events of a sweep. As a context manager, it removes the table even after an error.
+    """A listener for the events of a sweep. Use it in a `with` block, which removes the table even after an error.
 
     Args:
         console: the console to write to. None selects standard error, because results go to standard output.
@@ -64,7 +64,7 @@ class SweepProgress:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether a cell that the study does not leave out has no reported runs."""
+        """Return whether the reported runs of a cell are not known, although the study does not leave out the cell."""
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)
 
@@ -104,7 +104,7 @@ class SweepProgress:
         return self.board.count("finished") + self.board.count("failed")
 
     def _tell(self, entry: Entry) -> None:
-        """Print a line about a run that ended, if it failed or if there is no live table."""
+        """Print a line about a run that has ended. If there is a live table, print the line only for a failed run."""
         self.told.add(entry.name)
         use = "search" if entry.tuning else "reported"
         name = f"{entry.cell.label} in {entry.cell.scenario}, {use} seed {entry.seed}"
@@ -119,7 +119,10 @@ class SweepProgress:
 
 
 def results_table(board: Board, most: int | None = None) -> Group:
-    """Return methods and scenarios with mean and deviation of the finished runs, in at most `most` lines."""
+    """Return a table of methods and scenarios with the mean and deviation of the finished runs.
+
+    The table has at most `most` lines.
+    """
     scenarios = list(dict.fromkeys(cell.scenario for cell in board.cells))
     labels = list(dict.fromkeys(cell.label for cell in board.cells))
     table = plain_table("method", *scenarios)
@@ -133,7 +136,7 @@ def results_table(board: Board, most: int | None = None) -> Group:
 
 
 def _text(board: Board, number: int) -> str:
-    """Return the text of a cell: its numbers, or the reason why it has none yet."""
+    """Return the text of a cell: the numbers of its runs, or the reason why there are no numbers yet."""
     if board.cells[number].skip:
         return "left out"
     entries = board.reported.get(number)

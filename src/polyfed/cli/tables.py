@@ -60,7 +60,7 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
 def comparison_tables(comparison: Comparison, width: int) -> Group:
     """Quality and cost of each group: mean ± sample standard deviation over n runs (n seeds if folds are pooled).
 
-    Columns that do not fit into `width` characters are shown in another table.
+    Columns that do not fit into `width` characters are shown in additional tables.
     """
     quality = [column for column in comparison.columns if column.is_quality]
     cost = [column for column in comparison.columns if not column.is_quality]
@@ -80,7 +80,7 @@ def _comparison(comparison: Comparison, columns: Sequence[Column]) -> Table:
 
 
 def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns, split into tables that fit into `width`; each table starts with the columns method and n."""
+    """Split the columns into tables that fit into `width`. The width includes the leading columns, method and n."""
     gap, first = 2, max(len(group.name) for group in comparison.groups) + 6
     parts: list[list[Column]] = []
     room = 0

@@ -1,4 +1,4 @@
-"""The types that all parts of polyfed share: Trees, keys, messages, tasks, requests, errors. It imports no other room.
+"""The types that all parts of polyfed share: Trees, keys, messages, tasks, requests, errors. They import no other room.
 
 - `tree.py`: Trees, flat dictionaries from names to tensors, and their blocks.
 - `batch.py`: `Batch`, the rows that a loss receives.

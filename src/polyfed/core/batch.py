@@ -1,6 +1,6 @@
 """`Batch`: some rows of a client, in the form that a loss receives.
 
-Shape letters: `B` rows of the batch.
+Shapes: B rows of the batch.
 """
 
 from collections.abc import Mapping

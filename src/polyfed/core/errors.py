@@ -30,7 +30,10 @@ class RecipeError(PolyfedError):
 
 
 class UnknownClient(RecipeError, KeyError):
-    """The client does not exist, or has no personal model. Also a KeyError, because a mapping of clients raises it."""
+    """The client does not exist, or has no personal model.
+
+    This class is also a KeyError, because a mapping of clients raises it.
+    """
 
     __str__ = Exception.__str__  # KeyError would print the text in quotes
 
@@ -46,7 +49,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """A message would take data out of a client that the policy forbids or that `polyfed check` did not list."""
+    """A message would take data out of a client although the policy forbids it or `polyfed check` did not list it."""
 
     exit_code = 3
 

@@ -1,6 +1,6 @@
 """The declaration of a message field: the kind of its content, whose data it holds, its shape and its range.
 
-Methods import these names from `polyfed.core.messages`.
+Algorithms import these names from `polyfed.core.messages`.
 """
 
 import dataclasses
@@ -95,8 +95,8 @@ def carries(
 ) -> Any:
     """Declare a field of a message.
 
-    The egress gate refuses to send a reply with names that its fields do not declare. The server drops a reply that
-    differs from its declaration in any other way (shape, range, type).
+    The egress gate refuses to send a reply that holds undeclared names. The server drops a reply that differs from its
+    declaration in any other way (shape, range, type).
 
     Args:
         kind: one of `KINDS`.
@@ -112,15 +112,15 @@ def carries(
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
         tells: information that the field reveals beyond its kind; `polyfed check` prints this text.
-        blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all of the client, or with `whole`
-            all of the federation), `read` (only those that the model reads), `shared` and `labels`. Default:
-            `HELD_BY_DEFAULT`.
+        blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all modalities of the client or,
+            if `whole` is set, all modalities of the federation), `read` (only the modalities that the model reads),
+            `shared` and `labels`. Default: `HELD_BY_DEFAULT`.
         sum_only: whether the server needs only the sum of this field over the clients. If all fields of a message are
             sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
         weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
             sum. Default: the field is summed as it is.
         random: whether the field holds only random numbers that depend on no data, such as public keys. A device that
-            demands protection ([require] of its policy file) lets such a field leave.
+            demands protection ([require] of its policy file) still allows such a field to leave.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"

@@ -31,11 +31,11 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 
 
 def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
-    """Read a small JSON object that polyfed keeps between starts. It is empty if there is no file.
+    """Read a small JSON object that polyfed keeps between starts. The result is empty if the file does not exist.
 
     Args:
         path: the file.
-        of: converts each value of the file, such as `int`.
+        of: a function that converts each value of the file, such as `int`.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -70,7 +70,8 @@ def append_whole(path: Path, text: bytes) -> int:
     """Append a text to a file, either completely or not at all. Returns the file's previous size.
 
     Raises:
-        OSError: the text cannot be written. A partly written line would make the next line unreadable too.
+        OSError: the text cannot be written. The file then keeps its previous size, because a partly written line would
+            also make the next line unreadable.
     """
     with path.open("ab", buffering=0) as file:
         whole = file.tell()

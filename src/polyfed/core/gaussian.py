@@ -30,8 +30,9 @@ class Clip:
     """Limits on the 2-norm of a tree.
 
     Attributes:
-        total: the limit of the norm over all entries. With `limits`, it is the root of the sum of their squares.
-        limits: the limit of each block. Empty: only `total` limits the norm.
+        total: the limit of the norm over all entries. If `limits` are given, `total` is the root of the sum of their
+            squares.
+        limits: the limit of each block. If it is empty, only `total` limits the norm.
     """
 
     total: float
@@ -39,7 +40,7 @@ class Clip:
 
     @classmethod
     def of(cls, norm: float, blocks: tuple[str, ...], *, by_block: bool) -> "Clip":
-        """Return a joint limit, or the same limit for each block such that the joint limit is `norm`."""
+        """Return the joint limit `norm`. If `by_block` is true, split it into equal limits for the blocks."""
         return cls(norm, dict.fromkeys(blocks, norm / math.sqrt(len(blocks)))) if by_block else cls(norm)
 
     def limit(self, block: str) -> float:
@@ -52,13 +53,13 @@ class Clip:
         return min(self.limits.values(), default=self.total)
 
     def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the factors that scale trees down to their limits; 0 for a tree that counts as zero. Use `scaled`.
+        """Return the factors that scale trees down to their limits. The function `scaled` applies them.
 
         Args:
             stack: K trees, tensors (K, ...) by name.
 
         Returns:
-            For each name, the factor of each tree, (K,), at most 1.
+            For each name, the factor of each tree, (K,), at most 1. The factor is 0 for a tree that counts as zero.
         """
         found = {}
         for group, norm in self._norms(stack).items():
@@ -68,7 +69,7 @@ class Clip:
         return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
 
     def _norms(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the norms of the trees, (K,) float64, for each block with a limit, or under "" for all blocks."""
+        """Return the norms (K,) of the trees, float64, by block. Without `limits`, "" stands for all blocks."""
         groups: dict[str, list[Tensor]] = {}
         for name, value in stack.items():
             squares = value.flatten(1).to(torch.float64).square().sum(1)
@@ -89,7 +90,7 @@ class Clip:
 
 
 def scaled(stack: Tensor, factors: Tensor) -> Tensor:
-    """Return the entries (K, ...) times the factor of each tree, (K,). With factor 0, entries are 0, even NaN."""
+    """Return the entries (K, ...) times the factors (K,) of their trees. A factor of 0 gives 0, even for NaN."""
     each = factors.view(-1, *(1,) * (stack.dim() - 1))
     return torch.where(each > 0, stack * each, 0.0)
 
@@ -99,7 +100,7 @@ def gaussian(base: int | Tensor | None, name: str, shape: tuple[int, ...], devic
 
     Args:
         base: a key of `polyfed.core.keys`, or None to use the random generator of the operating system.
-        name: name of the tensor that gets the noise. A key gives other numbers to each name.
+        name: name of the tensor that gets the noise. The same key gives different numbers for each name.
         shape: the shape.
         device: the device of the result.
     """
@@ -109,7 +110,7 @@ def gaussian(base: int | Tensor | None, name: str, shape: tuple[int, ...], devic
 
 
 def _system_normal(shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers by the Box-Muller transform of numbers of the operating system's generator."""
+    """Return standard normal numbers: the Box-Muller transform of random bits of the operating system."""
     count = math.prod(shape)
     bits = np.frombuffer(os.urandom(16 * count), dtype=np.uint64).reshape(2, count) >> np.uint64(11)
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53  # above 0 and below 1, in steps of 2**-53

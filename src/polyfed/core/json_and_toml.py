@@ -34,8 +34,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large. The error of a text
-            that is not TOML quotes the line and names the usual causes.
+        ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large. If the text is not
+            TOML, the error quotes the line and names the usual causes.
     """
     try:
         table: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
@@ -58,7 +58,7 @@ def _guarded(parse: Callable[[], Any]) -> Any:
 
 
 def refuse_extremes(content: Any) -> None:
-    """Refuse nested lists and dictionaries that are too deep, or that hold an integer that is too large.
+    """Refuse lists and dictionaries that are nested too deeply, or that hold an integer that is too large.
 
     Raises:
         ValueError: the content exceeds a limit. The text names the limit.

@@ -65,7 +65,7 @@ def uniform(base: int | Tensor, shape: int | tuple[int, ...], device: torch.devi
 
 
 def uniform_at(base: int, places: Tensor) -> Tensor:
-    """The numbers that `uniform` has at these positions, float32 of the shape of `places`, an integer tensor."""
+    """The numbers of `uniform` at the integer positions `places`, float32 of the shape of `places`."""
     return _shift(_bits_at(base, places.to(torch.int32)), 8).to(torch.float32) * 2.0**-24
 
 
@@ -125,7 +125,7 @@ def _below(base: int, step: int, limit: int) -> int:
 
 @lru_cache(maxsize=4)
 def _positions(count: int) -> np.ndarray:
-    """Compute the first round of mixing of `bits` at positions 0 to `count` - 1; it does not depend on the key."""
+    """Return positions 0 to `count` - 1 after the first round of mixing of `bits`, which does not depend on the key."""
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))
 

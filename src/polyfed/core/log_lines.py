@@ -33,7 +33,7 @@ class LogLines(logging.Formatter):
         self.role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record. In the format `text`, the indented lines of its traceback follow."""
+        """Return the line of a record. In the format `text`, the indented lines of the record's traceback follow."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         trace = getattr(record, "trace", "") or (self.formatException(record.exc_info) if record.exc_info else "")
         source = record.name.partition(".")[0]
@@ -59,7 +59,7 @@ class _Screen(logging.Handler):
 
 
 def says_something(record: logging.LogRecord) -> bool:
-    """Whether a record has any text. Used as a filter, because Flower logs empty lines."""
+    """Whether a record has any text. This function serves as a logging filter, because Flower logs empty lines."""
     return bool(record.getMessage().strip())
 
 

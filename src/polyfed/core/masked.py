@@ -21,7 +21,10 @@ number of bits that the recipe sets."""
 
 
 def sum_only(kind: type[Message]) -> bool:
-    """Return whether the server needs only sums of a message. A message without fields contains no data."""
+    """Return whether the server needs only sums of a message.
+
+    A message without fields contains no data, so the answer is True.
+    """
     return all(said.sum_only for said in kind.declared.values())
 
 
@@ -49,12 +52,12 @@ def _hidden(said: Declared) -> Declared:
 
 
 def owner(said: Declared, key: str | None) -> str:
-    """Return the block that a tensor of a field belongs to; `key` is its name in the field's tree, or None."""
+    """Return the block of a tensor of a field. `key` is the tensor's name in a tree, or None for a tensor field."""
     if key is None:
         return said.of or SHARED
     return block_of(key) if said.kind in OF_THE_MODEL else key
 
 
 def fits(said: Declared, dtype: torch.dtype) -> bool:
-    """Return whether a masked field may have this type."""
+    """Return whether a masked field may have this data type."""
     return dtype == torch.int64 or (said.kind != LONG and dtype == torch.int32)

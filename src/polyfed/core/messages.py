@@ -215,7 +215,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """Return the message for a client that owns these blocks, without other blocks of trees that are not `whole`."""
+    """Return the message for a client that owns these blocks. Trees that are not `whole` lose all other blocks."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):
@@ -236,7 +236,7 @@ def trimmed(msg: Message) -> Any:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One part of a message for policy and ledger: a tensor field, or one block of a tree.
+    """One part of a message, as policy and ledger see it: a tensor field, or one block of a tree.
 
     Attributes:
         field: name of the field.
@@ -245,7 +245,8 @@ class Crossing:
         dtype: data type of the tensors; `mixed` if they have several.
         shape: shape of the tensor; if there are several tensors, their total number of entries.
         bytes: size of the tensors in bytes.
-        names: names of the tensors in the tree. For parameters and gradients, only the block. Empty for a tensor field.
+        names: names of the tensors in the tree. For parameters and gradients, only the name of the block; for a tensor
+            field, empty.
         masked: whether the tensors are masked, so that only their sum over several clients can be read.
     """
 
@@ -260,7 +261,7 @@ class Crossing:
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
-    """Return the parts of a message for policy and ledger.
+    """Return the parts of a message that policy and ledger treat separately.
 
     Args:
         msg: the message of one client, or a stack of messages.

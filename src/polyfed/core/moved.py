@@ -96,7 +96,7 @@ NAMES = {
         "View": "training.ClientData",
     },
 }
-"""For each earlier module, the names that have changed or that are now in another module than the rest."""
+"""For each earlier module, the names that have changed or have moved to a different module than the other names."""
 
 
 class MovedModules(MetaPathFinder):
@@ -110,8 +110,8 @@ class MovedModules(MetaPathFinder):
         """Find nothing, and raise an error with an explanation if the module has moved.
 
         Raises:
-            ModuleNotFoundError: the module is in `MODULES`. The error has no `name`. With a `name`, Python would
-                replace its text if a script writes `from polyfed import algorithm`.
+            ModuleNotFoundError: the module is in `MODULES`. The error has no `name`, because Python would otherwise
+                replace the error's text if a script writes `from polyfed import algorithm`.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:

@@ -25,7 +25,7 @@ class Problems:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Add a RecipeError or DataError that the `with` block raises to the faults. The error ends the block."""
+        """If the `with` block raises a RecipeError or DataError, end the block and add the error to the faults."""
         try:
             yield
         except (RecipeError, DataError) as error:
@@ -44,7 +44,7 @@ class Problems:
 
 
 def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) -> PolyfedError:
-    """Combine several faults into one exception: the number of faults, then a line for each.
+    """Combine several faults into one exception. Its text states the number of faults, and has a line for each fault.
 
     Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device therefore
     learns only what the device does not allow.

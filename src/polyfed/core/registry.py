@@ -73,7 +73,7 @@ recipe."""
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """Refuse imports and saved models that the allowance does not list, while the block runs."""
+    """While the block runs, refuse imports and saved models that the allowance does not list."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield
@@ -162,7 +162,7 @@ def own(path: str, base: type) -> Any:
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """Return the name in a recipe for the class of `part`: a registered name, or `package.module:Class`."""
+    """Return the name by which a recipe selects the class of `part`: a registered name, or `package.module:Class`."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -173,7 +173,8 @@ def _parsed(path: str) -> tuple[str, str]:
     """Split a path into module and class, before anything is imported.
 
     Raises:
-        RecipeError: the text is not such a path, or its module is one of Python's own modules or a command.
+        RecipeError: the text is not such a path, or its module belongs to Python's standard library or is a command
+            (`__main__`).
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -191,7 +192,7 @@ def _parsed(path: str) -> tuple[str, str]:
 
 
 def _public(cls: type) -> str:
-    """Return the shortest path from which a class can be imported, as in the documentation."""
+    """Return the shortest path from which a class can be imported. The documentation uses this path."""
     names = cls.__module__.split(".")
     modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
     home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)
@@ -206,7 +207,7 @@ def _described(found: Any) -> str:
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Refuse a class that annotates options but is not a dataclass, because it would silently ignore the options."""
+    """Refuse a class that annotates options but is not a dataclass, because such a class would silently ignore them."""
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}

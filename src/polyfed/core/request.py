@@ -25,12 +25,12 @@ class Request:
     Attributes:
         task: the bound method that clients run.
         name: name of the task as seen from the algorithm, such as `update` or `selector.score`.
-        round: the round, from 1. 0 is the set-up.
+        round: number of the round, from 1; the set-up has number 0.
         rounds: number of rounds of the run.
         number: number of the request in its round, from 0.
         seed: seed of the run.
-        turn: requests of one round with the same turn give a client the same random numbers.
-        enough: how many replies close the request. None means that the server waits for all replies.
+        turn: if two requests of one round have the same turn, a client draws the same random numbers for both.
+        enough: number of replies after which the request closes. None means that the server waits for all replies.
         got: the type of message that the task receives.
         reply: the type of message that the task declares as its reply.
         scope: how far replies may travel, as the task declares: `server` or `silo`.
@@ -62,7 +62,7 @@ def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:
     """Return an `Accept` that requires a Tree with the same names as the Tree that the client received.
 
     Args:
-        field: name of the field in the message sent and in the reply.
+        field: name of the field, in the message that was sent and in the reply.
         sent: the message that the server sent to each client.
     """
 

@@ -83,7 +83,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """Describe a value outside of a range and what is allowed, or return "" if the value is in the range or None."""
+    """Describe a value outside of a range and what is allowed. Return "" for a value in the range and for None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
@@ -100,7 +100,7 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
 
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the options of a dataclass whose type is a simple type or a union of simple types, with these types."""
+    """For a dataclass, return each option whose type is simple or a union of simple types, with these types."""
     hints, found = get_type_hints(cls), {}
     for name in (f.name for f in fields(cls)):
         several = get_origin(hints[name]) in (Union, UnionType)
@@ -116,7 +116,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 @cache
 def ranges(cls: type) -> dict[str, Within]:
-    """Return the options of a dataclass whose type has a range, with their ranges."""
+    """For a dataclass, return each option whose type has a range, with this range."""
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
@@ -124,7 +124,7 @@ def ranges(cls: type) -> dict[str, Within]:
 
 @cache
 def choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Return the options of a dataclass whose type is a `Literal`, with the allowed words."""
+    """For a dataclass, return each option whose type is a `Literal`, with the allowed words."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
@@ -133,7 +133,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
     """Check the values of a section against the types of a dataclass.
 
     If options of a dataclass were renamed, the dataclass lists them in a class variable:
-    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, old name -> new name.
+    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, which maps each old name to the new name.
 
     Args:
         where: the section, such as `[train]`; empty for keys above the first section.
@@ -187,12 +187,15 @@ def sifted(
 
 
 def _written(value: Any) -> Any:
-    """Return a value that JSON lacks in a form that JSON has: a number or a list for NumPy's types, else a text."""
+    """Convert a value that JSON cannot hold: a value of NumPy to a number or a list, any other value to a text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
-    """Return the key of the same meaning, or else the key with a similar spelling, and the allowed keys."""
+    """Return the end of an error text.
+
+    It suggests a key of the same meaning or else of similar spelling, and lists the allowed keys.
+    """
     meant = advice_for(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
@@ -221,12 +224,12 @@ SIMPLE = {
 
 
 def _wanted(error: ValidationError, value: Any) -> str:
-    """Return what a value must be, with an alternative for each type that its field allows."""
+    """Return what a value must be. If a field allows several types, the text joins them with "or"."""
     wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
     words = " or ".join(dict.fromkeys(wishes))
     return f"{words}, as in {json.dumps([value])}" if words == "a list" and isinstance(value, str) else words
 
 
 def _shown(value: Any) -> str:
-    """Return a value in the form of error texts, with booleans as in TOML."""
+    """Return a value as error texts show it, with booleans as in TOML."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

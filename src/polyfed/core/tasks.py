@@ -2,8 +2,8 @@
 
 A task is a pure function `(context, data, local, got) -> (reply, local)`. It depends only on these arguments and on the
 frozen hyper-parameters of its object. The same code therefore runs in a loop, under `vmap`, in another process and on a
-real device. The annotations of a task declare what it sends. `polyfed check` uses them to list what will leave the
-clients before anything runs.
+real device. The annotations of a task declare what it sends. Before anything runs, `polyfed check` uses these
+annotations to list what will leave the clients.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
 
 
 def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the algorithm and its parts with tasks (a selector), each with the prefix of its task names."""
+    """Iterate over the algorithm and its parts that have tasks, such as a selector. Each comes with its task prefix."""
     yield "", algorithm
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
@@ -112,7 +112,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
 
 def masks(owner: object) -> bool:
-    """Return whether the tasks of an object send masked messages: its method has a section [secure_aggregation]."""
+    """Return whether an object has a section [secure_aggregation], so that its tasks send masked messages."""
     return getattr(owner, "secure_aggregation", None) is not None
 
 

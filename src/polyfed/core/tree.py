@@ -1,9 +1,9 @@
 """Trees: flat dictionaries of tensors (parameters and buffers) with the names of the PyTorch module.
 
 The part of a name before the first dot is its *block*. `audio.encoder.0.weight` belongs to the block `audio`, which
-holds the encoder of this modality and its own part of the first fusion layer. `shared.bias` belongs to the block
-`shared`, which no single modality owns. Trees stay flat, and blocks are selected by name. All functions return new
-trees and do not change their arguments.
+holds the encoder of this modality and the modality's own part of the first fusion layer. `shared.bias` belongs to the
+block `shared`, which no single modality owns. Trees stay flat, and blocks are selected by name. All functions return
+new trees and do not change their arguments.
 """
 
 import hashlib
@@ -101,7 +101,7 @@ def vector(tree: Mapping[str, Tensor]) -> Tensor:
 
 
 def keep_on_host(record: object, *fields: str) -> None:
-    """Move fields of a frozen dataclass to the CPU. Its `__post_init__` calls this function.
+    """Move fields of a frozen dataclass to the CPU. The dataclass calls this function in its `__post_init__`.
 
     Use this function for records of the server that are combined with other tensors on the CPU. Reading a checkpoint
     puts all of its tensors on the run's device, so the dataclass has to move these fields back.

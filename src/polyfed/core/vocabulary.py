@@ -64,7 +64,7 @@ PLACES = {word: place for place, words in MEANINGS.items() for word in words.spl
 
 
 def place_of(word: str) -> str | None:
-    """The key of a recipe that a word of another framework means, or None.
+    """Return the key of a recipe that a word of another framework means. Return None for an unknown word.
 
     >>> place_of("learning-rate"), place_of("numClients"), place_of("aubergine")
     ('train.lr', 'clients.num', None)
@@ -74,11 +74,11 @@ def place_of(word: str) -> str | None:
 
 
 def advice_for(word: str, section: str = "") -> str | None:
-    """The part of an error text that names the key of the same meaning, or None.
+    """Return the part of an error text that names the key of the same meaning. Return None if there is no such key.
 
     Args:
         word: the unknown key.
-        section: the section that contains the key, such as `train`. Empty above the first section.
+        section: the section that contains the key, such as `train`. Empty if the key stands above the first section.
 
     >>> advice_for("learning_rate", "train"), advice_for("learning_rate", "algorithm")
     ("did you mean 'lr'?", 'did you mean train.lr?')

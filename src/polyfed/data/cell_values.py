@@ -29,15 +29,16 @@ def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_]
     """Return all cells as one array.
 
     Lists of numbers must have one shape. Two kinds of lists may differ in length, and are padded with zeros at their
-    end: lists of whole numbers (token ids) and lists of lists (time series). Encoders leave out time steps of zeros.
+    end: lists of whole numbers (token ids) and lists of lists (time series). Encoders ignore time steps that hold only
+    zeros.
 
     Args:
         cells: the cells; None where a row lacks the modality.
         where: the name of the column in messages.
 
     Returns:
-        The array (N, ...), with zeros if a row lacks the modality; bool (N,), which rows have it; and a note on the
-        padding, or an empty text.
+        Three values: the array (N, ...), which is zero in rows that lack the modality; a mask, bool (N,), which is True
+        for rows that have the modality; and a note on the padding, empty if there is no padding.
 
     Raises:
         DataError: a cell cannot be read, or the cells differ in shape.

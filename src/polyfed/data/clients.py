@@ -29,19 +29,21 @@ class ClientsSpec:
         partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
             "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
             Your own partition is a dataclass that extends `polyfed.data.Partition`. Its fields take the values of the
-            keys of this section with the same names. In Python, also an object with the method `split`.
+            keys of this section with the same names. In Python, you can also give an object with the method `split`.
         num: Number of clients; 10 if a recipe does not give it. "by-client" and "silos" do not accept it, because their
             number follows from the data and from `silos`.
         alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
-        min_size: Rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench.
+        min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
-        classes_per_client: With "classes-per-client": classes of each client; 3 in the FMML paper.
-        main_share: With "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 of the FMML paper.
-        exclude_main: With "main-class": take the other rows of a client only from other classes.
+        classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
+        main_share: With "main-class": share of the main class in a client's rows. In the FMML paper, 0.5 is non-IID-2
+            and 0.3 is non-IID-3.
+        exclude_main: With "main-class": whether to take the other rows of a client only from other classes.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
-            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to their devices.
+            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to the devices of
+            these entries.
         silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
             with the options of this section. With "by-client", each natural client is a silo.
         silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
@@ -50,7 +52,7 @@ class ClientsSpec:
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
         overselect: How many more clients are asked than `participation` says, as a share of them (0.3 in Bonawitz et
             al., 2019). The request closes when as many clients as `participation` says have replied, so the round
-            leaves out the slowest clients. None asks no more clients.
+            leaves out the slowest clients. If None, no additional clients are asked.
         missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
             clients that hold another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality
@@ -59,18 +61,19 @@ class ClientsSpec:
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
         ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
-            An adapter with a lower rank keeps its own. None gives every client the rank of the model's adapters.
-        personal_test: Each client's own test rows. A share: taken from its training rows. "split_personal": the rows
-            that the data marks as test rows; guard rows are left out. "matched": drawn from the global test set in the
-            proportions of the client's labels, about the client's share of this set; clients may overlap. None: no own
-            test rows.
+            An adapter whose rank is already lower keeps its rank. None gives every client the rank of the model's
+            adapters.
+        personal_test: Each client's own test rows. A share is taken from the client's training rows. "split_personal":
+            the rows that the data marks as test rows; guard rows are left out. "matched": drawn from the global test
+            set in the proportions of the client's labels, about the client's share of this set; clients may overlap.
+            None: no own test rows.
         seed: Seed of the partition, the validation split and the modality assignment. None uses the run's own seed.
-            With a fixed seed, runs with different seeds differ only in the random numbers of training.
+            If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
             "by-client", it is taken from each natural client before the client is cut into shards.
         measure_on: "validation" uses no test rows. The pooled validation rows then replace the global test set, and a
             `validation` share of each client's training rows replaces its own test rows. `polyfed sweep` uses this to
-            choose options. None: measure on the test rows.
+            choose options. None measures on the test rows.
     """
 
     partition: Any = "iid"
@@ -126,8 +129,8 @@ class ClientsSpec:
         """Return the chosen partition, with the values of this section's keys as its options.
 
         Raises:
-            RecipeError: `num` is missing, or is given to a partition that counts its clients itself. Or the class of
-                the recipe's own partition has a field that is not a key of this section.
+            RecipeError: `num` is missing, or is given to a partition that determines the number of clients itself. Or
+                the class of the recipe's own partition has a field that is not a key of this section.
         """
         if not isinstance(self.partition, str):
             given: Partition = self.partition
@@ -152,7 +155,7 @@ class ClientsSpec:
         return partition
 
     def _over_silos(self) -> "ClientsSpec":
-        """Return the section that splits rows over silos as over clients, for a `silo_partition` other than iid."""
+        """For any `silo_partition` but iid, return the section that splits rows over silos as if they were clients."""
         plain = replace(
             self, partition=self.silo_partition, silo_partition="iid", silo_sizes=None, silo_overlap=None, silos=None
         )
@@ -165,7 +168,7 @@ class ClientsSpec:
         return replace(plain, num=(self.silos or SILOS) if counts else None)
 
     def _partition_class(self) -> Any:
-        """Return the class that `partition` names, or the class of the object that it is."""
+        """Return the class that `partition` names. If `partition` is an object, return the class of the object."""
         if isinstance(self.partition, str):
             return find(self.partition, PARTITIONS, Partition)
         if not hasattr(self.partition, "split"):

@@ -76,7 +76,7 @@ def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def identifier(name: str) -> str:
-    """Return a valid name for a modality: letters, digits and `_`, without a digit at the start; empty if none is left.
+    """Return a valid modality name (letters, digits, `_`; no digit first), empty if no allowed character is left.
 
     >>> identifier("left eye"), identifier("3d")
     ('left_eye', 'm_3d')
@@ -86,10 +86,10 @@ def identifier(name: str) -> str:
 
 
 def column_names(modalities: Any) -> dict[str, str | list[str]]:
-    """Return the caller's columns of each modality as words, since the names of columns may be numbers in pandas.
+    """Return the caller's columns of each modality as texts. In pandas, the names of columns may be numbers.
 
     Raises:
-        RecipeError: `modalities` is no dictionary from names to columns.
+        RecipeError: `modalities` is not a dictionary from names to columns.
     """
     if not isinstance(modalities, Mapping):
         raise RecipeError(
@@ -116,7 +116,8 @@ def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str]
         where: the name of the table in messages.
 
     Raises:
-        DataError: some names match no column, or two modalities name one column; the message lists all of them.
+        DataError: some names match no column, or two modalities name the same column. The message lists all such
+            faults.
     """
     problems = Problems()
     found: dict[str, list[str]] = {}

@@ -33,9 +33,10 @@ class Column:
 
     Attributes:
         values: (N, *shape), of any real type; may be memory-mapped. With `index`, (U, *shape) for U distinct samples.
-        shift: This tensor is subtracted from the values; it broadcasts over one sample. None means 0.
-        scale: The shifted values are divided by this tensor; it broadcasts over one sample. None means 1.
-        index: int64 (N,), the entry of `values` for each row, if rows share entries. None means that row i has entry i.
+        shift: This tensor is subtracted from the values. It broadcasts over one sample. None means 0.
+        scale: The shifted values are divided by this tensor, which broadcasts over one sample. None means 1.
+        index: int64 (N,), for each row, the position of its entry in `values`, if several rows share an entry. None
+            means that row i uses entry i.
     """
 
     values: Tensor
@@ -96,20 +97,21 @@ class Columns:
     Attributes:
         name: Name of the data set in results.
         modalities: The column of each modality. Their order here is the order of modalities in all of polyfed.
-        label: int64 (N,), class numbers in range(num_classes). Or float32 (N,) or (N, T), T targets for each row; NaN
+        label: int64 (N,), class numbers in range(num_classes). For T targets in each row, float32 (N,) or (N, T); NaN
             means that a target is unknown.
-        num_classes: C, at least the largest label + 1; T for targets.
+        num_classes: C, which is at least the largest label + 1. For targets, T.
         split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
-        ids: int64 (N,), stable and distinct sample ids, with which the devices of a silo align their rows.
+        ids: int64 (N,), stable and distinct sample ids. The devices of a silo use them to align their rows.
         class_names: The names of the C classes, or of the T targets.
-        present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
+        present: By modality, whether each row has it, bool (N,). Only modalities that some rows lack have an entry.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
-        labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`; it is 0
-            everywhere if there are no labels.
-        numbered: Whether `ids` are row numbers because the source has no ids. They mean nothing outside of this table.
+        labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`. If there are no
+            labels at all, `label` is 0 everywhere.
+        numbered: Whether `ids` are row numbers because the source has no ids. Such ids mean nothing outside of this
+            table.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
     Raises:
@@ -174,8 +176,8 @@ class Columns:
     def fingerprint(self) -> str:
         """Return the SHA-256 of the labels, splits, ids and presence of all rows, and of the features of some rows.
 
-        The rows for the features are evenly spaced. Reading all features of a large data set would take as long as a
-        round of training. The fingerprint covers these values because a run depends on them.
+        The fingerprint covers the values on which a run depends. The rows whose features it covers are evenly spaced,
+        because reading all features of a large data set would take as long as a round of training.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
@@ -225,7 +227,7 @@ class Columns:
 
 
 def check_finite(columns: Columns) -> None:
-    """Raise DataError if the samples of a modality hold NaN or infinity as float32, in rows that have the modality."""
+    """Raise DataError if a row that has the modality holds NaN or infinity, or a number beyond the range of float32."""
     problems = Problems()
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
@@ -254,7 +256,7 @@ def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Column
 
     Args:
         columns: The table.
-        which: The modalities to scale; True means all of them, False none.
+        which: The modalities to scale. True means all of them, and False means none.
 
     Raises:
         DataError: There is no training row, no such modality, or a feature is not finite.
@@ -281,7 +283,7 @@ def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Column
 
 
 def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and population deviation of each feature over `rows`, in float64; they broadcast over a sample."""
+    """Return mean and population deviation of each feature over `rows`, float64. Both broadcast over a sample."""
     kept = 0 if len(column.shape) > 2 else len(column.shape) - 1
     axes = [axis for axis in range(len(column.shape) + 1) if axis != kept + 1]
     count, mean, squares = 0, torch.zeros(()), torch.zeros(())

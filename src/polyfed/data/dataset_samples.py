@@ -14,9 +14,10 @@ class SampleForm:
     A sample is (x, label), (x1, ..., label), a dictionary, or (dictionary, label).
 
     Attributes:
-        modalities: names of the modalities. For a tuple, one name for each part beside the label, in order. For a
-            dictionary, the keys to read. None reads every key of a dictionary that has no other meaning.
-        keys: role -> key of a dictionary that holds this fact of the row; the roles are `labels`, `clients`, `split`.
+        modalities: names of the modalities. For a tuple, one name for each part except the label, in order. For a
+            dictionary, the keys to read. If None, every key of a dictionary that has no other meaning is read.
+        keys: role -> the dictionary key under which a sample holds this fact of its row. The roles are `labels`,
+            `clients` and `split`.
         labelled: whether the samples have a label.
     """
 
@@ -26,10 +27,10 @@ class SampleForm:
 
     @classmethod
     def of(cls, modalities: Any, keys: Mapping[str, str], labelled: bool) -> "SampleForm":
-        """Check the caller's `modalities` and return the form.
+        """Check the `modalities` that the caller gave, and return the form.
 
         Raises:
-            RecipeError: `modalities` is no list of distinct names.
+            RecipeError: `modalities` is not a list of distinct names.
         """
         if modalities is None:
             return cls(keys=keys, labelled=labelled)
@@ -44,18 +45,19 @@ class SampleForm:
 
 
 def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Return the cells of each modality, and the cells of each fact of the rows, both in the order of the samples.
+    """Return the cells of each modality and the cells of each fact of the rows, all in the order of the samples.
 
     Args:
         samples: the samples, at least one.
-        form: the meaning of their parts.
+        form: the meaning of the parts of a sample.
 
     Returns:
-        Modality -> cells, None if a sample lacks the modality; and role -> cells, None if the label is not read.
+        Two dictionaries. The first is modality -> cells, where a cell is None if the sample lacks the modality. The
+        second is role -> cells, where a cell is None if the label is not read.
 
     Raises:
         DataError: no sample has one of the named modalities, or a sample lacks the key of a fact.
-        RecipeError: the samples have another form, or their parts need names.
+        RecipeError: the samples do not have a form that `SampleForm` describes, or their parts need names.
     """
     rows = [_read(sample, form, row) for row, sample in enumerate(samples)]
     held = dict.fromkeys(name for parts, _ in rows for name in parts)
@@ -69,7 +71,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
 
 
 def _read(sample: Any, form: SampleForm, row: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modalities of one sample, and its facts by role."""
+    """Return the modalities of one sample by name, and the facts of its row by role."""
     if isinstance(sample, Mapping):
         return _of_keys(sample, form, form.keys, row)
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes) or len(sample) < 1 + form.labelled:
@@ -101,7 +103,7 @@ def _read(sample: Any, form: SampleForm, row: int) -> tuple[dict[str, Any], dict
 def _of_keys(
     sample: Mapping[str, Any], form: SampleForm, keys: Mapping[str, str], row: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modalities of a dictionary, and the facts whose keys it holds."""
+    """Return the modalities that a dictionary holds, and the facts that are stored under `keys`, by role."""
     parts = {str(name): value for name, value in sample.items()}
     for role, key in keys.items():
         if key in (form.modalities or ()):

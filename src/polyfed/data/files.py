@@ -1,8 +1,8 @@
-"""Reads arrays from untrusted files, without pickle, and without allocating too much memory for the file's size.
+"""Reads arrays from untrusted files, without pickle, and never allocates more memory than the file's size justifies.
 
 `Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` reads a single `.npy` file, and `read_idx` reads
 MNIST's format. Before it allocates memory, each of them compares the header with the bytes in the file. Every fault is
-a `DataError` that names the file, the array and what to do.
+a `DataError` that names the file and the array, and tells what to do.
 """
 
 import gzip
@@ -149,10 +149,10 @@ class Arrays:
         return torch.from_numpy(array.astype(np.int64))
 
     def labels(self, name: str) -> Tensor:
-        """An array of labels: int64 (N,) for whole numbers (N,), else float32 (N,) or (N, T), T targets for each row.
+        """An array of labels: whole numbers (N,) as int64 (N,), or T targets in each row as float32 (N,) or (N, T).
 
         Raises:
-            DataError: The array is missing or unreadable, or its entries are no labels.
+            DataError: The array is missing or unreadable, or its entries are not labels.
         """
         array = self[name]
         if array.dtype.kind not in "iubf" or array.ndim not in (1, 2) or 0 in array.shape[1:]:
@@ -168,7 +168,7 @@ class Arrays:
         """An array of texts or whole numbers (N,), as texts.
 
         Raises:
-            DataError: The array is missing, unreadable, or neither texts nor integers of one axis.
+            DataError: The array is missing or unreadable, has several axes, or holds neither texts nor integers.
         """
         array = self[name]
         if array.dtype.kind not in "iuUS" or array.ndim != 1:
@@ -200,7 +200,7 @@ def read_npy(path: Path) -> Array:
     """The array of a `.npy` file, read into memory.
 
     Raises:
-        DataError: The file is missing, damaged, or its header claims more than the file holds.
+        DataError: The file is missing or damaged, or its header claims more than the file holds.
     """
     try:
         with path.open("rb") as stream:

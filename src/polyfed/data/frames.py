@@ -1,4 +1,4 @@
-"""Reads a pandas data frame: decides which columns are modalities, labels, natural clients and splits."""
+"""Reads a pandas data frame, and decides which columns are modalities, labels, natural clients and splits."""
 
 import re
 import warnings
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
-"""A number in words, with a decimal point or a decimal comma. A column in which at least half of the words are numbers,
-but not all, mixes words and numbers (ours)."""
+"""A text that is a number, with decimal point or comma. A column in which at least half of the words are numbers, but
+not all, mixes words and numbers (ours)."""
 
 Partial = Literal["refuse", "absent"]
 Modalities = Mapping[str, str | Sequence[str]]
@@ -33,14 +33,15 @@ class Roles:
     """The meaning of a table's columns.
 
     Attributes:
-        modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses with `grouped`.
+        modalities: modality -> its column, a pattern with `*`, or a list of these; if None, `grouped` guesses the
+            columns of each modality.
         label: column of the labels, or a list of columns of targets; empty if there are no labels.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
         ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
         partial: what to do with a row that has only some cells of a modality.
-        optional: the roles `label`, `client`, `split` and `ids` whose column may be missing, because the user did not
-            name it. The role `label` is optional only if the task needs no labels.
+        optional: the roles among `label`, `client`, `split` and `ids` whose column may be missing, because the user did
+            not name it. The role `label` is among them only if the task needs no labels.
     """
 
     modalities: Modalities | None = None
@@ -106,7 +107,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
 def _groups(
     frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
 ) -> tuple[Mapping[str, Sequence[str]], list[str]]:
-    """Return the columns of each modality, named or guessed, and sentences about the guess."""
+    """Return the columns of each modality, which the user named or polyfed guesses, and sentences about the guess."""
     columns, special = list(frame.columns), {*roles.meaning}
     groups: Mapping[str, Sequence[str]]
     guess = Guess({}, ())
@@ -147,7 +148,7 @@ class Guess:
 
     @property
     def left_out(self) -> str:
-        """A sentence on the columns that are left out; empty if there are none."""
+        """A sentence on the columns that are left out, empty if no column is left out."""
         if not self.texts:
             return ""
         return (
@@ -174,7 +175,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
     """Return what the cells of a column hold: single numbers, several numbers, or words.
 
-    A column that mixes numbers and words counts as a column of numbers. Reading the column then names the wrong cell.
+    Mixed numbers and words count as numbers. Reading the column then raises an error that names the faulty cell.
     """
     if column.dtype.kind in "iufb":
         return "number"
@@ -191,7 +192,7 @@ def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
 
 
 def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
-    """Note columns of labels, clients or splits that are also features, since a model would read the answer there."""
+    """Add a fault for each column of labels, clients or splits that is also a feature and would reveal the answer."""
     meaning = roles.meaning
     for modality, group in groups.items():
         for column in group:
@@ -201,7 +202,7 @@ def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: st
 
 
 def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:
-    """Return the column of the natural clients or of the splits; None if there is no such column."""
+    """Return the column of a role, such as the natural clients. Return None if there is no such column."""
     if not column or (column not in frame.columns and role in roles.optional):
         return None
     if column not in frame.columns:
@@ -216,13 +217,13 @@ IDS = ("id", "ids", "row_id")
 
 
 def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
-    """Return the column of the row ids, by its name in `IDS`; empty if there is none, or none holds numbers."""
+    """Return the name of a column of row ids: the first name in `IDS` whose column holds numbers, or an empty text."""
     names = (name for name in IDS if name in frame.columns and name not in special)
     return next((name for name in names if kind_of(frame[name]) == "number"), "")
 
 
 def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
-    """Return the column of the row ids; empty if there is none, or if it is optional and is a feature or text."""
+    """Return the name of the column of the row ids. Return "" if there is no column that can serve as ids."""
     if "ids" not in roles.optional:
         return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
     groups = (roles.modalities or {}).values()
@@ -231,7 +232,10 @@ def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
 
 
 def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
-    """Return the labels, and their levels if the column is an ordered pandas Categorical; None without labels."""
+    """Return the labels and their levels. Return None if there are no labels.
+
+    The levels are None unless the column is an ordered pandas Categorical.
+    """
     if lacking := [column for column in roles.labels if column not in frame.columns]:
         if "label" in roles.optional:
             return None
@@ -268,7 +272,7 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
 def _values(
     frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial
 ) -> tuple[Any, NDArray[np.bool_], str]:
-    """Return the values of a modality (N, ...), which rows have it, and a note."""
+    """Return the values of a modality (N, ...), a mask of the rows that have the modality, and a note."""
     if len(group) == 1 and kind_of(frame[group[0]]) == "list":
         return array_of(frame[group[0]].tolist(), where)
     problems = Problems()
@@ -298,7 +302,7 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     """Return a column of single numbers as float32, with NaN for empty cells.
 
     Raises:
-        DataError: a cell is no number. The message ends with `otherwise`, another way to correct the fault.
+        DataError: a cell is not a number. The message ends with `otherwise`, another way to correct the fault.
     """
     import pandas as pd  # imported here, because the import takes half a second
 

@@ -38,7 +38,7 @@ def tensor_of(array: Any) -> Tensor:
 
 
 def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
-    """Return the column of an array (N, ...) whose samples have this layout; uint8 images are scaled to [0, 1].
+    """Return the column for an array (N, ...) whose samples have this layout. uint8 images are scaled to [0, 1].
 
     Args:
         values: (N, ...).

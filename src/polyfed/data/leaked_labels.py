@@ -1,4 +1,4 @@
-"""Finds features that are copies of the labels, since a model would read the answer there."""
+"""Finds features that are copies of the labels, because a model would read the answer from such a feature."""
 
 import warnings
 
@@ -14,16 +14,16 @@ _PIECE = 16
 
 
 def refuse_leaked_labels(columns: Columns) -> None:
-    """Refuse a modality that is a copy of the labels, and warn about single features that are.
+    """Refuse a modality that is a copy of the labels, and warn about single features that are copies of them.
 
     Only rows that have the modality and a known label are compared. If all these rows have one label, nothing is
-    compared, because a constant feature is no answer.
+    compared, because a feature that is constant in these rows gives no answer away.
 
     Args:
         columns: the table, as it was read.
 
     Raises:
-        DataError: a modality consists of the labels and nothing else; the message lists all such modalities.
+        DataError: a modality consists of the labels and nothing else. The message lists all such modalities.
     """
     problems = Problems()
     targets = columns.label.reshape(len(columns), -1)
@@ -47,7 +47,7 @@ def refuse_leaked_labels(columns: Columns) -> None:
 
 
 def _copies(column: Column, targets: Tensor, there: Tensor | None) -> list[int]:
-    """Return the places of the features that equal a target in every row, in ascending order."""
+    """Return the positions of the features that equal one of the targets in every row, in ascending order."""
     found: set[int] = set()
     for target in targets.unbind(1):
         usable = ~target.isnan() if there is None else ~target.isnan() & there
@@ -58,12 +58,12 @@ def _copies(column: Column, targets: Tensor, there: Tensor | None) -> list[int]:
 
 
 def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
-    """Return the places of the features that equal the target in all of these rows."""
+    """Return the positions of the features that equal the target in all of these rows."""
     places = torch.arange(column.values[0].numel())
     for piece in torch.split(rows, _PIECE):
         values = column.raw(piece).reshape(len(piece), -1)[:, places].to(torch.float64)
         wanted = target[piece].unsqueeze(1)
-        # targets are float32, so features of that precision or more are compared in it
+        # targets are float32, so features of at least this precision are compared as float32
         values = values.to(torch.float32) if wanted.is_floating_point() else values
         places = places[(values == wanted).all(0)]
         if not len(places):

@@ -12,8 +12,9 @@ def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Ten
         there: bool (N,), which rows have the modality so far.
 
     Returns:
-        The samples, with zeros in the rows that lack the modality; bool (N,), which rows have the modality; and bool
-        (N,), which of these rows are partly NaN. The caller refuses the latter.
+        Three values: the samples, with zeros in the rows that lack the modality; a mask, bool (N,), of the rows that
+        have the modality; and a mask, bool (N,), of those among them that are partly NaN. The caller refuses rows that
+        are partly NaN.
     """
     there = there.to(values.device)
     if not values.is_floating_point():

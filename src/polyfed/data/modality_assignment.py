@@ -14,10 +14,11 @@ def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> 
     """Return which modalities each client may hold. Every client holds at least one.
 
     Args:
-        spec: `[clients]`. Its option `holdings`, `keep_both`, `only` or `missing` decides, or the partition `silos`.
+        spec: `[clients]`. One of its options `holdings`, `keep_both`, `only` and `missing` decides, or its partition
+            `silos`.
         modalities: The M modalities of the data, in order.
         num: Number of clients K.
-        key: Key of the draw.
+        key: Key of the random numbers.
 
     Returns:
         bool (K, M).

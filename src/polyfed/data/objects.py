@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,14 @@ from polyfed.data.frames import Modalities, Partial, Roles, drafted
 from polyfed.data.reading_options import ReadingOptions, with_masks
 from polyfed.data.row_facts import SPLITS, as_array, plain
 from polyfed.data.split_objects import (
+    has_rows,
     is_frame,
     is_hugging_face,
     join_arrays,
     refuse_other_columns,
     refuse_other_dictionaries,
     same_order,
+    shown,
 )
 from polyfed.data.table_draft import Draft, columns_of
 
@@ -42,14 +44,16 @@ class Given:
     """The caller's description of data in memory.
 
     Attributes:
-        labels: labels of the rows. For data frames and datasets, also the name of a column or key, by default `label`.
+        labels: labels of the rows. For data frames and datasets, this may also be the name of a column or key (by
+            default `label`).
         clients: natural client of each row, or the name of a column or key.
         split: split of each row, or the name of a column or key.
         modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
             parts of a sample. If a sample is a dictionary, its other keys are not read.
         present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
-        ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
+        ids: sample ids of the rows, distinct integers (N,). Or `rows`, which declares that row i of every array is the
+            same sample.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
         needs_labels: whether the task needs labels.
@@ -78,11 +82,11 @@ def table_of(
         given: labels, natural clients, splits and more.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
-        standardise: the modalities to standardise, or all of them.
+        standardise: the modalities to standardise. True means all of them.
 
     Raises:
         DataError: the data has faults; the message lists all of them.
-        RecipeError: `data` has another type, or an argument does not apply to this type.
+        RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
         given_too = [
@@ -146,9 +150,9 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
     parts = {str(name): values for name, values in data.items()}
     for name, values in parts.items():
-        if not _has_rows(values):
+        if not has_rows(values):
             raise RecipeError(
-                f"data['{name}'] is {_shown(values)}: give an array, a tensor or a list with one sample for each row, "
+                f"data['{name}'] is {shown(values)}: give an array, a tensor or a list with one sample for each row, "
                 f"or leave '{name}' out"
             )
     return Draft(
@@ -176,8 +180,8 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
                 optional.append(column)
         elif isinstance(value, str) or (role == "labels" and _are_columns(value, frame)):
             words[column] = value
-        elif not _has_rows(value):
-            raise RecipeError(f"{role} is {_shown(value)}: give one entry for each row, or the name of a column")
+        elif not has_rows(value):
+            raise RecipeError(f"{role} is {shown(value)}: give one entry for each row, or the name of a column")
         else:
             array = as_array(value, f"data: {role}")
             if len(array) != len(frame):
@@ -197,18 +201,6 @@ def _are_columns(value: Any, frame: Any) -> bool:
     if not (isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value)):
         return False
     return set(value) <= {str(column) for column in frame.columns}
-
-
-def _has_rows(values: Any) -> bool:
-    """Whether a value has a length and is no text, so that it can have an entry for each row."""
-    try:
-        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
-    except TypeError:  # None, a number, an array or a tensor without axes
-        return False
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"
 
 
 def _of_dataset(data: Any, given: Given) -> Draft:
@@ -249,7 +241,7 @@ def _of_dataset(data: Any, given: Given) -> Draft:
 
 
 def _has_labels(sample: Any, given: Given) -> bool:
-    """Whether the samples of a dataset have a label. It may be missing only if the task needs no labels."""
+    """Whether the samples of a dataset have a label. The label may be missing only if the task needs no labels."""
     if given.needs_labels:
         return True
     if isinstance(sample, Mapping):

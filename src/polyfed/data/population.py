@@ -1,4 +1,4 @@
-"""Splits a table over clients: the rows and modalities that each client holds, and the rows that test it."""
+"""Splits a table over clients: the rows and modalities that each client holds, and the test and validation rows."""
 
 import warnings
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class Population:
     Attributes:
         columns: The table.
         train: Training rows of each client.
-        test: Own test rows of each client, which may be empty for some clients; None: no client has any.
+        test: Own test rows of each client, which may be empty for some clients. None if no client has own test rows.
         holds: bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
-        silo: int64 (K,), silo of each client; None: there are no silos.
+        silo: int64 (K,), silo of each client. None if there are no silos.
         test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
             clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
@@ -59,7 +59,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     """Split a data set over clients.
 
     Args:
-        columns: The table; its features are checked for NaN and infinity here.
+        columns: The table. This function checks its features for NaN and infinity.
         clients: The schema of `[clients]`.
         key: Key of the run. Partition, validation split, own test rows and modality assignment each draw from a
             separate random stream.
@@ -135,7 +135,7 @@ def _split(
 def _own_validation(
     train: Shards, own_test: Shards | None, pooled: Tensor, clients: ClientsSpec, key: int
 ) -> tuple[Shards, Shards | None]:
-    """Replace each client's own test rows with a share of its training rows, and return both.
+    """Replace each client's own test rows with a share of its training rows. Return the remaining and the moved rows.
 
     Raises:
         RecipeError: there are no validation rows to measure on.
@@ -160,7 +160,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     Args:
         columns: The table.
         train: Training rows of each client.
-        key: Key of the draws.
+        key: Key of the random numbers.
 
     Raises:
         RecipeError: The data has no global test set.
@@ -216,7 +216,7 @@ def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
 
 
 def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:
-    """Return which modalities each client holds, bool (K, M): allowed, and present in at least one of its rows."""
+    """Return which modalities each client holds, bool (K, M): those that it may hold and that its rows have."""
     holds = assign(clients, tuple(columns.modalities), len(train), key)
     for place, name in enumerate(columns.modalities):
         if name in columns.present:

@@ -1,4 +1,4 @@
-"""Checks the options that say how data in memory is read, before anything is read."""
+"""Checks the options for reading data in memory. The check takes place before any data is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ReadingOptions:
         class_names: names of the classes in order of their numbers.
         layout: modality -> axes of a sample; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
-        standardise: the modalities to standardise, or all of them; see `standardised`.
+        standardise: the modalities to standardise. True means all of them; see `standardised`.
         test_share: share of every class that becomes the test set, if there is no split.
     """
 
@@ -38,7 +38,7 @@ class ReadingOptions:
         """Check the options. Arrays count as lists, and class names may be whole numbers.
 
         Raises:
-            RecipeError: an option has another form; the message lists all of these options.
+            RecipeError: an option has an invalid type or value. The message lists all such options.
         """
         if options.get("layout") is not None:
             _refuse_no_dictionary("layout", options["layout"], "'HWC'")
@@ -50,15 +50,15 @@ class ReadingOptions:
 
 
 def with_masks(present: Mapping[str, Any], masks: Any) -> dict[str, Any]:
-    """Return which rows have each modality, by the data and by the caller's masks: a row needs both.
+    """Return which rows have each modality: those that have it according to both the data and the caller's mask.
 
     Args:
-        present: modality -> bool (N,), by the data.
-        masks: modality -> bool (N,), by the caller; or None.
+        present: modality -> bool (N,), according to the data.
+        masks: modality -> bool (N,), given by the caller. None if the caller gave no masks.
 
     Raises:
-        RecipeError: `masks` is no dictionary.
-        DataError: a mask holds anything but true and false.
+        RecipeError: `masks` is not a dictionary.
+        DataError: a mask holds values other than true and false.
     """
     found = dict(present)
     if masks is None:

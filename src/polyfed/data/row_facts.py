@@ -36,7 +36,7 @@ class Labels:
     """The labels of a table.
 
     Attributes:
-        values: int64 (N,) for classes; float32 (N,) or (N, T), unchanged, for other targets.
+        values: int64 (N,) for class numbers; float32 (N,) or (N, T), unchanged, for targets.
         names: names of the classes, if the labels were words or names are given.
         num_classes: number of classes, or of targets T.
         words_sorted: whether the labels were words that polyfed numbered in sorted order.
@@ -102,7 +102,7 @@ def ids_of(values: Any, where: str) -> Tensor:
     """Return the id of each row, int64 (N,).
 
     Raises:
-        DataError: The values are no whole numbers, some are missing, or two rows have the same id.
+        DataError: The values are not whole numbers, some are missing, or two rows have the same id.
     """
     array = plain(values, where)
     if array.dtype.kind not in "iu" or array.ndim != 1:
@@ -121,7 +121,7 @@ def splits_of(values: Any, where: str) -> Tensor:
     """Return split codes, int8 (N,), from an array of codes or of the words in `SPLITS`.
 
     Raises:
-        DataError: The array has another word or type.
+        DataError: The array holds an unknown word, or values of another type.
     """
     array = plain(values, where)
     if array.dtype.kind == "U" and array.ndim == 1:
@@ -197,7 +197,7 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
 
 
 def missing(gone: NDArray[np.bool_], where: str) -> DataError:
-    """Return the error for facts that are missing in some rows, `gone` bool (N,)."""
+    """Return the error for facts that are missing in some rows. `gone`, bool (N,), marks these rows."""
     return DataError(
         f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
         "Fill these cells in, or leave the rows out"
@@ -205,10 +205,10 @@ def missing(gone: NDArray[np.bool_], where: str) -> DataError:
 
 
 def check_numbering(label: Tensor, where: str) -> None:
-    """Check class labels without names. Their number of classes is known only from the largest label.
+    """Check class labels without names. The number of classes is then known only from the largest label.
 
     Raises:
-        DataError: The largest label makes far more classes than there are rows.
+        DataError: The largest label implies far more classes than there are rows.
     """
     if not len(label) or int(label.min()) < 0:
         return  # `Columns` refuses these labels

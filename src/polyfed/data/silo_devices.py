@@ -14,14 +14,15 @@ from polyfed.data.partitions.shards import Shards
 def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str], key: int) -> Shards:
     """Give the rows of each silo to its devices.
 
-    Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. With
-    `silo_overlap`, only a share of the silo's rows goes to every group. Each other row goes to one random group.
+    Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. If
+    `silo_overlap` is set, only a share of the silo's rows goes to every group, and each other row goes to one random
+    group.
 
     Args:
         silos: the rows of each silo.
         spec: the schema of `[clients]`.
         modalities: the modalities of the data.
-        key: key of the draws.
+        key: key of the random numbers.
 
     Returns:
         The rows of each device, silo by silo, in the order of `holdings`.

@@ -1,7 +1,7 @@
 """Joins data in memory that is given by split, with one data frame or data set for each split."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from os import PathLike
 from typing import Any
 
@@ -14,15 +14,15 @@ from polyfed.data.row_facts import SPLITS
 
 
 def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
-    """Refuse splits with different columns, unless nothing would read these columns.
+    """Refuse splits that have different columns, unless polyfed would not read the columns in which they differ.
 
     Args:
         data: split -> a data frame or another data set.
         modalities: the caller's columns of each modality. None reads all columns of numbers.
-        named: the labels and clients; the names of columns among them are read too.
+        named: the caller's labels and clients. If one of them is the name of a column, this column is read too.
 
     Raises:
-        DataError: a split has no rows, or lacks a column that other splits have; the message lists all of them.
+        DataError: a split has no rows, or lacks a column that other splits have. The message lists all faults.
     """
     problems = Problems()
     columns: dict[str, Counter[str]] = {}
@@ -111,3 +111,16 @@ def is_frame(data: Any) -> bool:
 def is_hugging_face(data: Any) -> bool:
     """Whether an object is a data set of the Hugging Face library datasets."""
     return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")
+
+
+def has_rows(values: Any) -> bool:
+    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
+    try:
+        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
+    except TypeError:  # None, a number, an array or a tensor without axes
+        return False
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error text: itself if it is a word or a number, or else its type."""
+    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"

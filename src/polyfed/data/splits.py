@@ -29,7 +29,7 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
 
 
 def drawn(label: Tensor, share: float, seed: int) -> Tensor:
-    """Draw a test set for a table without one: a share of every class, or of all rows if labels are not classes.
+    """Draw a test set for a table that has none: a share of every class, or of all rows if labels are not classes.
 
     Args:
         label: int64 (N,) class numbers, or other targets (N, ...).
@@ -49,7 +49,7 @@ def drawn_note(share: float) -> str:
 
 
 def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:
-    """Draw a subset that keeps `share` of every class in every split, as ascending rows; all rows if `share` is 1."""
+    """Draw a subset that keeps `share` of every class in every split, and return its row numbers in ascending order."""
     if share == 1.0:
         return torch.arange(len(label))
     group = label * 4 + split.to(torch.int64)

@@ -3,8 +3,9 @@
     [data]
     stack = { image = ["rgb", "gray"] }
 
-concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). The baselines Local and HFL of HFM
-train on this modality (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
+concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). HFL and Local, two methods with which
+HFM is compared, train on such a modality (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new
+modality.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
     """Return the table with some modalities concatenated.
 
     If samples agree in all axes except the first, they are concatenated along the first axis (channels of images,
-    features of vectors). If one of them is a vector, all are flattened first.
+    features of vectors). If one of the parts is a vector, all parts are flattened first.
 
     Args:
         columns: The table.
@@ -68,7 +69,7 @@ def _shaped(values: Tensor, flat: bool) -> Tensor:
 
 
 def _norms(norms: Sequence[Tensor | None], parts: Sequence[Column], flat: bool, neutral: float) -> Tensor | None:
-    """Return shifts or scales of the parts as one tensor, with an entry for every entry of a concatenated sample."""
+    """Return shifts or scales of the parts as one tensor, with one value for every entry of a concatenated sample."""
     if all(norm is None for norm in norms):
         return None
     wide = [torch.tensor(neutral) if norm is None else norm for norm in norms]

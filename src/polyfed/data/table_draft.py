@@ -35,8 +35,8 @@ class Draft:
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
-        ids: Sample ids of the rows, distinct integers (N,). With "rows", or in a table of records, row numbers are the
-            ids. None means that there are none.
+        ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers
+            are the ids. If None, the data has no ids.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
     """
@@ -68,7 +68,7 @@ def columns_of(
         draft: The parts.
         test_share: Share of every class that becomes the test set, if the draft has no split.
         seed: Seed for drawing that test set.
-        standardise: The modalities to standardise, or all of them; see `standardised`.
+        standardise: The modalities to standardise, or True for all modalities; see `standardised`.
         problems: Faults that were found while the draft was read. They are raised together with the faults found here.
 
     Raises:
@@ -131,14 +131,17 @@ def _table(
 
 
 def _labels(draft: Draft) -> Labels:
-    """Return the labels of a draft; zeros if it has none."""
+    """Return the labels of a draft, or zeros if the draft has no labels."""
     if draft.labels is not None:
         return labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names)
     return unlabelled(len(next(iter(draft.modalities.values()), ())))
 
 
 def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | None]:
-    """Return the column of a modality, and which rows have it, or None if all rows have it."""
+    """Return the column of a modality, and a mask of the rows that have it.
+
+    The mask is None if all rows have the modality.
+    """
     where = f"{draft.where}: modality '{name}'"
     tensor = _numbers(values, where)
     there = torch.ones(len(tensor), dtype=torch.bool)

@@ -5,11 +5,11 @@ Files:
     credentials: writes the server's certificate, and keys of devices for trials.
     launch: starts the SuperLink of a server and the SuperNode of a device.
     server: the main function of the ServerApp, which waits for clients and runs the recipe.
-    admission: decides which clients take part, and checks the facts that they report.
+    enrolment: decides which clients take part, and checks the facts that they report.
     membership: stores which device has which client number.
-    installed_client: the process of a device that answers messages, with installed code only.
+    device_process: on a device, the process that answers messages, with installed code only.
     handlers: answer packets for clients, on a device and in a simulation.
-    device: the configuration by a device's owner: its data, its policy, and the code that recipes may use.
+    device: what a device's owner configures: the data, the policy, and the code that recipes may use.
     device_check: checks a recipe on a device before a run.
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
     request_limits: limits the requests of a server to a device.

@@ -45,13 +45,14 @@ server = server_app(lambda transport, config: serve(RECIPE, transport, config, e
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
     """Write an app that `flwr run` starts: the recipe, a module with the server's half, and Flower's project file.
 
-    The recipe's [data] may have a path, where the server's own rows are. The absolute form of this path becomes the
-    option `data` of the app's configuration.
+    The recipe's [data] may have a path, which leads to the server's own rows. The absolute form of this path becomes
+    the option `data` of the app's configuration.
 
     Args:
         recipe_path: the recipe.
         folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
-        warn: called with a reason if the recipe's data cannot be read here, so there may be no global evaluation.
+        warn: called with the reason if the recipe's data cannot be read on this machine. The run has no global
+            evaluation unless the server can read the data.
 
     Returns:
         The folder.

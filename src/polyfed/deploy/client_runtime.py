@@ -1,5 +1,6 @@
-"""A client's runtime: it reads a request, runs the task, and passes the reply through the egress gate. It also stores
-the client's local state and ledger.
+"""A client's runtime: it reads a request, runs the task, and passes the reply through the egress gate.
+
+It also stores the client's local state and ledger.
 """
 
 from collections.abc import Iterable
@@ -41,12 +42,13 @@ class ClientRuntime:
 
     Attributes:
         engine: holds the clients' data and policy.
-        folder: folder of local states and ledgers. It has a folder for every run, with one folder for each client.
+        folder: folder of local states and ledgers. It has a subfolder for every run, and this has a subfolder for each
+            client.
         relay: whether replies to the client's silo may pass through the server.
         limit: size in bytes of the largest message that the client reads.
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
         audit: the device's audit log, or None in a simulation.
-        release: what one reply with noise costs, or None if the device does not limit epsilon.
+        release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
     """
 
     engine: Sequential
@@ -147,7 +149,7 @@ class ClientRuntime:
         """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
 
         Returns:
-            The hash of the seal after the rows in the audit log, or "" in a simulation.
+            The hash of the seal that follows the rows in the audit log, or "" in a simulation.
 
         Args:
             store: the client's store.
@@ -155,8 +157,8 @@ class ClientRuntime:
             sent: whether the reply will leave. If not, this writes only received and refused parts.
 
         Raises:
-            OSError, CheckpointError: a file cannot be written. Neither file has the entries then, and no reply may
-                leave.
+            OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
+                may leave the client.
         """
         entries = self.engine.ledger.drain()
         if not sent:
@@ -201,7 +203,9 @@ class ClientRuntime:
         return digest(self.engine.model.frozen)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse a request if the server's frozen parameters differ from the client's. Messages never hold them.
+        """Refuse a request if the server's frozen parameters differ from the client's.
+
+        Messages never hold frozen parameters.
 
         Raises:
             BadReply: the frozen parameters differ.
@@ -236,7 +240,7 @@ class ClientRuntime:
 
 
 def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
-    """Return a client's enrolment, with the facts that the server needs before its first request, or a refusal.
+    """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
 
     Args:
         population: the data, with the client under its number.
@@ -270,6 +274,6 @@ def book(path: Path, rows: Iterable[str]) -> int:
     """Add all rows to a client's ledger file, or none of them. Return the file's previous size.
 
     Raises:
-        OSError: the rows cannot be written. No reply may leave then.
+        OSError: the rows cannot be written. In this case, no reply may leave the client.
     """
     return append_whole(path, "".join(row + "\n" for row in rows).encode())

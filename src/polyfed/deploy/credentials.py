@@ -46,14 +46,14 @@ def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ())
     Args:
         folder: the folder, which is made if it does not exist. Only the owner can read the keys.
         nodes: number of device keys. Use 0 if each device makes its own key.
-        hosts: names and addresses under which devices reach the server, besides this machine's loopback.
+        hosts: names and addresses under which devices reach the server, in addition to those of the loopback interface.
 
     Returns:
         The folder.
 
     Raises:
-        RecipeError: `nodes` is negative, or a host is neither a name nor an address. Or the existing server certificate
-            is incomplete, has expired, or lacks one of the hosts.
+        RecipeError: `nodes` is negative, or a host is neither a name nor an address. This error also means that the
+            existing server certificate is incomplete, has expired, or lacks one of the hosts.
     """
     folder = Path(folder)
     if nodes < 0:

@@ -1,4 +1,4 @@
-"""The configuration of a device by its owner: its data, its policy, and the code that recipes may use on the device."""
+"""What a device's owner configures: the data, the policy, and the code that recipes may use on the device."""
 
 import re
 import tomllib
@@ -41,7 +41,7 @@ _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a device: the option `--node-config` of `polyfed supernode`.
+    """The configuration of a device, as the option `--node-config` of `polyfed supernode` gives it.
 
     Attributes:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
@@ -49,9 +49,10 @@ class NodeConfig:
         client: the device's client number in the federation, from 0. No two devices may have the same number.
         modalities: the arrays with which the device takes part, separated by commas.
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
-            recipe can forbid more. The section [allow] lists the code and the saved models that a recipe may use on
-            this device. Without this section, a recipe may use none. The section [limits] sets the least rows and
-            steps, and the most rounds and requests. The section [require] demands protection.
+            recipe can forbid more than the policy. The section [allow] lists the code and the saved models that a
+            recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets the
+            least rows and steps, and the most rounds and requests. The section [require] names the protection that a
+            recipe must have.
         state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `server-sees` allows messages within the silo to pass through the server.
@@ -113,7 +114,7 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     if not node.policy:
         return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
-    # several sites may use the same file, so it may have rows for modalities that this device lacks
+    # several sites may use the same policy file, so it may have rows for modalities that this device lacks
     rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
     return own.for_client(node.held).stricter(told)
@@ -215,14 +216,14 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
 
     Args:
         node: the device's configuration.
-        recipe: the recipe. If its [data] is an `.npz`, it names the array of the labels.
+        recipe: the recipe. If its data source is `npz`, the section [data] says which arrays hold labels and ids.
         facts: shapes and classes of the federation, or None if they are not known yet.
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
-    if base.ids == ROWS:  # true in the recipe's one table, but not between the files of several devices
+    if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
         base = replace(base, ids=Npz.ids)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())
@@ -281,7 +282,7 @@ def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bo
 
 
 def _only(client: int, rows: torch.Tensor) -> Shards:
-    """Give all rows to one client, and none to the clients before it."""
+    """Give all rows to one client, and none to the clients with smaller numbers."""
     offsets = torch.zeros(client + 2, dtype=torch.int64)
     offsets[-1] = len(rows)
     return Shards(offsets, rows)

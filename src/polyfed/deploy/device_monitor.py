@@ -1,4 +1,4 @@
-"""Health and metrics of a device, on a port of loopback.
+"""Health and metrics of a device, on a port of the loopback interface.
 
 One process handles tasks and this port in turn, without threads. It has no threads because it forks a process for each
 task, and a fork of a process with threads may hang. A request must therefore arrive in one piece. Other requests are
@@ -15,7 +15,7 @@ from polyfed.deploy.metrics import CONTENT_TYPE, text_of
 from polyfed.deploy.processes import HOST
 
 LONGEST_REQUEST = 8192
-"""Most bytes that are read of a request. Web servers commonly accept headers up to this size."""
+"""Largest number of bytes that are read of a request. Web servers commonly accept headers up to this size."""
 
 SECONDS = 0.5
 """Most seconds to receive a request, and to send its answer (inferred: the other side is on this machine)."""

@@ -1,4 +1,4 @@
-"""The process of a device that answers messages with the installed polyfed, never with code from a message.
+"""On a device, the process that answers messages with the installed polyfed, never with code from a message.
 
 `polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT PID`, with a
 secret on its standard input. See docs/decisions/0013-deployed-code.md.
@@ -25,7 +25,7 @@ from polyfed.federation.wire_format import Packet
 
 
 def handler_for(fab: bytes, folder: Path) -> Deployed:
-    """Return the handler that answers with the installed polyfed, for the recipe of an app.
+    """Return a handler that runs an app's recipe with the installed polyfed.
 
     Args:
         fab: the bytes of the app in Flower's format.

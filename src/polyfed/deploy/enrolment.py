@@ -2,8 +2,8 @@
 
 The server cannot see the clients' data, so it cannot verify an enrolment. No single client may therefore determine a
 setting of the run. Shapes and the number of classes come from the recipe, the server's own rows or more than half of
-the clients. A client's number of rows counts only up to a multiple of the median. The server leaves out a client that
-contradicts these values, and reports the reason. The run continues with the other clients.
+the clients. The server limits each client's number of rows to a multiple of the median. The server leaves out a client
+whose shapes or classes contradict the others, and reports the reason. The run continues with the other clients.
 """
 
 import statistics
@@ -143,7 +143,7 @@ class Admission:
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
-        """Decide which clients take part, by the rules at the top of this module."""
+        """Decide which clients take part, according to the rules at the top of this module."""
         out: dict[int, str] = {}
         own = _own_rows(recipe, emit)
         highest = max(FEW_CLIENTS, SPREAD * wanted) - 1
@@ -196,7 +196,7 @@ class Admission:
 def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict[int, int]:
     """Return each client's number of rows, limited to `cap` times the median over the clients with rows.
 
-    This function emits a note for each client above the limit. With `cap` = 0, there is no limit.
+    This function emits a note for each client above the limit. If `cap` is 0, there is no limit.
     """
     reported = [told.rows for told in clients if told.rows]
     most = int(cap * statistics.median_low(reported)) if cap and reported else max(reported, default=0)

@@ -36,7 +36,7 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def in_short(error: Exception) -> str:
-    """Return the class of an error, without the paths and names in its text."""
+    """Return the name of an error's class, and for a disk error its cause, but not the paths and names in its text."""
     known = [os.strerror(number) for number in TELLING if os.strerror(number) in str(error)]
     return " ".join([type(error).__name__, *(f"({words})" for words in known[:1])])
 
@@ -64,7 +64,7 @@ def log_problem(text: str) -> None:
 
 
 def log_event(event: str, **facts: Any) -> None:
-    """Write a failed task with its traceback to this device's log. This function is a listener of events."""
+    """Write a failed task with its traceback to this device's log. Register this function as a listener of events."""
     if event == "client-failed":
         extra = {"trace": facts["trace"]}
         LOGGER.error("client %s: task %s failed", facts["client"], facts["task"], extra=extra)

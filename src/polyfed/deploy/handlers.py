@@ -50,7 +50,9 @@ _RUNTIMES: dict[str, ClientRuntime] = {}
 
 @dataclass(frozen=True)
 class Simulated:
-    """Answers for every client of a recipe. Each process that holds a copy loads and partitions the data.
+    """A handler that answers for every client of a recipe.
+
+    Each process that holds a copy of this handler loads and partitions the data.
 
     Attributes:
         recipe: the recipe. Its [egress] section is the policy of every client.
@@ -86,7 +88,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Deployed:
-    """Answers for the client of one device. The node's configuration names the device's data and policy.
+    """A handler that answers for the client of one device. The node's configuration names the device's data and policy.
 
     Attributes:
         recipe_path: path of the recipe that came with the app.
@@ -159,10 +161,10 @@ class Deployed:
 
 
 def _refuse_unmet(reasons: Iterable[str], client: int) -> None:
-    """Refuse a recipe that lacks protection which the device demands.
+    """Refuse a recipe that lacks a protection that the device demands.
 
     Raises:
-        EgressError: with all reasons.
+        EgressError: there are reasons to refuse the recipe. The message lists all of them.
     """
     if found := "; ".join(reasons):
         raise EgressError(f"client {client} refused the recipe: {found}")
@@ -195,8 +197,8 @@ def runtime_of(
         facts: the server's facts about the federation.
         policy: the policy of these clients.
         folder: folder of local states and ledgers.
-        relay: whether this device allows messages within its silo to pass through the server. None, in a simulation,
-            uses the recipe's setting.
+        relay: whether this device allows messages within its silo to pass through the server. If None, as in a
+            simulation, the recipe's setting applies.
         limits: the limits that a device sets.
         required: the protection that a device demands.
     """

@@ -111,7 +111,8 @@ def supernode(
         superlink: address of the server, `host:port`.
         root_certificates: path of `ca.pem`, with which the SuperNode checks the server's certificate.
         key: path of this device's private key.
-        node_config: the value of Flower's option `--node-config`: the device's data, number, modalities and policy.
+        node_config: the value of Flower's option `--node-config`, with the device's data, number, modalities and
+            policy.
         port: port on loopback between the SuperNode and the process that runs its tasks.
         metrics_port: port on loopback for health and metrics, or 0 for no such port.
         message_megabytes: the largest message that the SuperNode fetches from the server, in units of 2**20 bytes.

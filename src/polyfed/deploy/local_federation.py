@@ -35,8 +35,8 @@ class Local:
     """The server and the clients of a recipe as processes of this machine, each client with its own folder.
 
     Args:
-        recipe_path: the recipe. `write_nodes` writes a folder for each client.
-        folder: folder for the app, the nodes, credentials and logs.
+        recipe_path: path of the recipe.
+        folder: folder for the app, the clients' folders (see `write_nodes`), credentials and logs.
 
     Attributes:
         processes: the processes by name: `link`, `node-0`, ... Each process leads a process group.
@@ -63,8 +63,8 @@ class Local:
     def start(self) -> None:
         """Start the SuperLink and the SuperNodes.
 
-        This method deletes the SuperLink's database of an earlier call, because it lists SuperNodes that have ended as
-        alive. A run resumes from the folders of the server and of the nodes.
+        This method deletes the SuperLink's database of an earlier call, because that database still lists ended
+        SuperNodes as alive. A run resumes from the folders of the server and of the nodes.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()
@@ -96,7 +96,7 @@ class Local:
         self._start(f"node-{client}", *_polyfed("supernode", *words))
 
     def return_node(self, client: int) -> None:
-        """Start a SuperNode again after a hard kill, repeatedly until the SuperLink accepts it.
+        """After a hard kill, start a SuperNode again, and repeat the start until the SuperLink accepts the SuperNode.
 
         The SuperLink treats the old SuperNode as alive until its last heartbeat is a minute old, and rejects the new
         SuperNode until then. A service manager with `Restart=always` also starts the SuperNode repeatedly.
@@ -259,7 +259,7 @@ def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
 
 
 def _polyfed(*words: str) -> tuple[str, ...]:
-    """Return the words of a `polyfed` command. They do not need the installed script, and -P ignores local modules."""
+    """Return a `polyfed` command that does not need the installed script. -P makes Python ignore local modules."""
     return (sys.executable, "-P", "-m", "polyfed", *words)
 
 

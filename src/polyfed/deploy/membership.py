@@ -1,4 +1,4 @@
-"""Membership in the run of a folder: the device of each client number, and the number of the server's session.
+"""Stores, in a run folder, which device has which client number, and the number of the server's session.
 
 A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. So a
 client number belongs to the key of the device that enrolled with the number first.
@@ -44,11 +44,11 @@ class Membership:
         self._write()
 
     def refusal(self, packet: Packet, device: str) -> str:
-        """Return why to refuse an enrolment, or "" to accept it. For a new number, record the device.
+        """Return the reason to refuse an enrolment, or "" to accept it. If the client number is new, record the device.
 
         Args:
             packet: the enrolment, which has not been checked yet.
-            device: the name of the device: the fingerprint of its key, in the format of `ssh-keygen -l`.
+            device: the name of the device, which is the fingerprint of its key in the format of `ssh-keygen -l`.
         """
         try:
             enrolment = Enrolment.read(packet.header)

@@ -18,7 +18,7 @@ class ServerPorts:
         port: port for devices.
         control_port: port on loopback, for `flwr` and the processes of an app.
         metrics_port: port on loopback, for health and metrics, or 0 for no such port.
-        status_port: port for other machines with the token, for health, metrics and status, or 0 for no such port.
+        status_port: port for health, metrics and status, for other machines that have the token, or 0 for no such port.
     """
 
     host: str = "0.0.0.0"
@@ -29,14 +29,14 @@ class ServerPorts:
 
 
 def listens(port: int) -> bool:
-    """Return whether a process listens on this port of loopback."""
+    """Return whether a process listens on this port of the loopback interface."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports of loopback on which no process listens."""
+    """Find ports of the loopback interface on which no process listens."""
     sockets = [socket.socket() for _ in range(count)]
     for probe in sockets:
         probe.bind((HOST, 0))
@@ -64,7 +64,7 @@ def lives(group: int) -> bool:
 
 
 def groups_of(pid: int) -> set[int]:
-    """Return the process groups of a process and of all its descendants; without /proc, only its own group."""
+    """Return the process groups of a process and of its descendants; on a system without /proc, only its own group."""
     children: dict[int, list[tuple[int, int]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

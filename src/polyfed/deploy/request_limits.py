@@ -40,7 +40,7 @@ def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
 
 
 def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, client: int) -> None:
-    """Count the replies that this client protects with its own noise, and refuse more of them than epsilon allows.
+    """Count the replies that this client protects with its own noise, and refuse replies beyond what epsilon allows.
 
     If the noise comes from the operating system, a repeated request counts again, because its reply has new noise.
 

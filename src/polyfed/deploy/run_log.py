@@ -1,7 +1,7 @@
 """Progress of a server's run: lines in the server's log, and a status file for `polyfed status` and the metrics.
 
-Both listen to the events of the run. The status file holds counts, times and reasons. It reveals nothing about labels:
-it holds no class, no accuracy and no loss.
+The events of the run update both. The status file holds counts, times, and reasons for missing replies. It reveals
+nothing about labels: it holds no class, no accuracy and no loss.
 """
 
 import json
@@ -26,11 +26,11 @@ SCORES = ("accuracy", "mae", "recall1", "loss")
 """Scores of the global model that a round's log line shows if they are available."""
 
 KEPT_REASONS = 20
-"""Most clients for which the status holds the newest reason for a missing reply."""
+"""Largest number of clients for which the status holds the newest reason for a missing reply."""
 
 
 def log_run(event: str, **facts: Any) -> None:
-    """Write an event as a line of the app's log, which `flwr log` shows. This function is a listener of events."""
+    """Write an event of the run as a line of the app's log, which `flwr log` shows."""
     level = logging.INFO
     if event == "round-finished":
         row = facts["row"]
@@ -50,7 +50,7 @@ def log_run(event: str, **facts: Any) -> None:
 
 
 class RunStatus:
-    """Writes the status of the run to a file after every event. An object of this class is a listener of events.
+    """Writes the status of the run to a file. An object of this class is called with every event of the run.
 
     Args:
         path: the file. Each write replaces the whole file atomically, so a reader never sees an incomplete file.
@@ -128,7 +128,10 @@ class RunStatus:
 
 
 def listeners_of(run: Path) -> tuple[list[Any], RunStatus | None]:
-    """Return the listeners of a server's run, and the status listener, or None if `STATUS_FILE` is not set."""
+    """Return all listeners of a server's run, and the one that writes the status.
+
+    The second value is None if `STATUS_FILE` is not set.
+    """
     where = os.environ.get(STATUS_FILE)
     status = RunStatus(Path(where), run) if where else None
     return [log_run] if status is None else [log_run, status], status

@@ -1,10 +1,10 @@
 """Each secret of secure aggregation is used for only one request, even if the server returns to an earlier request.
 
-A resumed server may repeat requests, and a device then starts from the local state that it had at that point. Because
-this state holds the secrets, a dishonest server could otherwise get two different replies under the same masks, or both
-kinds of shares of one client. The device therefore stores for which request it has used which secrets. If the same
-request arrives again, the device answers it, which reveals nothing new. The device refuses any other request that needs
-the same secrets.
+A resumed server may repeat requests, and a device then starts from the local state that it had before the repeated
+request. Because this state holds the secrets, a dishonest server could otherwise get two different replies under the
+same masks, or both kinds of shares of one client. The device therefore stores which secrets it has used for which
+request. If the same request arrives again, the device answers it, which reveals nothing new. The device refuses any
+other request that needs the same secrets.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedS
 from polyfed.federation.secure_aggregation.state import SECRETS
 
 USED = "used-secrets.json"
-"""File with the digests of the secrets that a client has used, and of the requests that it used them for."""
+"""File with the digests of the secrets that a client has used, and of the requests for which the client used them."""
 
 UNMASKED = "unmasked"
 """Key of the newest request for which the client has revealed shares, with its round and its
@@ -66,8 +66,8 @@ def admit_secrets(folder: Path, request: Request, local: Tree | None, body: byte
 def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> None:
     """Refuse to begin a request again after its shares were revealed.
 
-    A repeated request would give the server a second sum, perhaps over other clients. Clients would send the same
-    replies as before. The difference of the two sums could therefore be the reply of one client.
+    A repeated request would give the server a second sum, perhaps over other clients. The clients would send the same
+    replies as before, so the difference of the two sums could be the reply of one client.
 
     Raises:
         EgressError: the client has revealed shares for this request, or for a later one.

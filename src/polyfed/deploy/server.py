@@ -83,7 +83,7 @@ Execute = Callable[..., _T]
 
 
 def placed(recipe: Recipe, data: str) -> Recipe:
-    """Return the recipe for the server: with the flower engine, and with the path of the server's own rows, if any."""
+    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any."""
     source = replace(recipe.data, path=data) if data else recipe.data
     return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
 
@@ -136,8 +136,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     Args:
         recipe_path: path of the recipe that came with the app.
         transport: carries packets.
-        config: the run's configuration: `out`, a folder on the server, and `data`, the path of the server's own rows,
-            if the recipe's [data] has a path.
+        config: the run's configuration. `out` is a folder on the server. If the recipe's [data] has a path, `data` is
+            the path of the server's own rows.
         execute: `polyfed.experiment.loop.execute`.
 
     Raises:
@@ -162,7 +162,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 @contextmanager
 def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
-    """Write an error from the `with` block to `error.json` in this folder, and to the last line of the app's log.
+    """Write an error of the `with` block to `error.json` in this folder and to the last line of the app's log.
 
     Args:
         out: folder of the run.
@@ -184,7 +184,7 @@ def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
     except Exception as error:  # an error in polyfed: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
         raise
-    (out / ERROR).unlink(missing_ok=True)  # a server that could not get the folder may have written this file
+    (out / ERROR).unlink(missing_ok=True)  # another server, which could not lock the folder, may have written this file
 
 
 def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
@@ -202,7 +202,9 @@ def _write_error(out: Path, told: Mapping[str, Any]) -> None:
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
-    """Lock the run folder. Wait for a previous server, which may run for some seconds after its SuperLink was killed.
+    """Lock the run folder. If a previous server holds the lock, wait until it ends.
+
+    A server may run for some seconds after its SuperLink was killed.
 
     Raises:
         RecipeError: another server still holds the lock after `seconds`.

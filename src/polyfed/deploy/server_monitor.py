@@ -1,6 +1,7 @@
-"""Health, metrics and status of a server: without a password on loopback, with a token over TLS for other machines.
+"""Health, metrics and status of a server, for this machine and for other machines.
 
-Both are web applications in the SuperLink's process. Neither listens on the port that devices use.
+A web application without a password serves them on loopback. A second one, with a token over TLS, serves other
+machines. Both run in the SuperLink's process. Neither listens on the port that devices use.
 """
 
 import asyncio
@@ -89,7 +90,7 @@ def status_of(link: Facts, path: Path) -> dict[str, Any]:
 
 
 def metrics_of(status: Facts) -> bytes:
-    """Return the status as Prometheus metrics, without reasons, paths and names."""
+    """Return the status as Prometheus metrics, without error messages, paths and names."""
     nodes, run = status["nodes"], status["run"] or {}
     gauges = {
         "polyfed_nodes_registered": ("Devices whose public key is registered.", float(nodes["registered"])),
@@ -110,8 +111,9 @@ class ServerMonitor:
     Args:
         link: a function that returns the SuperLink's nodes and runs.
         path: path of the current run's status file.
-        token: if not empty, every request must carry this token, as `Authorization: Bearer TOKEN`. The answer to other
-            requests reveals nothing, not even which pages exist. Without a token, there is no page `/status`.
+        token: if not empty, every request must carry this token in its header `Authorization: Bearer TOKEN`. The answer
+            to other requests reveals nothing, not even which pages exist. If the token is empty, there is no page
+            `/status`.
     """
 
     def __init__(self, link: Callable[[], Facts], path: Path, token: str = "") -> None:

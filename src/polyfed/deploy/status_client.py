@@ -14,11 +14,11 @@ SECONDS = 15.0
 """How many seconds an answer may take (inferred)."""
 
 LONGEST = 2**20
-"""Most bytes that are read of an answer."""
+"""Largest number of bytes that are read of an answer."""
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, because the token is only for this server."""
+    """An HTTP redirect handler that follows no redirect, because the token is only for this server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Refuse every redirect."""

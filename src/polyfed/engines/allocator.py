@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next training step.
 
     By default, glibc returns the memory of a step's gradients to the system. The page faults of the next step then take
-    a sixth of a vectorised round of large models (docs/performance.md).
+    a sixth of the time of a vectorised round with large models (docs/performance.md).
 
     Returns:
         Whether the C library accepted the settings. The result is False if it is not glibc on Linux.

@@ -84,7 +84,7 @@ class Engine(ABC):
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
     required: Requirements = NO_REQUIREMENTS
-    """Protection that the device demands on which this engine runs its client."""
+    """The protection demanded by the device on which this engine runs its client."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
     privacy: Mechanism | None = None
@@ -129,7 +129,7 @@ class Engine(ABC):
 
     @abstractmethod
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients and return the replies that passed the clients' egress gates.
+        """Run the task on these clients, and return the replies that the clients' egress gates let pass.
 
         A client that fails is listed as missing, with the reason.
 
@@ -260,11 +260,11 @@ class Engine(ABC):
         return released
 
     def per_sample(self, request: Request, client: int) -> PerSample | None:
-        """Return how the task's training protects single rows; None without such protection."""
+        """Return how the task's training protects single rows, or None if it does not protect them."""
         return None if self.privacy is None or client < 0 else self.privacy.per_sample(request.name)
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
-        """Wrap the dataset of these clients to count their work, or return it unchanged without a [network] section."""
+        """Wrap the dataset of these clients to count their work. Without a [network] section, return it unchanged."""
         if self.clock is None or clients[0] < 0:
             return view
         rows = list(self.registry.rows_of(clients).values())

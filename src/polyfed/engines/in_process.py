@@ -32,7 +32,8 @@ class InProcess(Engine):
         model: see `Engine`.
         algorithm: see `Engine`.
         initial: see `Engine`.
-        workers: number of worker processes. With 1, or for requests with little work, clients run in this process.
+        workers: number of worker processes. If there is only one, or if a request has little work, clients run in this
+            process.
         threads: threads that PyTorch uses for requests with enough work, in every worker or in this process. 0 leaves
             the number unchanged. The rounding of the result depends on `threads`, but not on `workers`.
         kwargs: the other arguments of `Engine`.
@@ -83,7 +84,7 @@ class InProcess(Engine):
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
-            units: the units, if this process is a worker process. None divides the clients into units.
+            units: the units, if this process is a worker process. If None, this method divides the clients into units.
         """
         threads = 0
         if units is None:
@@ -124,7 +125,7 @@ class InProcess(Engine):
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """Pass the messages through the clients' gates, and return the message that each client receives.
 
-        For a message to all clients, one gate serves all clients with the same modalities, in one call.
+        If all clients get the same message, one call of one gate serves all clients that have the same modalities.
         """
         if not isinstance(send, Message):
             nodes = {client: self.node((client,), self.context(client)) for client in clients}

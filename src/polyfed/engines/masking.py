@@ -26,7 +26,7 @@ def masked(request: Request, reply: Message, local: Tree, secrets: Tree) -> tupl
     """Return the message that leaves the client, and its new local state. Secure aggregation masks the reply.
 
     If the reply has another type than the task declares, this function does not change it. The egress gate then refuses
-    it.
+    the reply.
 
     Raises:
         Refusal: the reply cannot be masked. The client then sends nothing.
@@ -42,7 +42,7 @@ def masked(request: Request, reply: Message, local: Tree, secrets: Tree) -> tupl
 
 
 def masked_stack(request: Request, made: Message, after: Tree, secrets: Sequence[Tree]) -> tuple[Message, list[Tree]]:
-    """Return the messages that leave the clients of a stack, as a stack, and the local state of each client.
+    """Return the stacked messages that leave the clients, and the local state of each client.
 
     Args:
         request: the request.

@@ -1,9 +1,10 @@
 """The headers of packets between a server and clients in other processes.
 
-Every request has an id: run, session, round, number of the request, client. The client repeats the id in its reply. So
-the server can distinguish the expected reply from a late, duplicated or replayed reply. A *session* is one start of the
-server. A resumed server begins a new session and may repeat requests that it sent before it died. The client then
-repeats the work from the local state that it had at that point, and the reply is the same bit for bit.
+Every request has an id, which consists of run, session, round, number of the request, and client. The client repeats
+the id in its reply. So the server can distinguish the expected reply from a late, duplicated or replayed reply. A
+*session* is one start of the server. A resumed server begins a new session and may repeat requests that it sent before
+it died. The client then repeats the work from the local state that it had before the repeated request, and the reply is
+the same bit for bit.
 
 Enrolments and requests carry the versions of polyfed and of the wire format. Both sides refuse other versions.
 """
@@ -29,7 +30,7 @@ ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
 """The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
 
 MAX_REASON = 2000
-"""Most characters of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
+"""Largest length of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
 
 MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
 """Upper bounds in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far above any
@@ -54,7 +55,8 @@ class RequestId:
         """Read the request id of a header.
 
         Raises:
-            BadReply: the id is missing or malformed. This includes the run's name, which becomes the name of a folder.
+            BadReply: the id is missing, or a part of it is malformed, such as the run's name, which becomes the name of
+                a folder.
         """
         match header.get("request_id"):
             case {"run": str(run), **numbers} if _WORD.fullmatch(run):
@@ -175,7 +177,7 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
         here: the reader of the packet, for the error text, as in "the server".
 
     Raises:
-        BadReply: the versions differ, or the header has none.
+        BadReply: the versions differ, or the header has no versions.
     """
     theirs = {name: header.get(name) for name in versions()}
     if theirs != versions():
@@ -197,7 +199,7 @@ class Patience:
     Attributes:
         seconds: the deadline.
         enough: stop as soon as this number of clients have replied.
-        least: wait for clients that missed earlier deadlines until at least this number of clients have replied.
+        least: while fewer clients than this have replied, also wait for clients that missed earlier deadlines.
         away_seconds: how long the transport waits for a client whose node is offline.
     """
 
@@ -211,7 +213,7 @@ class Transport(Protocol):
     """Carries packets to clients in other processes, and their replies back.
 
     Attributes:
-        discarded: by client, how many replies arrived after their request had been closed.
+        discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
     discarded: Counter[int]
@@ -249,13 +251,13 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
-    """Return the packet of a client's answer without a reply: the verdict `refused` or `failed`, and the reason."""
+    """Return the packet of an answer that holds no reply, but the verdict `refused` or `failed` and the reason."""
     header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": one_line(text)})
 
 
 def seal_of(header: Mapping[str, Any]) -> str:
-    """Return the hash of the audit log's seal in a reply's header, or "" if the header has no valid hash."""
+    """Return the hash of the audit log's seal from a reply's header, or "" if the header has no valid hash."""
     seal = header.get("seal")
     return seal if isinstance(seal, str) and _SEAL.fullmatch(seal) else ""
 

@@ -87,7 +87,7 @@ class Remote(Engine):
         self._refuse_silos()
 
     def _refuse_silos(self) -> None:
-        """Refuse methods that send within silos, unless the recipe says that the server may see those messages."""
+        """Refuse algorithms that send messages within silos, unless the recipe lets the server see these messages."""
         inner = [name for name, task in tasks_of(self.algorithm).items() if info_of(task).scope == "silo"]
         if inner and not self.terms.relay:
             raise RecipeError(
@@ -186,7 +186,7 @@ class Remote(Engine):
         """Return the reply in an answer. If there is no reply, return None and put the reason into `missing`.
 
         Raises:
-            EgressError: the client's policy refused the reply, and a refusal ends the run under `terms`.
+            EgressError: the client's policy refused the reply, and `terms` say that a refusal ends the run.
         """
         if isinstance(answer, str):
             missing[client] = one_line(answer)

@@ -1,4 +1,7 @@
-"""The sequential engine: it runs one client after another. It is the reference, and useful for debugging."""
+"""The sequential engine: it runs one client after another.
+
+This engine is the reference for the others, and it is useful for debugging.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -57,8 +57,8 @@ class Vectorised(InProcess):
     """Runs stacks of similar clients. It also takes the arguments of `Engine`.
 
     Args:
-        stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with large 2-d
-            convolutions run one client at a time on a CPU.
+        stack: largest number of clients in a stack. If it is 0, the memory budget `STACK_BYTES` decides, and models
+            with large 2-d convolutions run one client at a time on a CPU.
         replay: whether training steps are traced, rewritten and replayed.
     """
 
@@ -117,7 +117,7 @@ class Vectorised(InProcess):
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the task of these clients under one `vmap`. Return None if it raises: the clients then run one by one."""
+        """Run these clients' task under one `vmap`. If it raises, return None; the clients then run one by one."""
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
@@ -249,7 +249,7 @@ def _without_padding(reply: Any) -> Any:
 
 
 def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> None:
-    """Refuse a field with an entry for each row that does not declare `rows`, because it may contain padding.
+    """Refuse a field that has an entry for each row but does not declare `rows`, because it may contain padding.
 
     Raises:
         RecipeError: the field declares neither `rows` nor a shape, and its length equals the padded number of rows.
@@ -282,5 +282,5 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether clients have different numbers of rows, and the tensor's second axis has the largest number."""
+    """Return whether clients have different numbers of rows, and axis 1 of `value` is as long as the largest number."""
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

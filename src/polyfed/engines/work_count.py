@@ -74,5 +74,8 @@ class MeteredClientData(ClientData):
 
     @property
     def test(self) -> ClientData:
-        """The client's test rows, without counting: evaluation takes no simulated time. See `ClientData.test`."""
+        """The client's test rows; see `ClientData.test`.
+
+        Evaluation takes no simulated time, so the use of these rows is not counted.
+        """
         return self._view.test

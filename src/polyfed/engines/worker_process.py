@@ -174,7 +174,7 @@ def values(msg: Message) -> list[torch.Tensor]:
 
 
 def message_of(kind: type[Message], entries: Entries, arena: Arena, *, copy: bool = False) -> Any:
-    """Rebuild a message from its tensors in an arena. With `copy`, the message holds copies of the tensors."""
+    """Rebuild a message from its tensors in an arena. If `copy` is True, the message holds copies of the tensors."""
     fields: dict[str, Any] = {name: None if declared.bare else {} for name, declared in kind.declared.items()}
     read = arena.read(place for _, place in entries)
     for ((name, key), _), value in zip(entries, read, strict=True):

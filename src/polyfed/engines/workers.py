@@ -72,7 +72,7 @@ class Workers:
             request: the request.
             units: the clients, grouped into the units that the engine runs together.
             send: one message for all clients, or a mapping with one message for each.
-            work: an estimate of the work of each client, in any measure, to balance the load.
+            work: an estimate of the work of each client, on any scale, to balance the load.
 
         Returns:
             The answer, or None if a message is not of the class that the task declares. Workers can rebuild only
@@ -213,15 +213,16 @@ class _Worker:
 
 
 _stdins: list[Any] = []
-"""While this process forks a worker: its standard input. Otherwise empty."""
+"""Holds the standard input of this process while the process forks a worker. Otherwise empty."""
 
 
 @contextmanager
 def _stdin_dropped() -> Iterator[None]:
     """Let a process that is forked in this block begin without `sys.stdin`.
 
-    `multiprocessing` closes `sys.stdin` in the new process. If another thread of this process reads `sys.stdin`, the
-    copy of its lock is never released, and the new process would wait for it forever.
+    `multiprocessing` closes `sys.stdin` in the new process. If another thread of this process reads `sys.stdin` during
+    the fork, the new process gets a locked copy of the lock of `sys.stdin`. Nobody ever releases this copy, so the new
+    process would wait for it forever.
     """
     _stdins.append(sys.stdin)
     try:
@@ -232,7 +233,7 @@ def _stdin_dropped() -> Iterator[None]:
 
 def _drop_stdin() -> None:
     if _stdins:
-        sys.stdin = None  # `_stdins` keeps the object, whose end would close it too
+        sys.stdin = None  # `_stdins` keeps the object, because its deletion would close the stream
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks

@@ -15,7 +15,7 @@ def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: 
     """Return the `personal` group of result.json: statistics over clients of the scores on their own test rows.
 
     Args:
-        scores: client -> score, such as the accuracy. Clients without a score do not count.
+        scores: client -> score, such as the accuracy. Clients without a score are left out.
         rows: client -> number of test rows.
         rising: whether a larger score is better.
 
@@ -38,7 +38,7 @@ def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: 
 
 
 def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the mean of every metric over the models that have this metric. The result is empty without models."""
+    """Return the mean of every metric over the models that have this metric, or an empty result without models."""
     found: dict[str, dict[str, list[float]]] = {}
     for one in measured:
         for group, numbers in one.items():

@@ -35,9 +35,9 @@ def predict(
         w: the model's parameters. The computation runs on their device.
         x: modality -> samples (n, ...), tensors or arrays. Modalities outside `reads` are ignored. A row whose entries
             are all NaN lacks the modality.
-        reads: the modalities to read. None reads all modalities of the model.
+        reads: the modalities to read. If None, the model reads all its modalities.
         present: modality -> bool (n,), for modalities that some rows lack.
-        predictor: how to predict with `w`. None predicts with the model's logits.
+        predictor: how to predict with `w`. If None, the predictions come from the model's logits.
 
     Raises:
         RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, the modalities
@@ -82,10 +82,10 @@ def _rows_of(model: Model, x: Tree, present: Tree) -> int:
 
 
 def _present_rows(modality: str, value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the samples with zeros for rows that lack the modality, and which rows have it, bool (n,).
+    """Return the samples, with zeros for rows that lack the modality, and a mask of the rows that have it, bool (n,).
 
     Raises:
-        RecipeError: a row that has the modality is partly NaN, or infinite.
+        RecipeError: a row that has the modality has infinite entries, or is partly NaN.
     """
     there = torch.ones(len(value), dtype=torch.bool) if present is None else present
     value, there, partly = without_nan_rows(value, there)

@@ -1,9 +1,9 @@
-"""Scores of models: the models that a method has trained, and the scores that clients and evaluation clients report.
+"""Scores of models: the models that an algorithm trains, and the scores that clients and evaluation clients report.
 
 In server evaluation, the server sends the global model to the evaluation clients, which hold the server's test and
 validation rows. They answer with `Scores`. In personal evaluation, clients answer with an `OwnScore` on their own test
 rows. Both messages contain sums, and the objective computes metrics from them. `TrainedModels` has the hooks with which
-a method declares its models.
+an algorithm declares its models.
 """
 
 from abc import ABC, abstractmethod
@@ -32,8 +32,8 @@ from polyfed.training.prototypes import Prototypes
 class ModelToEvaluate(Message):
     """The model to evaluate.
 
-    With `unimodal = "prototype"`, `prototypes` holds class means (C, E) of each modality's features over the clients'
-    training rows. `known`, bool (C,), tells which classes have a mean. Otherwise both trees are empty.
+    If `unimodal` is "prototype", `prototypes` holds class means (C, E) of each modality's features over the clients'
+    training rows. `known`, bool (C,), says which classes have a mean. Otherwise both trees are empty.
     """
 
     params: Tree = carries("parameters")
@@ -84,15 +84,16 @@ class Evaluation:
     """When and how to evaluate: the [evaluate] section.
 
     Attributes:
-        every: rounds between two evaluations. The last round is always evaluated. 0 evaluates only the last round.
+        every: rounds between two evaluations. The last round is always evaluated. If this is 0, only the last round is
+            evaluated.
         personal: whether to evaluate clients on their own test rows, if they have any.
         clients: how many of these clients each evaluation asks. They are drawn anew each time, uniformly and without
-            replacement. None asks all of them, which takes long if there are hundreds of thousands.
+            replacement. If None, it asks all of them, which takes long if there are hundreds of thousands of clients.
         unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
             OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
             nearest mean of the modality's features over the training rows. Every client sends these class means before
-            each evaluation (kind `prototypes`); this works only with methods that average parameters. `auto` is `head`
-            if the model has a linear head, else `zero`.
+            each evaluation (kind `prototypes`); this works only with algorithms that average parameters. `auto` is
+            `head` if the model has a linear head, else `zero`.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -113,7 +114,7 @@ class Evaluation:
         return round == rounds or (self.every > 0 and round % self.every == 0)
 
     def asked(self, fed: Federation) -> Sequence[int]:
-        """Return the clients that this round's evaluation asks to use their own test rows, in ascending order."""
+        """Return the clients that evaluate on their own test rows in this round, in ascending order."""
         tested = fed.clients.tested
         if self.clients is None or self.clients >= len(tested):
             return tested
@@ -139,7 +140,7 @@ class Predictor:
     """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return the logits (B, C) of the model with parameters `w`, or other scores. The largest one is predicted.
+        """Return the logits (B, C) of the model with parameters `w`, or other scores whose largest one is predicted.
 
         This method runs under vmap.
         """
@@ -147,7 +148,7 @@ class Predictor:
 
 
 class TrainedModels(ABC):
-    """Hooks that declare the models of a method. Both `Algorithm.evaluate` and `Run.predict` use these hooks."""
+    """Hooks that declare the models of an algorithm. Both `Algorithm.evaluate` and `Run.predict` use these hooks."""
 
     model_for: ClassVar[str] = "client"
     """The owner of a personal model: a `client`, or a `silo` whose clients share a model."""
@@ -156,7 +157,7 @@ class TrainedModels(ABC):
     def own_models(self) -> Literal["none", "server", "clients"]:
         """Where personal models are stored: nowhere, in the server's state, or in the clients' local states.
 
-        The default is `clients` for a method that overrides `own_params`, else `none`.
+        The default is `clients` for an algorithm that overrides `own_params`, else `none`.
         """
         return "none" if type(self).own_params is TrainedModels.own_params else "clients"
 
@@ -166,7 +167,7 @@ class TrainedModels(ABC):
         return Predictor()
 
     def global_params(self, state: Any) -> Tree | None:
-        """Return the global model for evaluation on the server's rows, or None if the method has no global model."""
+        """Return the global model for evaluation on the server's rows, or None if the algorithm has no global model."""
         return state.params if self.own_models == "none" else None
 
     @abstractmethod
@@ -207,12 +208,12 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
     """Compute a model's scores on all rows of a client dataset, from all modalities and from each single modality.
 
     Args:
-        context: the context of the evaluation client. Each of its modalities is also evaluated alone. Under
-            `prototype`, this applies only to modalities with class means.
+        context: the context of the evaluation client. Each of its modalities is also evaluated alone. If `unimodal` is
+            "prototype", this applies only to modalities with class means.
         got: the parameters, and class means under `unimodal = "prototype"`. If the parameters come from a client that
             lacks modalities, the model predicts from that client's modalities.
         data: the client dataset.
-        unimodal: how to predict from a single modality, see `Evaluation`.
+        unimodal: how to predict from a single modality; see `Evaluation`.
     """
     model, objective, w = context.model, context.objective, got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}

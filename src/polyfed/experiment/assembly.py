@@ -49,7 +49,7 @@ class Assembly:
         ledger: the ledger, which records every message.
         engine: the engine, which runs tasks on the clients.
         fed: the federation, which the algorithm uses.
-        was_guessed: whether polyfed chose the task by the labels, because the recipe names no task.
+        was_guessed: whether polyfed chose the task according to the labels, because the recipe names no task.
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
@@ -100,13 +100,13 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
 
 
 def initial_of(recipe: Recipe, model: Model) -> Tree:
-    """The initial parameters, drawn from the run's seed, on the run's device."""
+    """Return the initial parameters, which are drawn from the run's seed, on the run's device."""
     device = device_of(recipe)
     return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
 
 
 def _init_key(recipe: Recipe) -> int:
-    """Return the key of initial and frozen parameters. Both have one key, because one call may draw them together."""
+    """Return the key of initial and frozen parameters. The two share a key, because one call may draw them together."""
     return keys.key(recipe.seed, "init")
 
 
@@ -130,7 +130,7 @@ def assemble(
         one_device: whether only the device that checks the recipe is known. Checks of all clients are then left out.
 
     Raises:
-        PolyfedError: recipe, data or model are wrong, or do not fit each other.
+        PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
     """
     emit, population = emit or Emitter(), population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
@@ -202,14 +202,14 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
-    """The clock of simulated time if the recipe has a section [network], otherwise None."""
+    """Return the clock of simulated time if the recipe has a section [network], otherwise None."""
     if recipe.network is None:
         return None
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """The constructor of the recipe's engine, with the engine's own options bound to it.
+    """Return the constructor of the recipe's engine, with the engine's own options bound to it.
 
     Raises:
         RecipeError: the recipe asks for worker processes, but they cannot work here.
@@ -224,7 +224,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
 
 
 def workers_of(recipe: Recipe) -> int:
-    """The number of worker processes, with 0 resolved.
+    """Return the number of worker processes. If the recipe says 0, the number of cores decides.
 
     Raises:
         RecipeError: the recipe asks for several worker processes, but they cannot work here.
@@ -259,9 +259,9 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
-    """The facts of run.json: data, clients (at most `limit`), bytes of each block, the resolved policy.
+    """Return the facts of run.json: data, clients (at most `limit`), bytes of each block, and the resolved policy.
 
-    With the partitions `classes-per-client` and `main-class`, the facts include the classes of each of these clients
+    If the partition is `classes-per-client` or `main-class`, the facts include the classes of each of these clients
     (docs/partitions.md).
     """
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
@@ -292,7 +292,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:
-    """The size of each block of the model in bytes, without frozen parameters."""
+    """Return the size of each block of the model in bytes, without frozen parameters."""
     names = (*assembly.model.modalities, SHARED)
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
 
@@ -305,7 +305,7 @@ def private_sizes(assembly: Assembly) -> dict[str, int]:
 
 
 def frozen_facts(model: Model) -> dict[str, Any]:
-    """The number of frozen parameters in each block and the digest of their values; empty if nothing is frozen."""
+    """Return the number of frozen parameters by block, and a digest of their values; empty if nothing is frozen."""
     frozen = model.frozen
     if not frozen:
         return {}

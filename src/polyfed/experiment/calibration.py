@@ -1,9 +1,10 @@
 """Calibration: whether the confidence of a model matches its accuracy.
 
-Guo et al., "On Calibration of Modern Neural Networks", ICML 2017: rows are sorted into bins of equal width by the
-confidence of the model, which is its largest probability. The expected calibration error is the mean over rows of the
-difference between the accuracy and the mean confidence of a row's bin. The counts of the bins can be added over parts
-of a data set.
+The definitions are from Guo et al., "On Calibration of Modern Neural Networks", ICML 2017. The confidence of a model
+for a row is the largest probability that the model gives to a class. Rows are sorted into bins of equal width according
+to this confidence. Each bin has an accuracy and a mean confidence. The expected calibration error is the weighted mean,
+over the bins, of the absolute difference between these two values. The weight of a bin is its number of rows. The
+numbers that `bins_of` returns can be added over several parts of a data set.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ ROWS_AT_ONCE = 4096
 
 
 def bins_of(logits_BC: Tensor, y_B: Tensor) -> Tensor:
-    """Return counts by confidence, float64 (BINS, 3): rows, summed confidence, and correct predictions.
+    """Return three numbers for each bin, float64 (BINS, 3): rows, summed confidence, and correct predictions.
 
     Args:
         logits_BC: logits of each row.
@@ -36,16 +37,16 @@ def bins_of(logits_BC: Tensor, y_B: Tensor) -> Tensor:
 
 
 def expected_error(bins: Tensor) -> float:
-    """Return the expected calibration error, from 0 to 1. It is 0 if there are no rows.
+    """Return the expected calibration error, from 0 to 1. The error is 0 if there are no rows.
 
     Args:
-        bins: as `bins_of` returns them, or a sum of such tensors.
+        bins: a result of `bins_of`, or a sum of such results.
     """
     return float((bins[:, 1] - bins[:, 2]).abs().sum() / bins[:, 0].sum().clamp(min=1.0))
 
 
 def calibration_of(models: Models, population: Population) -> dict[str, Any] | None:
-    """The group `calibration` of result.json: the global model on the server's test rows.
+    """Return the group `calibration` of result.json, for the global model on the server's test rows.
 
     Args:
         models: the trained models.

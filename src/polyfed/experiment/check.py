@@ -1,4 +1,4 @@
-"""What a recipe can let cross from its clients, found before anything runs."""
+"""Lists, before a run, which parts of messages can leave the clients."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ class Check(CheckResult):
 
 
 def check(recipe: Recipe | str | Path) -> Check:
-    """Validate a recipe against its data, dry-run a round, and list what can cross.
+    """Validate a recipe against its data, dry-run a round, and list what can leave the clients.
 
     Args:
         recipe: a recipe, or the path of one.
@@ -69,7 +69,7 @@ def check(recipe: Recipe | str | Path) -> Check:
 
 
 def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
-    """Why the policy forbids what no row of `shared` forbids, and how to train what may not leave."""
+    """Say which modality's row forbids `shared` to send a part, and how to train blocks that may not leave."""
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
     method = assembly.algorithm
@@ -84,7 +84,7 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
 
 
 def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
-    """What a simulation gives the server without a message."""
+    """Say what a simulation gives the server without a message."""
     if recipe.clients.validation:
         yield (
             f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
@@ -94,7 +94,7 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """The sizes that the dry run saw, and why some are unknown; it can fail where a round on all rows would not."""
+    """Return the sizes that the dry run saw, and why it failed, if it did. A round on all rows may still succeed."""
     failed: dict[str, None] = {}
 
     def listen(event: str, **facts: Any) -> None:
@@ -114,10 +114,10 @@ def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ..
 def warn_unmeasured(assembly: Assembly) -> None:
     """Warn before training if the run will evaluate nothing, so that `metrics` would be empty.
 
-    The algorithm's own `evaluate` is called on an engine without clients. If it sends a request, it evaluates something
-    and the call fails there; if it returns no metrics, it evaluates nothing. This also works for the user's own
-    algorithms. The policy allows everything here, because an algorithm itself warns of what a policy keeps it from
-    evaluating.
+    The algorithm's own `evaluate` is called on an engine without clients. If `evaluate` sends a request, the call
+    fails, so the algorithm does evaluate something. If `evaluate` returns no metrics, it evaluates nothing. This check
+    also works for the user's own algorithms. It uses a policy that allows everything, because an algorithm itself warns
+    if the recipe's policy keeps it from an evaluation.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
@@ -125,7 +125,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     fed.begin(fed.rounds)
     try:
         measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
-    except Exception:  # it sent a request, or it read the state to prepare one
+    except Exception:  # `evaluate` sent a request, or read the state to prepare one
         return
     if measured.metrics:
         return
@@ -152,7 +152,7 @@ class _NoClients:
 
 
 def check_before_run(assembly: Assembly) -> None:
-    """Refuse a run that would end later: by the policy, or by the size of its messages; warn of what is not measured.
+    """Refuse a run that the policy or the size of its messages would end later, and warn if it will evaluate nothing.
 
     Raises:
         PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.
@@ -167,7 +167,8 @@ def refuse_forbidden(assembly: Assembly) -> None:
     """Refuse a run before training if the policy would refuse one of its replies later.
 
     Raises:
-        EgressError: with everything that is forbidden, and the lines that would allow it.
+        EgressError: the policy forbids a part. The message lists all forbidden parts, and the lines that would allow
+            them.
     """
     refused = [row for row in plan(assembly) if not row.allowed]
     if not refused:
@@ -185,7 +186,8 @@ def refuse_large(assembly: Assembly) -> None:
     """Refuse a run whose replies are larger than a message between processes may be.
 
     Raises:
-        RecipeError: a reply of one of the tasks is too large, as far as its size is known before the run.
+        RecipeError: a reply of one of the tasks is too large. Only parts whose sizes are known before the run are
+            counted.
     """
     megabytes = assembly.recipe.engine.message_megabytes
     once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in plan(assembly)}
@@ -202,7 +204,7 @@ def refuse_large(assembly: Assembly) -> None:
 
 
 def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
-    """The lines of a configuration that would allow these parts, without repetition."""
+    """Return the lines of a recipe that would allow these parts, without repetition."""
     kinds: dict[tuple[str, str], set[str]] = {}
     others: dict[str, None] = {}  # lines outside of [egress], which each part names itself
     for row in refused:
@@ -216,12 +218,12 @@ def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
 def plan(
     assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None, announcement: Announcement | None = None
 ) -> Iterator[Planned]:
-    """List everything the algorithm's tasks can send, block by block.
+    """List every part of a message that the algorithm's tasks can send, block by block.
 
     Args:
         assembly: the parts of a run.
         in_dry_run: the sizes that a dry run saw.
-        announcement: what one client can send; None stands for a client with all modalities.
+        announcement: what one client can send. If None, the client has all modalities.
     """
     listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
     sizes, seen = block_sizes(assembly), in_dry_run or {}
@@ -232,7 +234,7 @@ def plan(
 
 
 def _sized(row: Announced, blocks: Mapping[str, int], seen: Mapping[Place, Size]) -> Planned:
-    """Add the size that a dry run saw, otherwise the size of the model's block."""
+    """Add to a part the size that a dry run saw, or else the size of the model's block."""
     size = seen.get((row.task, row.field, row.block))
     known = blocks.get(row.block) if row.kind in OF_THE_MODEL else None
     return Planned(

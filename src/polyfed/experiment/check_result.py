@@ -16,18 +16,18 @@ class Planned:
         message: the class of the message.
         field: the field of the message.
         kind: the kind of content, one of `KINDS`.
-        block: the block of the model it belongs to.
-        destination: where it goes, one of `DESTINATIONS`.
-        bytes: the size in one reply: as the dry run saw it, else the size of the block (parameters, gradients), else
-            None.
-        allowed: whether the policy allows it.
-        fix: the line of a policy that would allow it; empty if it is allowed.
+        block: the block of the model that the part belongs to.
+        destination: where the part goes, one of `DESTINATIONS`.
+        bytes: the size in one reply, as the dry run saw it. If the dry run did not send the part, this is the size of
+            the block for parameters and gradients, and None for other kinds.
+        allowed: whether the policy allows the part.
+        fix: the line of a policy that would allow the part; empty if the part is allowed.
         bytes_per_row: the additional size for each row that the reply covers.
-        in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`). A part that depends on the state of the
-            run or on the data may be sent later, or never.
-        tells: what it reveals beyond what its kind says; empty for most.
-        masked: whether it is masked, so that the server reads only its sum over several clients.
-        random: whether it holds only random numbers that depend on no data, such as public keys.
+        in_dry_run: whether the dry run sent the part (`polyfed.experiment.dry_run`). A part that depends on the state
+            of the run or on the data may be sent later, or never.
+        tells: what the part reveals in addition to what its kind says; empty for most parts.
+        masked: whether the part is masked, so that the server reads only the sum over several clients.
+        random: whether the part holds only random numbers that depend on no data, such as public keys.
     """
 
     task: str
@@ -52,15 +52,18 @@ class CheckResult:
 
     Attributes:
         recipe: the recipe, with an encoder for every modality.
-        facts: clients, blocks and their bytes, the resolved policy; as in run.json.
-        planned: everything that can cross, allowed or not.
-        remarks: why the dry run failed, if it did; sizes may then be missing.
-        why: why `shared` may not send something that no row of its own forbids.
-        fixes: lines of a policy that would allow what it forbids.
-        not_in_ledger: what a simulation gives the server about clients' rows without a message.
-        private: block -> bytes of its parameters that every client keeps, whatever the policy allows.
-        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
-        privacy: the entry `privacy` of result.json as it will be after the last round; None without [privacy].
+        facts: the clients, the bytes of each block, and the resolved policy, as in run.json.
+        planned: all parts of messages that the tasks can send, allowed or not.
+        remarks: why the dry run failed, if it did. Sizes may then be missing.
+        why: which modality's row forbids `shared` to send a part, if no row for `shared` does; and how to train blocks
+            that may not leave.
+        fixes: lines of a policy that would allow the refused parts.
+        not_in_ledger: what a simulation gives the server without a message, such as rows of clients.
+        private: block -> bytes of the parameters in this block that never leave a client, whatever the policy allows.
+        guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
+            does not name.
+        privacy: the entry `privacy` that result.json will have after the last round; None without the section
+            [privacy].
         promises: the guarantee of differential privacy in sentences.
     """
 
@@ -78,5 +81,5 @@ class CheckResult:
 
     @property
     def refused(self) -> tuple[Planned, ...]:
-        """The parts that the policy forbids; if there are any, a run ends with exit code 3."""
+        """The parts that the policy forbids. If there are any, a run ends with exit code 3."""
         return tuple(row for row in self.planned if not row.allowed)

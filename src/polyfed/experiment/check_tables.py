@@ -30,13 +30,13 @@ def _rows(num: int, use: str) -> str:
 
 
 def _task(task: dict[str, Any]) -> str:
-    """The task in a sentence."""
+    """Return a sentence that states the task."""
     by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
     return f"task: {task['name']}, {by}; the model has {counted(task['outputs'], 'output')}"
 
 
 def check_tables(check: CheckResult) -> Group:
-    """The tables of a check: clients, blocks and their sizes, and what can cross."""
+    """The tables of a check: clients, blocks and their sizes, and the data that can leave the clients."""
     recipe = check.recipe.table()
     name, rounds = recipe["algorithm"]["name"], counted(recipe["rounds"], "round")
     head = f"{name} on {recipe['data']['name']}: {rounds}, seed {recipe['seed']}"
@@ -62,7 +62,7 @@ def check_tables(check: CheckResult) -> Group:
 
 
 def _privacy(check: CheckResult) -> Iterator[Group]:
-    """The guarantee of differential privacy: a table by block and kind, and sentences."""
+    """The guarantee of differential privacy: a table with a row per block and kind, and sentences that explain it."""
     if check.privacy is None:
         return
     table = plain_table("block", "kind", "epsilon", left=2)

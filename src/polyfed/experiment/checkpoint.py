@@ -140,7 +140,7 @@ def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
-    """The modules of an algorithm and its parts; dataclasses of these modules may occur in its checkpoints."""
+    """Return the modules of an algorithm and its parts. Dataclasses of these modules may occur in its checkpoints."""
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
 
 
@@ -150,7 +150,7 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     Args:
         value: the nested values.
         tensors: the dictionary to which the function adds the tensors, under the names that the skeleton uses.
-        modules: dataclasses of these modules and of polyfed may occur; None allows all.
+        modules: dataclasses of these modules and of polyfed may occur. If None, all dataclasses may occur.
 
     Raises:
         CheckpointError: a checkpoint cannot hold one of the values, or the value is a dataclass of another module.
@@ -225,14 +225,14 @@ def digest(content: Any) -> str:
 
 
 def num_numbers(content: Any) -> int:
-    """Return how many numbers the tensors of nested values hold. A tensor that occurs twice counts once."""
+    """Return how many numbers the tensors of nested values hold. A tensor that occurs several times is counted once."""
     tensors: dict[str, Tensor] = {}
     pack(content, tensors)
     return sum(value.numel() for value in tensors.values())
 
 
 def _nameless(skeleton: Any) -> Any:
-    """The skeleton with each dataclass replaced by the list of its values."""
+    """Return the skeleton with each dataclass replaced by the list of its values."""
     ((kind, content), *rest) = skeleton.items()
     if kind == "class":
         return {"fields": [_nameless(value) for _, value in rest[0][1]]}
@@ -244,7 +244,7 @@ def _nameless(skeleton: Any) -> Any:
 
 
 def _class(path: str, modules: Collection[str]) -> Any:
-    """Return the dataclass that a checkpoint names, from polyfed or one of these modules, without importing anything.
+    """Return the dataclass that a checkpoint names. It must be in polyfed or one of these modules; nothing is imported.
 
     Raises:
         ValueError: the class is in another module, has not been imported, or is not a dataclass.
@@ -263,11 +263,11 @@ def _class(path: str, modules: Collection[str]) -> Any:
 
 
 def _known(module: str, modules: Collection[str]) -> bool:
-    """Whether dataclasses of this module may occur."""
+    """Return whether dataclasses of this module may occur."""
     return module in modules or module.split(".")[0] == "polyfed"
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

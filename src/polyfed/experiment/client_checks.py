@@ -1,4 +1,4 @@
-"""Do the clients of a run, and their over-selection, fit the rest of the recipe?"""
+"""Checks whether the clients of a run, and the over-selection of clients, fit the rest of the recipe."""
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
@@ -12,7 +12,7 @@ from polyfed.privacy.limits import NO_LIMITS
 
 
 def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool = False) -> None:
-    """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
+    """Refuse a recipe if its clients, or its over-selection of clients, do not fit the rest of the recipe.
 
     Args:
         recipe: the recipe.
@@ -33,10 +33,10 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
-    """Refuse row numbers as sample ids where devices match their rows by ids.
+    """If devices match their rows by sample ids, refuse data that has only row numbers as ids.
 
     Raises:
-        DataError: the data has no ids; the text says how to add them.
+        DataError: the data has no ids. The text says how to add them.
     """
     if recipe.algorithm.aligns_rows and population.columns.numbered:
         raise DataError(
@@ -48,10 +48,10 @@ def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
 
 
 def refuse_small_clients(recipe: Recipe, population: Population) -> None:
-    """Refuse clients whose rows break the recipe's own [limits]; clients without rows train nothing.
+    """Refuse a recipe if its smallest client breaks the recipe's own [limits]. Clients without rows are ignored.
 
     Raises:
-        RecipeError: the text names the smallest client, the limit and the value.
+        RecipeError: a limit is broken. The text names the smallest client, the limit and the value.
     """
     sizes = population.train.sizes
     if recipe.limits == NO_LIMITS or not bool((sizes > 0).any()):
@@ -62,11 +62,11 @@ def refuse_small_clients(recipe: Recipe, population: Population) -> None:
 
 
 def refuse_overselect(recipe: Recipe) -> None:
-    """Refuse over-selection where it would have no effect, or another one than it says.
+    """Refuse over-selection if it would have no effect, or not the described effect.
 
     Raises:
-        RecipeError: the algorithm does not ask its cohort in the one request of `Averaging`; or no time passes in which
-            a client could be slow.
+        RecipeError: the algorithm does not send its cohort a single request, as `Averaging` does; or no time passes in
+            the run, so no client can be slow.
     """
     if recipe.clients.overselect is None:
         return

@@ -1,4 +1,4 @@
-"""What a recipe leaves open and the data decides: the encoders of the modalities that have none."""
+"""Chooses encoders, according to the data, for modalities without an encoder in the recipe."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,13 +13,13 @@ from polyfed.model import EncoderSpec, TokenTransformer, default_encoder, pretra
 from polyfed.model.hugging_face import HuggingFace
 
 _WHOLE = (torch.int16, torch.int32, torch.int64)
-"""Types of token ids. Bytes are taken for pixels."""
+"""Types of token ids. Tensors of bytes are treated as pixels."""
 
 
 def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
-    """The recipe with an encoder for every modality of the data; those that it names stay as they are.
+    """Return the recipe with an encoder for every modality of the data. Encoders that the recipe names do not change.
 
-    A whole module has no encoders, so its recipe is returned unchanged.
+    If the model is one whole module, it has no encoders, and the recipe is returned unchanged.
 
     Raises:
         ModelError: no encoder is chosen for samples of this shape.
@@ -47,7 +47,7 @@ def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
 
 
 def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
-    """The default encoder of a modality; see `default_encoder`.
+    """Return the default encoder of a modality; see `default_encoder`.
 
     Raises:
         ModelError: no encoder is chosen for samples of this shape.
@@ -59,7 +59,7 @@ def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
 
 
 def vocabulary_of(column: Column) -> int | None:
-    """The number of token ids, one more than the largest; None if the samples are no token ids.
+    """Return the number of token ids, which is the largest id plus one, or None if the samples are not token ids.
 
     Vectors of whole numbers from 0 are token ids, unless they are stored as bytes, or are shifted or scaled.
     """
@@ -70,7 +70,7 @@ def vocabulary_of(column: Column) -> int | None:
 
 
 def kind_of(column: Column) -> str:
-    """What the samples of a modality are, in words."""
+    """Describe the samples of a modality in words."""
     if (vocabulary := vocabulary_of(column)) is not None:
         return f"token ids {column.shape}, 0 to {vocabulary - 1:,}"
     names = {1: "vectors", 2: "time series", 3: "images", 4: "clips"}
@@ -78,7 +78,7 @@ def kind_of(column: Column) -> str:
 
 
 def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
-    """Sentences on everything that was guessed: by the source, and the encoders that the recipe does not name."""
+    """Return sentences about what the data source guessed, and about the encoders that the recipe does not name."""
     found = list(columns.notes)
     for name, column in columns.modalities.items():
         if name in columns.present:
@@ -94,7 +94,7 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
 
 
 def encoder_text(spec: EncoderSpec) -> str:
-    """The entry of [model.encoders] that gives this encoder, with the options that are not defaults."""
+    """Return the entry of [model.encoders] that gives this encoder, with the options that are not defaults."""
     defaults: Mapping[str, object] = {name: field.default for name, field in type(spec).__dataclass_fields__.items()}
     options = {k: v for k, v in vars(spec).items() if k == "kind" or v != defaults.get(k)}
     return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in options.items())} }}"
@@ -107,7 +107,10 @@ def _toml(value: object) -> str:
 
 
 def _check_tokens(data: str, name: str, column: Column, vocabulary: int | None, cure: str) -> None:
-    """Check that the token ids of a modality fit its encoder. In `cure`, `{}` stands for the vocabulary that would."""
+    """Check that the token ids of a modality fit its encoder.
+
+    In `cure`, `{}` stands for a vocabulary that is large enough.
+    """
     if vocabulary is None:
         return
     low, high = float(column.values.min()), float(column.values.max())

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class ShownRecipe(ABC):
-    """How a recipe is shown: as one line, and in a notebook also as a table that can be opened."""
+    """Shows a recipe as one line, and in a notebook also as a table that can be opened."""
 
     @abstractmethod
     def table(self) -> dict[str, Any]:
-        """The resolved recipe, section by section."""
+        """Return the resolved recipe, section by section."""
 
     def __repr__(self) -> str:
         return recipe_line(self.table())
@@ -26,7 +26,7 @@ class ShownRecipe(ABC):
 
 
 def recipe_line(table: Mapping[str, Any]) -> str:
-    """A recipe in one line: method, data, clients, rounds, seed.
+    """Return one line about a recipe: algorithm, data, clients, rounds, seed.
 
     Args:
         table: the resolved recipe, as `Recipe.table` returns it.
@@ -38,7 +38,7 @@ def recipe_line(table: Mapping[str, Any]) -> str:
 
 
 def recipe_html(table: Mapping[str, Any]) -> str:
-    """A recipe for a notebook: the line, and all sections in a block that can be opened."""
+    """Return a recipe as HTML for a notebook: the line, and all sections in a block that can be opened."""
     rows = [(f"{section}.{key}", value) for section, own in _sections(table) for key, value in own.items()]
     rows = [("seed", table["seed"]), ("rounds", table["rounds"]), *rows]
     inside = _table([(key, str(value)) for key, value in rows])
@@ -46,7 +46,7 @@ def recipe_html(table: Mapping[str, Any]) -> str:
 
 
 def run_html(result: Mapping[str, Any], line: str) -> str:
-    """A finished run for a notebook: its scores and its cost.
+    """Return a finished run as HTML for a notebook: its scores and its cost.
 
     Args:
         result: the content of result.json.
@@ -63,7 +63,9 @@ def run_html(result: Mapping[str, Any], line: str) -> str:
 
 
 def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """The metrics of all evaluated rounds, one number in each row: columns `round`, `group`, `metric`, `value`.
+    """Return the metrics of all evaluated rounds, one value in each row.
+
+    The columns are `round`, `group`, `metric` and `value`.
 
     Args:
         rounds: rows of rounds.jsonl.
@@ -80,10 +82,11 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 
 
 def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """One row for each client that was asked or evaluated, by its number.
+    """Return one row for each client that was asked or evaluated. The index is the client's number.
 
-    The columns `asked` and `missing` count rounds. The column `personal_score` is the last measured score of the
-    client's model: the accuracy, or the score of the task.
+    The columns `asked` and `missing` hold the number of rounds in which the client was asked, and was missing. The
+    column `personal_score` holds the last measured score of the client's model, which is the accuracy or another score
+    of the task.
 
     Args:
         rounds: rows of rounds.jsonl.

@@ -1,9 +1,10 @@
 """The dry run: runs a round of the algorithm on a few rows of a few clients, to measure how large replies will be.
 
-A message declares kinds but no shapes. Its declaration therefore does not state how many numbers a statistic holds, so
+A message declares kinds but no shapes. The declaration therefore does not say how many numbers a statistic holds, so
 the dry run executes the tasks. Clients with the same modalities and LoRA rank form a group, and a few clients of each
-group run the tasks. All other clients count as missing, which every algorithm must handle anyway. All devices of silos
-run. Two passes with different numbers of rows show which sizes grow with the number of rows. The dry run sends nothing.
+group run the tasks. All other clients count as missing, which every algorithm must handle anyway. Devices that belong
+to silos are an exception: all of them run the tasks. Two passes with different numbers of rows show which sizes grow
+with the number of rows. The dry run sends nothing.
 """
 
 import itertools
@@ -99,7 +100,7 @@ class RecordingGate(EgressGate):
 
 
 class DryRunEngine(Sequential):
-    """An engine on which only a few clients of each group run a request: the clients with the most rows.
+    """An engine on which only a few clients of each group run a request, namely the clients with the most rows.
 
     A client may run a second task although another client of its group ran the first task. The client then uses the
     local state of its group. `ranks` are the LoRA ranks of `[clients]`.
@@ -117,7 +118,7 @@ class DryRunEngine(Sequential):
             self.few = max(self.few, secure.min_clients)
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """Return the gate of these clients, which records what leaves."""
+        """Return a gate for these clients that records what leaves."""
         announcement = self.announcement(context.modalities)
         owned = self._num_rows(clients[0])
         blocks, on_server = context.blocks, context.evaluation_client
@@ -209,7 +210,7 @@ def _shortened(population: Population, most: int) -> Population:
 
 
 def _size(observed: Sequence[ObservedPart]) -> Size:
-    """Return the size of one client's part of a reply, from all replies that contain this part."""
+    """Return the size of one part of a client's reply, computed from all replies that contain this part."""
     counted = [s for s in observed if s.counted]
     if counted:
         return Size(0, max(s.bytes / s.counted for s in counted if s.counted))

@@ -104,7 +104,7 @@ def size(rows: Sequence[Planned], *, known: bool = True) -> str:
 
 
 def carriers(rows: Iterable[Carrier]) -> str:
-    """List fields with the tasks that send them, as `Report.loss, num_rows (explore, train)`.
+    """List fields with the tasks that send them, as in `Report.loss, num_rows (explore, train)`.
 
     >>> carriers([("explore", "Report.loss"), ("train", "Report.loss"), ("train", "Report.num_rows")])
     'Report.loss (explore, train), Report.num_rows (train)'

@@ -1,4 +1,4 @@
-"""Reads a file of your own and guesses what its arrays or columns are, for `polyfed init` and for Python alike."""
+"""Reads a file of your own and guesses what its arrays or columns mean, for `polyfed init` and for Python functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ CLIENTS = (
     "site",
 )
 SPLITS = ("split", "subset", "partition")
-"""Names under which labels, natural clients and splits are looked for, in this order."""
+"""In `LABELS`, `CLIENTS` and `SPLITS`: the names that polyfed looks for in a file, in this order."""
 
 _ARGUMENTS = {"label": "labels", "client": "clients", "split": "split"}
 """A map from the keys of [data] to the arguments of `polyfed.run`."""
@@ -48,9 +48,10 @@ class Reading:
 
     Attributes:
         source: the source.
-        columns: its table. The notes of the table contain everything that was guessed.
-        table: the keys of [data] that give the source.
-        remarks: the guesses that change or leave out values, as sentences. Python warns about them.
+        columns: the table that the file holds. The table's notes name everything that was guessed.
+        table: the options of [data] that give the source.
+        remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
+            warnings.
     """
 
     source: Npz | Table
@@ -62,12 +63,12 @@ class Reading:
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
     """Read a file and guess everything that the options do not give.
 
-    A modality whose features differ in size is standardised. If some rows lack some cells of a modality, these rows
-    count as rows without this modality.
+    A modality is standardised if its features have very different means or deviations. A row that lacks some cells of a
+    modality counts as a row without this modality.
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
-        options: keys of [data] that are known; None stands for unknown.
+        options: the known options of [data]. An option that is None is unknown.
         needs_labels: whether the task needs labels.
 
     Raises:
@@ -106,7 +107,7 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
 def _of_arrays(
     path: Path, options: Mapping[str, Any], notes: list[str], remarks: list[str], needs_labels: bool
 ) -> dict[str, Any]:
-    """Return the keys of [data] for an .npz file or a folder; add what was guessed to `notes` and `remarks`."""
+    """Return the options of [data] for an .npz file or a folder, and add the guesses to `notes` and `remarks`."""
     arrays = Arrays(path)
     table = _roles(arrays.names, options, str(path), needs_labels, notes, remarks)
     if not isinstance(table["label"], str):
@@ -141,7 +142,7 @@ def _of_table(
     remarks: list[str],
     needs_labels: bool,
 ) -> dict[str, Any]:
-    """Return the keys of [data] for a table; add what was guessed to `notes` and `remarks`."""
+    """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
     frame = frame.rename(columns=str)
     columns = list(frame.columns)
     table = _roles(tuple(columns), options, path, needs_labels, notes, remarks)
@@ -177,7 +178,7 @@ def _roles(
     notes: list[str],
     remarks: list[str],
 ) -> dict[str, Any]:
-    """The names of the labels, natural clients and splits, given or found; add what was guessed to the lists."""
+    """Return the names of labels, natural clients and splits, given or found. Add the guesses to the lists."""
     table = {key: value for key, value in options.items() if value is not None}
     picked: dict[str, str] = {}
     for role, candidates in (("label", LABELS), ("client", CLIENTS), ("split", SPLITS)):
@@ -202,7 +203,7 @@ def _roles(
 
 
 def _uneven(columns: Columns) -> list[str]:
-    """Modalities of float vectors whose features are far from mean 0 and deviation 1."""
+    """Return the modalities of float vectors whose features are far from mean 0 and deviation 1."""
     found = []
     rows = columns.rows(0)
     for name, column in columns.modalities.items():
@@ -216,7 +217,7 @@ def _uneven(columns: Columns) -> list[str]:
 
 
 def _pattern(group: Sequence[str], columns: Sequence[str]) -> str | list[str]:
-    """The shortest way to write a group of columns: one name, a pattern, or a list."""
+    """Return the shortest way to write a group of columns: one name, a pattern, or a list."""
     if len(group) == 1:
         return group[0]
     prefix = group[0]

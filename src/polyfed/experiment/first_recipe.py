@@ -1,4 +1,4 @@
-"""Writes a first recipe for a file of your own: what its arrays or columns are is guessed, and said in comments."""
+"""Writes a first recipe for a file of your own. It guesses what the arrays or columns mean, and says so in comments."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.task_choice import needs_labels, prepared
 
 FEW = 20
-"""Training rows that a client should have: fewer clients are suggested if the rows do not suffice."""
+"""The least training rows that a client should have. If the data has too few rows, fewer clients are suggested."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Starter:
 
     Attributes:
         text: the recipe, as TOML with comments.
-        notes: sentences on everything that was guessed.
+        notes: sentences about everything that was guessed.
     """
 
     text: str
@@ -38,16 +38,15 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
-        options: keys of [data] that are known, such as `label`.
-        task: name of the task; None leaves the task to the labels.
+        options: the known options of [data], such as `label`.
+        task: name of the task. If None, the task follows from the labels.
 
     Raises:
         PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, or no labels or
             modalities are found in the file.
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
-    source, columns, table = reading.source, reading.columns, dict(reading.table)
-    notes = list(columns.notes)
+    source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
     if "split" not in table:
         table["test_share"] = source.test_share
     name = "npz" if isinstance(source, Npz) else "table"
@@ -98,7 +97,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
 
 
 def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The section [clients], and a sentence on it."""
+    """Return the section [clients], and a sentence about it."""
     train = columns.rows(0)
     if columns.client is not None:
         sizes = np.bincount(columns.client[train].numpy())

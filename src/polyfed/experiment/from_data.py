@@ -1,4 +1,4 @@
-"""Makes a recipe of data in memory or of a data file, and of the sections as keyword arguments."""
+"""Makes a recipe from data in memory or a data file, and from the recipe's sections as keyword arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,30 +26,32 @@ from polyfed.objective.targets import float_classes
 
 
 class DataOptions(TypedDict, total=False):
-    """What `make_recipe` and `polyfed.run` take beside the data.
+    """What `make_recipe` and `polyfed.run` take in addition to the data.
 
     Attributes:
-        labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files: the name
-            of a column or key, default `label`.
-        clients: natural client of each row (N,), so that each becomes a client; or the number of clients; or the
-            section [clients] as a dictionary. For data frames, datasets and files also the name of a column or key.
-        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column or key.
+        labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files, this is
+            the name of a column or key, by default `label`.
+        clients: the number of clients, the section [clients] as a dictionary, or the natural client of each row (N,),
+            so that each natural client becomes a client. For data frames, datasets and files, the natural clients may
+            also be the name of a column or key.
+        split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
             samples are dictionaries, their other keys are not read.
         present: modality -> bool (N,), false where a row lacks the modality.
         class_names: names of the classes.
-        ids: sample ids of the rows, or `rows`; devices of silos match their rows by them.
+        ids: sample ids of the rows, or `rows`. The devices of a silo match their rows by these ids.
         layout: modality -> axes of a sample, such as `HWC`.
         standardise: whether to standardise all modalities, or the names of those to standardise.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
         test_share: share of every class that becomes the test set, if there is no split.
-        algorithm: its name, an object, or the section [algorithm] as a dictionary.
+        algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
         rounds: number of rounds.
         seed: seed of the run.
         model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects; or a
-            `ModelSpec`. Modalities without an encoder get one by their shape.
-        train: the section [train]. Every other section is given in the same way: `selection`, `server`, `evaluate`,
-            `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`, `tracking`, `task`.
+            `ModelSpec`. A modality without an encoder gets one that fits its shape.
+        train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
+            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`,
+            `tracking`, `task`.
     """
 
     labels: Any
@@ -83,7 +85,7 @@ class DataOptions(TypedDict, total=False):
 
 
 OF_THE_DATA = ("split", "modalities", "present", "class_names", "ids", "layout", "standardise", "partial", "test_share")
-"""Options that say how the data is read; `labels` and `clients` are two more."""
+"""Options that say how the data is read, in addition to `labels` and `clients`."""
 
 
 OF_A_RUN = ("data", "out", "resume", "engine", "device", "listeners", "progress")
@@ -95,7 +97,7 @@ OBJECTS = ("module", "fusion")
 
 
 def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
-    """Make a recipe of your own data; `polyfed.run(data=..., ...)` runs exactly this recipe.
+    """Make a recipe for your own data; `polyfed.run(data=..., ...)` runs exactly this recipe.
 
     Args:
         data: a dictionary of tensors or arrays by modality; a pandas data frame; a `torch.utils.data.Dataset`; a data
@@ -104,11 +106,12 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
         options: labels, clients, and the sections of a recipe; see `DataOptions`.
 
     Returns:
-        The recipe. With natural clients, each of them is a client (`by-client`); otherwise 10 clients share the rows
-        evenly. The algorithm is FedAvg unless another is named.
+        The recipe. If the data has natural clients, each of them is a client (`by-client`). Otherwise 10 clients share
+        the rows evenly. The algorithm is FedAvg unless `options` name another one.
 
     Raises:
-        PolyfedError: with all faults of the options, or all faults of the data.
+        PolyfedError: the options or the data have faults. The message lists all faults of the options or, if there are
+            none, of the data.
     """
     given: dict[str, Any] = dict(options)
     _refuse_unknown(given)
@@ -139,11 +142,11 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
 
 
 def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
-    """The recipe with other data, such as that of a run whose data was in memory.
+    """Return the recipe with other data, for example to supply the data of a run whose data was in memory.
 
     Raises:
-        RecipeError: an option other than those of the data is given, which would contradict the recipe. `clients` may
-            give only the natural client of each row.
+        RecipeError: an option that does not describe the data is given. Such an option would contradict the recipe.
+            `clients` may give only the natural client of each row.
     """
     if strange := [name for name in options if name not in ("labels", "clients", *OF_THE_DATA)]:
         raise RecipeError(
@@ -181,7 +184,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
 
 
 def _clients(clients: Any) -> tuple[Any, dict[str, Any]]:
-    """Natural clients, or None; and the section [clients]."""
+    """Return the natural clients, or None if there are none, and the section [clients]."""
     if clients is None:
         return None, {}
     if isinstance(clients, Integral) and not isinstance(clients, bool):
@@ -197,7 +200,7 @@ def _clients(clients: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _section(name: str, value: Any) -> Any:
-    """The section as a table of a recipe; a section [model] with Python objects becomes a `ModelSpec`."""
+    """Return the section as a table of a recipe. A section [model] with Python objects becomes a `ModelSpec`."""
     if isinstance(value, ModelSpec):
         return value
     objects = {key: value[key] for key in OBJECTS if not isinstance(value.get(key, ""), str)}
@@ -212,7 +215,7 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
         written = [name for name in PARTS.values() if name in table]
         if written:
             raise RecipeError(f"{written[0]} is given beside an algorithm object, whose fields hold it. Give it there")
-        return {"name": "fedavg"}  # a place holder: the object itself takes its place
+        return {"name": "fedavg"}  # a placeholder, which the object itself replaces
     if isinstance(algorithm, str):
         return {"name": algorithm}
     if isinstance(algorithm, Mapping):
@@ -226,7 +229,7 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_values(given: Mapping[str, Any]) -> None:
-    """Refuse values for each row beside a file, which needs the names of its arrays or columns."""
+    """If the data is a file, refuse arrays of values: the options must name the file's arrays or columns."""
     for name, value in given.items():
         several = name == "labels" and isinstance(value, list | tuple) and bool(value)
         named = value is None or all(isinstance(word, str) for word in (value if several else [value]))
@@ -238,7 +241,7 @@ def _refuse_values(given: Mapping[str, Any]) -> None:
 
 
 def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | None) -> tuple[Any, Columns]:
-    """The source of the data, and its table."""
+    """Return the data source and its table."""
     needs_labels = task is None or task.LABELLED
     if isinstance(data, str | Path):
         _refuse_values(read if natural is None else {**read, "clients": natural})

@@ -10,7 +10,7 @@ from polyfed.model.parameter_slots import Slots
 
 
 class Named:
-    """The names of a model's parameters and buffers, and their groups. `Model` extends it.
+    """The names of a model's parameters and buffers, and their groups. `Model` extends this class.
 
     Attributes:
         modalities: the modalities that the model reads, in order.
@@ -30,11 +30,11 @@ class Named:
         return tuple(name for name in self._slots.names if block_of(name) in wanted)
 
     def head_slice(self, modality: str) -> tuple[str, ...]:
-        """Names of the modality's part of the first fusion layer; no names under `sum` and `attention`."""
+        """Names of the modality's part of the first fusion layer. Empty if the fusion is `sum` or `attention`."""
         return tuple(name for name in self._slots.names if name.startswith(f"{modality}.fusion."))
 
     def head(self, modalities: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Names of everything after the encoders, with the parts of these modalities (default: all)."""
+        """Names of tensors after the encoders: the shared ones, and those of these modalities (default: all)."""
         parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
         return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
 
@@ -53,9 +53,9 @@ class Named:
 
     @property
     def frozen(self) -> Tree:
-        """The frozen parameters (`requires_grad=False`). They are constants and in no other Tree."""
+        """The frozen parameters (`requires_grad=False`). They are constants, and no other Tree contains them."""
         return self._slots.frozen
 
     def held(self) -> list[Tensor]:
-        """Return the tensors that the modules hold themselves: frozen parameters, and the places of the others."""
+        """Return all parameters and buffers that the modules themselves hold, including the frozen parameters."""
         return self._slots.held()

@@ -2,8 +2,8 @@
 
 For every name of a model, `Slots` knows which entries of which modules hold the tensor. It replaces these entries for
 the duration of a call. `torch.func.functional_call` does the same for one module. `Slots` does it for several blocks at
-once, at the cost of one dictionary write per tensor. It needs no root module, whose attributes could have the name of a
-modality.
+once, at the cost of one dictionary write per tensor. `Slots` needs no root module around the blocks. The attributes of
+a root module could clash with the names of modalities.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ Naming = Callable[[str], str]
 
 
 def as_it_is(path: str) -> str:
-    """Return the path itself: the naming of a model that has a module for each block."""
+    """Return the path unchanged. This is the naming of a model that has one module for each block."""
     return path
 
 
@@ -38,7 +38,7 @@ class Slots:
 
     Args:
         blocks: the module of each block; paths are `block.path`.
-        naming: the names in the Tree, from these paths.
+        naming: returns a tensor's name in the Tree, given its path.
 
     Attributes:
         parameters: names of the parameters.

@@ -19,8 +19,8 @@ class PlainModule(nn.Module):
     It computes the same as `predict`. Its parameters are copies that require no gradient.
 
     Args:
-        model: the model. The module uses it, so do not train the model at the same time.
-        w: the parameters, of the whole model or of a client's part.
+        model: the model. The module uses this model, so do not train the model at the same time.
+        w: the parameters of the whole model or of a client's part.
         reads: the modalities that `forward` expects, in this order.
     """
 
@@ -58,12 +58,14 @@ class _ByPosition(nn.Module):
 
 
 def write_onnx(module: PlainModule, path: Path) -> None:
-    """Write a module as an ONNX file. It has one input for each modality, with its name, and the output `logits`.
+    """Write a module as an ONNX file.
+
+    The file has one input for each modality, with the modality's name, and the output `logits`.
 
     The number of rows is dynamic.
 
     Raises:
-        ModelError: PyTorch cannot export this model, or needs a package for it that is not installed.
+        ModelError: PyTorch cannot export this model, or a package that the export needs is not installed.
     """
     samples = tuple(torch.zeros(2, *module.model.shapes[m]) for m in module.reads)
     names = list(module.reads)

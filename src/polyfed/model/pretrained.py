@@ -1,6 +1,7 @@
 """Loads models with the `transformers` library, from a folder or the hub's local cache.
 
-It downloads nothing, does not run code that is stored with a model, and reads weights only from safetensors files.
+This module downloads nothing, does not run code that is stored with a model, and reads weights only from safetensors
+files.
 """
 
 from importlib import import_module

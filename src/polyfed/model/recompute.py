@@ -20,7 +20,7 @@ from polyfed.model.layers import Rows
 
 
 class Recompute:
-    """Replaces a layer's `forward`; `adopt` sets the rows of the model.
+    """Replaces a layer's `forward`. `adopt` stores the model's `Rows` in `rows`.
 
     Args:
         forward: the layer's own `forward`.
@@ -31,7 +31,7 @@ class Recompute:
         self.rows: Rows | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute the layer; if parameters are lent for training, mark it to be computed again in the backward pass."""
+        """Compute the layer. If parameters are lent for training, the backward pass computes it again."""
         if self.rows is None or self.rows.bound or not torch.is_grad_enabled():
             return self.forward(*args, **options)
         rows, key, ok, draws = self.rows, self.rows.key, self.rows.ok, dict(self.rows.draws)

@@ -16,7 +16,7 @@ Factory = Callable[[], nn.Module]
 
 
 def leaf(value: Tensor) -> Tensor:
-    """Return a trainable copy of a method's own tensor, such as a projection head, which no module holds."""
+    """Return a trainable copy of a tensor that belongs to a method and to no module, such as a projection head."""
     return value.detach().clone().requires_grad_()
 
 
@@ -39,7 +39,7 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Count the floating-point operations of a call, two per multiply-add; only matrix products and convolutions."""
+    """Count the floating-point operations of a call's matrix products and convolutions, two per multiply-add."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())

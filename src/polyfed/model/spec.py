@@ -43,7 +43,8 @@ class ModelSpec:
         module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`. In Python, you
             can give the class itself or an existing module. See docs/models.md.
         module_options: more arguments for the constructor of `module`.
-        blocks: for each modality, prefixes of parameter names in `module`. These parameters serve only this modality.
+        blocks: for each modality, prefixes of parameter names in `module`. The parameters with these prefixes serve
+            only this modality.
     """
 
     fusion: str = "concat"
@@ -130,7 +131,7 @@ class ModelSpec:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return the options that have no effect, each with the setting that is the reason."""
+        """Return the options that have no effect, each with the setting that makes it ineffective."""
         if self.module is None:
             return {}
         return dict.fromkeys(
@@ -153,7 +154,7 @@ class ModelSpec:
         return replace(self, blocks={name: self.blocks[name] for name in modalities})
 
     def widened(self, factor: float) -> "ModelSpec":
-        """Return the model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
+        """Return the model with its embedding, hidden sizes and channels multiplied by `factor`; each is at least 1."""
         if factor == 1:
             return self
         if self.module is not None:
@@ -164,7 +165,7 @@ class ModelSpec:
 
 
 def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    """Call a function. If it raises a fault, note the fault for the option `key`."""
+    """Call a function. If the function raises a `RecipeError`, note this error for the option `key`."""
     try:
         return make()
     except RecipeError as error:

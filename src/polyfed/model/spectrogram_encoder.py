@@ -15,17 +15,17 @@ from polyfed.model.encoder_spec import EncoderSpec, Shape
 class Conv2dGru(EncoderSpec):
     """Convolutions over time and frequency, a projection, and stacked GRUs.
 
-    Source: the audio encoder of PartialFL (docs/algorithms/partialfl.md); the paper names its parts, and all sizes are
-    inferred. Each stage is Conv2d-ReLU-Dropout with stride 2, which halves time and frequency. A linear layer projects
-    all channels and frequencies of a time step. The states of the last GRU are averaged over time and mapped to the
-    embedding. A time step whose features are all zero is padding. The mean leaves out states that come only from padded
-    steps.
+    Source: the audio encoder of PartialFL (docs/algorithms/partialfl.md); the paper names the parts of the encoder, and
+    all sizes are inferred. Each stage is Conv2d-ReLU-Dropout with stride 2, which halves time and frequency. A linear
+    layer projects all channels and frequencies of a time step. The states of the last GRU are averaged over time and
+    mapped to the embedding. A time step whose features are all zero is padding. The mean leaves out states that come
+    only from padded steps.
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size over time and frequency; odd, so that each stage halves both exactly.
+        kernel: kernel size over time and frequency. It must be odd, so that each stage halves both exactly.
         hidden: width of the projection and of the GRUs.
-        layers: number of GRUs, one on the states of the other.
+        layers: number of GRUs. Each GRU reads the states of the GRU before it.
         dropout: dropout probability after each stage.
     """
 

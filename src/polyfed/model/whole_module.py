@@ -5,13 +5,14 @@ The module receives all modalities at once with `forward(x, present)`, and retur
 - `x`: modality -> samples (B, ...). Every modality has an entry; a row that lacks a modality has zeros.
 - `present`: modality -> bool (B,), whether each row has it.
 
-`[model.blocks]` lists, as prefixes of names, the parameters that belong to the block of each modality. All other
-parameters belong to the block `shared`. A client has only the blocks of its own modalities. The logits of a row must
-therefore not depend on the block of a modality that the row lacks. polyfed checks this before the run.
+For each modality, `[model.blocks]` lists prefixes of parameter names. Parameters with these prefixes belong to the
+block of this modality. All other parameters belong to the block `shared`. A client has only the blocks of its own
+modalities. The logits of a row must therefore not depend on the block of a modality that the row lacks. polyfed checks
+this before the run.
 
 A module can also have embeddings. It then has an attribute `embedding`, their width E, and two methods.
 `encode(modality, x)` returns an embedding (B, E). `fuse(z, present)` returns the logits for a dict of embeddings.
-polyfed calls these two methods instead of `forward`, and methods that work with embeddings can train the module.
+polyfed calls these two methods instead of `forward`, and algorithms that work with embeddings can train the module.
 """
 
 import copy
@@ -148,7 +149,7 @@ def require_embeddings(model: Model, method: str) -> None:
 
     Raises:
         ModelError: the model has no embeddings. The text explains how to add embeddings to a whole module, and which
-            methods need none.
+            algorithms need no embeddings.
     """
     if not model.has_embeddings:
         raise ModelError(
@@ -174,7 +175,7 @@ def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Row
 
 
 def _name(blocks: Mapping[str, Sequence[str]], path: str) -> str:
-    """Return the name in the Tree of a parameter, from its path in the model."""
+    """Return a parameter's name in the Tree, given the parameter's path in the model."""
     own = path.removeprefix(_PATH)
     owner = next((m for m, prefixes in blocks.items() if any(_begins(own, prefix) for prefix in prefixes)), SHARED)
     return f"{owner}.{own}"

@@ -25,8 +25,8 @@ UNDEFINED = -1.0
 class Objective(ABC):
     """What the model learns to predict.
 
-    The argument `size` is the number of classes or targets, according to the labels. It is the same for all clients,
-    like the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
+    The argument `size` is the number of classes or targets of the labels. It is the same for all clients, like the
+    shapes of the samples. All methods that take outputs or batches run under `torch.func.vmap`.
     """
 
     NAME: ClassVar[str]
@@ -93,24 +93,24 @@ class Objective(ABC):
 
     @abstractmethod
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return, for each row, the sum of its known targets' losses and the sum of their weights, both (B,)."""
+        """Return two tensors (B,): for each row, the summed losses and the summed weights of its known targets."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean loss over known targets without padding, a 0-dim tensor; 0 if no target is known."""
+        """Return the mean loss over the known targets of real rows, a 0-dim tensor; 0 if no target is known."""
         values, weights = self.row_losses(outputs, batch)
         total = batch.sum(weights)
         return batch.sum(values) / torch.where(total > 0, total, torch.ones_like(total))
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is not the mean of the losses of its rows, as a clause; empty if it is."""
+        """A clause that says why the loss of a batch is not the mean of its rows' losses; empty if it is this mean."""
         return ""
 
     # metrics
 
     @abstractmethod
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return sums (S,) from which the metrics follow. The sums of several batches or clients are added.
+        """Return sums (S,) from which the metrics follow. The sums of several batches or clients are added up.
 
         Args:
             outputs: the model's outputs.
@@ -120,10 +120,10 @@ class Objective(ABC):
 
     @abstractmethod
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics of some rows, from the sums over these rows, without undefined metrics."""
+        """Return the metrics of some rows, given the sums over these rows. Undefined metrics are left out."""
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the sums that a client reports on its own test rows. They are added over clients."""
+        """Return the sums that a client reports on its own test rows. The sums of all clients are added up."""
         return self.sums(outputs, batch)
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Objective(ABC):
         return ()
 
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """Return the metrics named in `exact`, from all rows as one batch. Undefined metrics are `UNDEFINED`."""
+        """Return the metrics named in `exact`, given all rows as one batch. Undefined metrics are `UNDEFINED`."""
         return []
 
     def confusion(self, sums: Tensor) -> Tensor | None:
@@ -158,7 +158,7 @@ class Objective(ABC):
     # predictions
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return the result of `Run.predict` for these outputs. By default, these are the outputs."""
+        """Return the result of `Run.predict` for these outputs. By default, this is `outputs` unchanged."""
         return outputs
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Objective(ABC):
 
 
 class OfClasses(Objective):
-    """Base of the objectives whose label is a class number: a client reports one number, a sum over its test rows."""
+    """Base class of objectives with class numbers as labels. A client reports one number, a sum over its test rows."""
 
     OF_CLASSES: ClassVar[bool] = True
 
@@ -184,7 +184,7 @@ class OfClasses(Objective):
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics: the score over all rows equals the mean weighted by rows, which is already reported."""
+        """Return no metrics: the score over all rows is the row-weighted mean of clients, which is already reported."""
         return {}
 
 
@@ -194,7 +194,7 @@ def summed(values: Tensor, batch: Batch) -> Tensor:
 
 
 def not_counts(sums: Tensor, rows: float) -> str:
-    """Return why these sums cannot be numbers of rows or targets, as a clause for an error text, or ""."""
+    """Return why these sums cannot be numbers of rows or targets, as a clause for an error text; "" if they can be."""
     if bool((sums < 0).any()):
         return "counts fewer than 0 rows"
     return f"counts {float(sums.max()):g} of {rows:g} test rows" if len(sums) and float(sums.max()) > rows else ""

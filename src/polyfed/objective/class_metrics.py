@@ -28,7 +28,7 @@ def confusion(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None, num_classes: 
 
 
 def top_k_hits(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None) -> Tensor:
-    """Return the number of rows, float32, whose true class is among the k largest logits.
+    """Return, in float32, the number of rows whose true class has one of the k largest logits.
 
     Of classes with equal logits, the one with the smaller number comes first.
 
@@ -58,19 +58,19 @@ def uar(matrix: Tensor) -> float:
 
 
 def macro_f1(matrix: Tensor) -> float:
-    """Return the mean F1 over the true and the predicted classes (as scikit-learn's `average="macro"`)."""
+    """Return the mean F1 over all classes that are true or predicted for a row (scikit-learn's `average="macro"`)."""
     total = matrix.sum(0) + matrix.sum(1)
     seen = total > 0
     return float((2 * matrix.diagonal()[seen] / total[seen]).mean()) if bool(seen.any()) else 0.0
 
 
 def summary(matrix: Tensor, top5_hits: Tensor, loss_sum: Tensor) -> dict[str, float]:
-    """Return the `global` group of result.json from sums over a test set, without `top5` for five classes or fewer.
+    """Return the `global` group of result.json from sums over a test set; `top5` only for more than five classes.
 
     Args:
         matrix: confusion matrix (C, C).
         top5_hits: number of rows from `top_k_hits`.
-        loss_sum: sum over rows of the cross-entropy.
+        loss_sum: sum of the rows' cross-entropies.
     """
     rows = matrix.sum().clamp(min=1.0)
     top5 = {"top5": float(top5_hits / rows)} if len(matrix) > TOP_K else {}
@@ -79,7 +79,7 @@ def summary(matrix: Tensor, top5_hits: Tensor, loss_sum: Tensor) -> dict[str, fl
 
 
 def weighted_kappa(matrix: Tensor) -> float | None:
-    """Return Cohen's kappa with quadratic weights (Cohen, Psychological Bulletin 70, 1968), or None if undefined."""
+    """Return Cohen's quadratically weighted kappa (Psychological Bulletin 70, 1968), or None if kappa is undefined."""
     counts = matrix.to(torch.float64)
     levels = torch.arange(len(counts), dtype=torch.float64)
     penalty = (levels.unsqueeze(1) - levels).square()

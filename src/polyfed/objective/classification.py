@@ -25,8 +25,9 @@ class Classification(OfClasses):
     Attributes:
         class_weights: weight of each class in the training loss, which is then a weighted mean as in PyTorch. If empty,
             all weights are 1. The reported loss of test rows is not weighted.
-        ranking: whether to report AUROC and average precision on the server's rows. For two classes, they are for class
-            1. For more classes, they are the mean over classes, each class against all others.
+        ranking: whether to report AUROC and average precision on the server's rows. With two classes, both metrics are
+            computed for class 1. With more classes, each class is compared with all others, and the mean over the
+            classes is reported.
     """
 
     NAME: ClassVar[str] = "classification"
@@ -46,7 +47,7 @@ class Classification(OfClasses):
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression' or 'multi-label'")
 
     def num_outputs(self, size: int) -> int:
-        """Return the number of classes, for one logit for each class."""
+        """Return the number of classes, because there is one logit for each class."""
         return size
 
     def check_size(self, size: int) -> None:
@@ -55,7 +56,7 @@ class Classification(OfClasses):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss is not a mean over rows: with `class_weights` it is a weighted mean; see `Objective`."""
+        """Why the loss is not a mean over rows: if `class_weights` is set, it is a weighted mean; see `Objective`."""
         return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ class Classification(OfClasses):
         return super().loss(outputs, batch) if self.class_weights else cross_entropy(outputs, batch)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the confusion matrix (C, C), the top-5 hits and the summed loss, or with `brief` only the matrix."""
+        """Return the confusion matrix (C, C), the top-5 hits and the summed loss; only the matrix if `brief`."""
         matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).flatten()
         if brief:
             return matrix

@@ -69,7 +69,7 @@ class MultiLabel(Objective):
         return (size,)
 
     def num_outputs(self, size: int) -> int:
-        """Return the number of labels, for one logit for each label."""
+        """Return the number of labels, because there is one logit for each label."""
         return size
 
     def check_size(self, size: int) -> None:
@@ -77,7 +77,7 @@ class MultiLabel(Objective):
         check_length("positive_weights", self.positive_weights, size, "labels a row")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each row's summed binary cross-entropy over known labels, and the weight."""
+        """Return each row's sum of the binary cross-entropies of its known labels, and the number of these labels."""
         known, y = known_of(batch.y)
         weight = outputs.new_tensor(self.positive_weights) if self.positive_weights else None
         each = F.binary_cross_entropy_with_logits(outputs, y, pos_weight=weight, reduction="none")
@@ -116,7 +116,7 @@ class MultiLabel(Objective):
         }
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return `sums`, and for each label histograms of the logits of positive and of negative rows."""
+        """Return `sums` and, for each label, two histograms of logits: of its positive and of its negative rows."""
         known, y = known_of(batch.y)
         real = known.bool() if batch.ok is None else known.bool() & batch.ok.unsqueeze(-1)
         bins = [ranking.histogram(outputs, real & (y == side)).flatten() for side in (1, 0)]
@@ -160,12 +160,12 @@ class MultiLabel(Objective):
         return found
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """Return labels of 0 and 1, int64 (n, T), by the threshold."""
+        """Return labels of 0 and 1, int64 (n, T), according to `threshold`."""
         return (predicted.sigmoid() > self.threshold).to(torch.int64)
 
 
 def known_of(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of known targets, 0 or 1 in the type of the targets, and the targets with 0 for unknown ones."""
+    """Return the mask of known targets (0 or 1, in the targets' type), and the targets with unknown ones set to 0."""
     unknown = y.isnan()
     # replaced before any arithmetic: a NaN would reach the gradient even with weight 0
     return (~unknown).to(y.dtype), torch.where(unknown, torch.zeros_like(y), y)

@@ -53,7 +53,7 @@ class Ordinal(OfClasses):
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
 
     def num_outputs(self, size: int) -> int:
-        """Return the number of levels minus one, for one output for each pair of neighbouring levels."""
+        """Return the number of levels minus one, because there is one output for each pair of neighbouring levels."""
         return size - 1
 
     def check_size(self, size: int) -> None:
@@ -64,7 +64,7 @@ class Ordinal(OfClasses):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss is not a mean over rows: with `class_weights` it is a weighted mean; see `Objective`."""
+        """Why the loss is not a mean over rows: if `class_weights` is set, it is a weighted mean; see `Objective`."""
         return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class Ordinal(OfClasses):
         return torch.cat([matrix, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)])
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return mean distance of levels, accuracy, UAR, macro-F1, quadratic weighted kappa, and the mean loss."""
+        """Return mean level distance, accuracy, UAR, macro-F1, quadratic weighted kappa, and the mean loss."""
         matrix, (loss, weight) = self.confusion(sums).cpu(), sums[-2:].tolist()
         if not bool(matrix.sum() > 0):
             return {}
@@ -100,12 +100,12 @@ class Ordinal(OfClasses):
         return sums[:-2].view(size, size)
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return only the summed distances between true and predicted levels, to reveal no labels."""
+        """Return only the summed distances between true and predicted levels, so that no labels are revealed."""
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's sum is impossible, or "". The sum of distances has no upper bound here."""
+        """Return why a client's sum is impossible, or "". The sum of distances has no known upper bound."""
         return not_counts(sums.reshape(1), float("inf"))
 
     def decided(self, predicted: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Ranking metrics: AUROC, average precision and the C-index, exact from all rows or approximate from histograms.
 
 Clients' histograms of scores can be added. A histogram loses the order of scores within a bin. `auroc_of` returns the
-largest error that this can cause.
+largest error that this loss of order can cause.
 """
 
 import torch
@@ -16,8 +16,8 @@ def c_index(truth: Tensor, score: Tensor) -> float | None:
     """Return the concordance index: the share of pairs with different truth that the scores order correctly.
 
     Pairs with equal scores count half. For a truth of 0 and 1, the index is the AUROC. The computation takes O(N log N)
-    steps. Source: Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA 247 (1982),
-    without censoring.
+    steps. Source: Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA 247 (1982). This
+    function does not support censored data.
 
     Args:
         truth: (N,).
@@ -43,7 +43,7 @@ def _tied(values: Tensor) -> int:
 
 
 def _increasing_pairs(values: Tensor) -> int:
-    """Return the number of pairs i < j with values[i] < values[j], for values >= 0, by a merge sort that counts."""
+    """Return the number of pairs i < j with values[i] < values[j], for values >= 0. A merge sort counts them."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     parts = torch.full((size,), -1, dtype=torch.int64)  # -1 is smaller than all values, so padding adds no pairs
     parts[: len(values)] = values
@@ -58,7 +58,7 @@ def _increasing_pairs(values: Tensor) -> int:
 
 
 def average_precision(truth: Tensor, score: Tensor) -> float | None:
-    """Return the sum of precisions weighted by the steps of recall, as in scikit-learn, or None without positive rows.
+    """Return the sum of precisions weighted by the steps of recall, as in scikit-learn; None if no row is positive.
 
     Args:
         truth: 0 or 1, (N,).
@@ -72,7 +72,7 @@ def average_precision(truth: Tensor, score: Tensor) -> float | None:
 
 
 def precision_of(positive: Tensor, negative: Tensor) -> float | None:
-    """Return average precision from the numbers of positive and negative rows in each bin, with ascending scores."""
+    """Return the average precision from the numbers of positive and negative rows in bins of ascending score."""
     found = positive.flip(0).cumsum(0)
     rows = (positive + negative).flip(0).cumsum(0)
     total = float(positive.sum())
@@ -80,10 +80,10 @@ def precision_of(positive: Tensor, negative: Tensor) -> float | None:
 
 
 def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
-    """Return the AUROC from the positive and negative rows of each bin, and its largest error, or None if undefined.
+    """Return the AUROC and its largest possible error, from the numbers of positive and negative rows in each bin.
 
-    Pairs in the same bin count half. The exact value of such a pair may be 0 or 1, so the error is at most half of the
-    share of these pairs.
+    The result is None if there are no positive or no negative rows. Pairs in the same bin count half. The exact value
+    of such a pair may be 0 or 1, so the error is at most half of the share of these pairs.
     """
     pairs = float(positive.sum() * negative.sum())
     if not pairs:

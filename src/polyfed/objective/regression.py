@@ -34,7 +34,7 @@ class Regression(Objective):
     Attributes:
         error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.
         delta: the error at which the Huber loss becomes linear, in the unit of the loss.
-        shift: number that is subtracted from all targets, such as their mean. Set it in the recipe, because a
+        shift: number that is subtracted from all targets, such as their mean. Set this number in the recipe, because a
             deployment has no statistics over all clients.
         scale: number by which the shifted targets are divided, such as their standard deviation.
         target_weights: weight of each target in the loss. If empty, all weights are 1.
@@ -82,7 +82,7 @@ class Regression(Objective):
         return (size,)
 
     def num_outputs(self, size: int) -> int:
-        """Return the number of targets, for one output for each target."""
+        """Return the number of targets, because there is one output for each target."""
         return size
 
     def check_size(self, size: int) -> None:
@@ -101,7 +101,7 @@ class Regression(Objective):
         return (each * known).sum(-1), known.sum(-1)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the sums of `MOMENTS` for each target and of `REST`, and counts for `report = "sentiment"`."""
+        """Return the sums of `MOMENTS` for each target and of `REST`, and the counts for `report = "sentiment"`."""
         known, y = (part.to(torch.float64) for part in known_of(batch.y))
         p = self.predicted(outputs.to(torch.float64))
         gap = p - y
@@ -173,10 +173,10 @@ class Regression(Objective):
 def moment_scores(
     n: float, y: float, p: float, yy: float, pp: float, yp: float, gap: float, square: float
 ) -> dict[str, float]:
-    """Return the metrics of one target from its sums (`MOMENTS`), without undefined metrics.
+    """Return the metrics of one target from its sums (`MOMENTS`). Undefined metrics are left out.
 
-    `pearson` is the correlation. `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), with variances over n.
-    Source: Lin, "A concordance correlation coefficient to evaluate reproducibility", Biometrics 45 (1989).
+    `pearson` is the correlation. `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), where `cov` and `var`
+    divide by n. Source: Lin, "A concordance correlation coefficient to evaluate reproducibility", Biometrics 45 (1989).
     """
     if n <= 0:
         return {}

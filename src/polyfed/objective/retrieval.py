@@ -72,7 +72,7 @@ class Retrieval(Objective):
         return self.dimension
 
     def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return embeddings (B, M, D) of length 1, in the order of the model's modalities; 0 for lacking modalities."""
+        """Return embeddings (B, M, D) of length 1, in the order of the model's modalities; 0 for missing modalities."""
         z = model.features(w, batch) if features is None else features
         found: dict[str, Tensor] = {}
         for m in model.modalities:
@@ -136,7 +136,7 @@ class Retrieval(Objective):
     def flaw(self, sums: Tensor, num_rows: float) -> str:
         """Return why a client's own sums are impossible, or "".
 
-        A row makes a query for each ordered pair of modalities, so the number of rows does not bound the queries.
+        A row makes a query for each ordered pair of modalities, so there may be more queries than rows.
         """
         return not_counts(sums[:-2], float(sums[0])) or not_counts(sums[-2:], float("inf"))
 
@@ -146,7 +146,7 @@ class Retrieval(Objective):
 
 
 def _pairs(outputs: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each ordered pair of modalities, both embeddings (B, D) and which rows have both, bool (B,)."""
+    """Return both embeddings (B, D) of each ordered pair of modalities, and which rows have both of them, bool (B,)."""
     there = outputs.square().sum(-1) > 0
     if batch.ok is not None:
         there = there & batch.ok.unsqueeze(-1)

@@ -1,12 +1,12 @@
 """The metrics of papers on CMU-MOSI and CMU-MOSEI: Acc-7, Acc-2 and F1 of predicted sentiment scores from -3 to 3.
 
-The rules come from the released code of MulT: Tsai et al., "Multimodal Transformer for Unaligned Multimodal Language
-Sequences", ACL 2019; `eval_mosei_senti` in src/eval_metrics.py of yaohungt/Multimodal-Transformer. Later papers use the
-same rules. Acc-7 clips truth and prediction to -3..3, rounds both (half to even), and counts equal pairs. Acc-2 and F1
-leave out rows whose true score is 0, and compare two classes: positive and not positive. F1 is the mean over both
-classes, weighted by their rows. Some papers report Acc-2 of all rows instead, with the classes negative and not
-negative. Its name here is `acc2_with_zero`. Its source is `Has0_acc_2` in the released code of MMSA (thuiar/MMSA,
-src/MMSA/utils/metricsTop.py).
+The rules come from the released code of MulT (Tsai et al., "Multimodal Transformer for Unaligned Multimodal Language
+Sequences", ACL 2019): the function `eval_mosei_senti` in src/eval_metrics.py of yaohungt/Multimodal-Transformer. Later
+papers use the same rules. Acc-7 clips truth and prediction to -3..3, rounds both (half to even), and counts equal
+pairs. Acc-2 and F1 leave out rows whose true score is 0, and compare two classes: positive and not positive. F1 is the
+mean over both classes, weighted by their rows. Some papers report Acc-2 of all rows instead, with the classes negative
+and not negative. polyfed calls this form of Acc-2 `acc2_with_zero`. Its source is `Has0_acc_2` in the released code of
+MMSA (thuiar/MMSA, src/MMSA/utils/metricsTop.py).
 """
 
 import torch
@@ -35,7 +35,7 @@ def counts(predicted: Tensor, truth: Tensor) -> Tensor:
 
 
 def measured(sums: Tensor) -> dict[str, float]:
-    """Return Acc-7, Acc-2, F1 and `acc2_with_zero` from the summed `counts`; Acc-2 and F1 only with nonzero truths."""
+    """Return Acc-7, Acc-2, F1 and `acc2_with_zero` from the summed `counts`; no Acc-2 and F1 if all truths are 0."""
     acc7, acc2, with_zero = sums[:49].view(7, 7), sums[49:53].view(2, 2), sums[53:].view(2, 2)
     found = {"acc7": accuracy(acc7), "acc2_with_zero": accuracy(with_zero)}
     return found | ({"acc2": accuracy(acc2), "f1": weighted_f1(acc2)} if bool(acc2.sum() > 0) else {})

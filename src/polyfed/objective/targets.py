@@ -27,9 +27,9 @@ def looks_like(label: Tensor) -> str:
 
 
 def float_classes(columns: Columns) -> str:
-    """Return a remark on one label a row that is a whole number of a float type, or an empty text for other labels.
+    """Return a remark if each row has one label and all labels are whole numbers of a float type; otherwise "".
 
-    Such labels may be class numbers that were stored as floats. `looks_like` takes them for targets.
+    Such labels may be class numbers that were stored as floats. `looks_like` treats them as targets.
     """
     label = columns.label
     if not label.is_floating_point() or (label.dim() == 2 and label.shape[1] > 1):

@@ -11,9 +11,9 @@ Reading a folder:
 Several runs:
 
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
-- `study_folder`: the runs of a study, with their names. `labels`: names for other groups, from the options in which
-  they differ.
-- `significance`: paired tests, Holm's correction, ranks. `paired_differences`: these tests on a comparison.
+- `study_folder`: the runs of a study, with their names. `labels`: names for groups that no study names, from the
+  options in which these groups differ.
+- `significance`: paired tests, Holm's correction, ranks. `paired_differences`: these tests, applied to a comparison.
 - `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON. `figures`: a comparison as SVG and PDF.
 - `score_against_cost`: scores over rounds, bytes and simulated seconds.
 - `folds`: scores over several folds, and the number of rounds until an accuracy is reached. `curves`: the curves of

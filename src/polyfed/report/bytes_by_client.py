@@ -24,7 +24,7 @@ class Sender:
         modalities: the modalities of the client. None if run.json does not list the client.
         sent: bytes sent in total.
         share: `sent` in percent of the largest `sent` of all clients.
-        parts: for each kind, which is a column of the table: the bytes, and a text that lists their blocks.
+        parts: for each kind (a column of the table), the bytes and a text that lists their blocks.
         received: bytes received in total.
     """
 

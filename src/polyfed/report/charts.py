@@ -25,8 +25,8 @@ class Series:
         values: one value per point. None if a point has no value.
         colour: number in the page's palette. A modality has the same colour in every chart.
         dashed: whether the curve is dashed, for values that are not measured on the test set.
-        low: lower edge of a band around the curve, with `high`.
-        high: upper edge.
+        low: lower edge of a band around the curve.
+        high: upper edge of this band.
     """
 
     label: str
@@ -78,7 +78,7 @@ class Chart:
 
 
 def binned(values: Values, step: int) -> list[float | None]:
-    """Means over bins of `step` values, ignoring None, with six digits."""
+    """Means over bins of `step` values, with six digits. None is ignored."""
     bins = (values[start : start + step] for start in range(0, len(values), step))
     kept = ([v for v in part if v is not None] for part in bins)
     return [float(f"{sum(part) / len(part):.6g}") if part else None for part in kept]
@@ -262,7 +262,7 @@ def colour_of(modality: str, modalities: Sequence[str]) -> int:
 
 
 def _present(history: History, wanted: Iterable[tuple[str, str, int, bool]]) -> list[Series]:
-    """Curves of (label, column, colour, dashed), without those that have no value."""
+    """A curve for each (label, column, colour, dashed) whose column has at least one value."""
     return [
         Series(label, history.columns[name], colour, dashed)
         for label, name, colour, dashed in wanted

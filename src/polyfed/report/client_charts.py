@@ -1,4 +1,4 @@
-"""Charts about calibration, single clients, updates and picks; `charts` has those about the whole run."""
+"""Charts about calibration, single clients, updates and picks. `charts` makes the charts about the whole run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def gains(past: History, folder: Folder, baseline: Folder | None) -> list[Chart]
     Args:
         past: the rounds of the run.
         folder: the run.
-        baseline: the other run, such as one of FedAvg or Local; None draws nothing.
+        baseline: the other run, such as a run of FedAvg or Local. If None, there is no chart.
 
     Raises:
         RecipeError: the runs do not measure the same clients on the same data.
@@ -111,8 +111,8 @@ def _times(times: Sequence[int], num_clients: int) -> Chart:
     """In how many rounds each client was asked.
 
     Args:
-        times: the counts of the clients that were asked, in ascending order.
-        num_clients: the number of all clients. If there are more than a chart can show, neighbours share a point.
+        times: for each client that was asked, the number of these rounds, in ascending order.
+        num_clients: the number of all clients. If a chart cannot show all of them, neighbours share a point.
     """
     num = max(num_clients, len(times))  # a damaged run.json may say less
     every = np.zeros(num)
@@ -129,7 +129,7 @@ def _times(times: Sequence[int], num_clients: int) -> Chart:
 
 
 def coefficients(past: History) -> list[Chart]:
-    """How the entries of each logged matrix develop; the matrices themselves are at the end of the page."""
+    """The entries of each logged matrix over rounds. The matrices themselves are at the end of the page."""
     charts = []
     for number, name in enumerate(past.tables):
         parts = past.group(f"table.{name}.")

@@ -47,7 +47,7 @@ class Cell:
     of: int
 
     def text(self, unit: str) -> str:
-        """Return mean and spread as text, for a single run only the mean. Shares are in percent, without the sign."""
+        """Return mean and spread as text; for a single run, only the mean. Shares are in percent, without a "%"."""
         if not math.isfinite(self.mean):
             return MISSING
         values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
@@ -89,10 +89,10 @@ class Group:
         seeds: the seed of each run.
         folds: the fold of each run, as `fold_of` writes it. An empty string if the data has no folds.
         cells: column name -> cell.
-        method: the label without the data and the clients.
-        scenario: the data and the clients: the name from the study, or the options that differ. Empty if all groups
-            have the same scenario.
-        metrics: the metrics that the study reports in this scenario. Empty without a study.
+        method: the label without its part about the data and the clients.
+        scenario: what describes the data and the clients: their name in the study, or the options that differ. Empty if
+            all groups have the same scenario.
+        metrics: the metrics that the study reports in this scenario. Empty if there is no study.
     """
 
     label: str
@@ -189,17 +189,17 @@ class Comparison:
 
 
 def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Comparison:
-    """Group finished runs, with mean and spread of their numbers.
+    """Group finished runs, and compute the mean and the spread of their numbers.
 
     Args:
-        dirs: folders of runs, or of studies. A study counts as its reported runs. A folder that occurs twice counts
-            once. Folders without a finished run are left out with a warning. If no folder has a finished run, this is
-            an error.
+        dirs: folders of runs, or of studies. A study stands for the runs that it reports. A folder that occurs twice
+            counts once. Folders without a finished run are left out with a warning. If no folder has a finished run,
+            this is an error.
         reach: an accuracy above 0 and at most 1. If given, also find the first round in which each run has at least
             this accuracy.
 
     Raises:
-        RecipeError: no folder was given, or `reach` is not such a share.
+        RecipeError: no folder was given, or `reach` is out of range.
         DataError: no folder holds a finished run, or a file is damaged.
     """
     named = runs_of(dirs)

@@ -49,7 +49,7 @@ def tests_of(proof: Evidence) -> list[Sheet]:
 
 
 def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
-    """Return a table of methods by scenarios, with the tested metric and the mean rank, or None for one scenario."""
+    """Return a table of methods by scenarios, with the tested metric and the mean rank; None for a single scenario."""
     scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
     if len(scenarios) < 2:
         return None
@@ -140,7 +140,7 @@ def markdown(sheets: Sequence[Sheet]) -> str:
 
 
 def latex(sheets: Sequence[Sheet]) -> str:
-    """Return the tables in LaTeX with the package booktabs, with the best cells in bold."""
+    """Return the tables in LaTeX, for the package booktabs, with the best cells in bold."""
     parts = ["% needs \\usepackage{booktabs}"]
     for sheet in sheets:
         head = " & ".join(_escaped(heading) for heading in sheet.headings)
@@ -195,7 +195,7 @@ def _unit(proof: Evidence, scenario: str) -> str:
 
 
 def _metric(proof: Evidence) -> str:
-    """Return the metrics with their units. If all scenarios have the same unit, it occurs once."""
+    """Return the metrics with their units. If all scenarios have the same unit, the unit is written once."""
     metrics = list(proof.metrics.values())
     if proof.mixed:
         return " or ".join(dict.fromkeys(metric.title for metric in metrics))

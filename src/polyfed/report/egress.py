@@ -11,8 +11,8 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""The largest number of different pairs of client and row ending that are counted before they are summed up. It limits
-the memory if every row has a different shape."""
+"""The largest number of different pairs of a client and the rest of a row that are counted before they are summed up.
+It limits the memory if every row has a different shape."""
 
 CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
 """The texts that stand before the numbers of the client, the round and the request in a row."""
@@ -26,15 +26,15 @@ class Egress:
     """Sums over a ledger.
 
     Attributes:
-        bytes: bytes that were sent, by (block, kind, destination). The destination "client" means from the server to
-            clients.
+        bytes: bytes that were sent, by (block, kind, destination). The destination "client" stands for data that the
+            server sends to clients.
         crossings: the number of rows, by (block, kind, destination).
         refused: the number of rows that the policy refused, by (block, kind, destination). The bytes of these rows do
             not count.
         messages: bytes by (message, field, kind, destination).
         clients: bytes by (client, block, kind, destination).
-        evaluation: the same sums over the rows that belong to evaluations. None if this is not known. All rows then
-            count as training.
+        evaluation: the same sums over the rows that belong to evaluations. None if it is not known which rows these
+            are. All rows then count as training.
     """
 
     bytes: Counter[Place]
@@ -58,13 +58,13 @@ class Egress:
 def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    The start of a row (run, round, ask, client) differs from row to row, but thousands of rows share the rest, from
-    "message" on. Pairs of client and rest are counted as text, and each rest is parsed once.
+    The start of a row (run, round, ask, client) differs from row to row. The rest of a row, from "message" on, is the
+    same in thousands of rows. Pairs of client and rest are counted as text, and each rest is parsed once.
 
     Args:
         folder: the run.
-        requests: round -> the number of its training requests. All later requests evaluated. None if the numbers are
-            not known.
+        requests: round -> the number of its training requests. All later requests of the round were evaluations. None
+            if the numbers are not known.
 
     Raises:
         DataError: a row is damaged.

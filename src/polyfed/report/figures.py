@@ -36,7 +36,7 @@ def write_figures(
         comparison: the comparison.
         proof: the tests of the comparison.
         folder: the folder for the files, which is created.
-        metric: the metric of the curves. None chooses it as in `evidence`.
+        metric: the metric of the curves. If None, it is chosen as in `evidence`.
         dark: whether to draw for a dark background.
 
     Returns:

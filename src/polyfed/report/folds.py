@@ -1,8 +1,9 @@
 """Scores that need several runs or all rounds: the UAR over folds, and the rounds until an accuracy is reached.
 
 A fold is one part of the data that serves as the test set. The runs of a group may differ in their fold. There are two
-scores over folds. The mean of the folds' UAR weights folds equally. The UAR of their summed confusion matrices weights
-rows equally. This second score needs the matrices, which are in the last line of rounds.jsonl. See docs/evaluation.md.
+scores over folds. The mean of the folds' UAR gives every fold the same weight. The UAR of their summed confusion
+matrices gives every row the same weight. This second score needs the matrices, which are in the last line of
+rounds.jsonl. See docs/evaluation.md.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ def confusion_of(folder: Folder) -> Tensor | None:
 def pooled_uars(folders: Sequence[Folder]) -> list[float]:
     """For each seed, the UAR of the sum of its folds' confusion matrices.
 
-    A seed counts only if it has each fold exactly once, with a matrix. The list is empty if there is only one fold.
+    A seed counts only if each fold has exactly one run with this seed, and this run has a matrix. The list is empty if
+    there is only one fold.
     """
     folds = {fold_of(folder) for folder in folders}
     if len(folds) < 2:

@@ -58,11 +58,11 @@ class ClassScore:
 
     Attributes:
         name: the name of the class.
-        rows: the rows of this class in the test set.
+        rows: the number of rows of this class in the test set.
         recall: the share of these rows that the model recognised. None if there are no rows.
         precision: the share of this class among the rows that the model assigned to it. None if there are no such rows.
-        mistaken: the class to which the model most often wrongly assigns rows of this class, and how often. None
-            without a mistake.
+        mistaken: the class to which the model most often wrongly assigns rows of this class, and how often. None if
+            there is no such class.
     """
 
     name: str
@@ -100,7 +100,7 @@ def confusion(past: History, folder: Folder) -> Grid | None:
 
 
 def class_scores(past: History, folder: Folder) -> list[ClassScore]:
-    """Recall and precision of each class, from the confusion matrix; at most `MOST_CLASSES`."""
+    """Recall and precision of each class, from the confusion matrix, for at most `MOST_CLASSES` classes."""
     if past.confusion is None:
         return []
     matrix = np.asarray(past.confusion, dtype=np.float64)

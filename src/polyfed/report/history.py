@@ -70,7 +70,7 @@ class History:
         reasons: each reason why clients gave no usable reply -> how often it occurred.
         confusion: the confusion matrix of the last round, if the run has one.
         picked: client -> the number of rounds in which the server asked the client.
-        requests: round -> the number of training requests. Later requests of the round evaluated.
+        requests: round -> the number of training requests. Later requests of the round were evaluations.
     """
 
     participation: Participation

@@ -18,7 +18,7 @@ MOST_DIFFERENCES = 4
 
 
 def method_of(folder: Folder) -> dict[str, Any]:
-    """The recipe without the parts that may differ within a group, flat under dotted names."""
+    """The recipe as a flat table with dotted names, without the parts that may differ within a group."""
     method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
     return {key: value for key, value in method.items() if key not in FOLD_KEYS}
 
@@ -46,7 +46,7 @@ def _distinct(tables: Sequence[Mapping[str, Any]], head: str) -> list[str]:
 
 
 def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
-    """Nested tables under dotted names."""
+    """Nested tables as one flat table with dotted names."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{head}{key}.") if isinstance(value, dict) else {f"{head}{key}": value}
@@ -56,7 +56,7 @@ def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
 def labels_of(folders: Sequence[Folder]) -> list[str]:
     """A name for each group: its algorithm, and the options in which it differs from the others.
 
-    Options that only one algorithm has are left out, because the name of the algorithm already distinguishes it.
+    Options that only one algorithm has are left out, because the name of the algorithm already distinguishes the group.
     """
     labels = _labels([method_of(folder) for folder in folders], "algorithm.name") if folders else []
     return [
@@ -66,7 +66,7 @@ def labels_of(folders: Sequence[Folder]) -> list[str]:
 
 
 def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
-    """The value of the key `head` of each table, and the options in which it differs from the other tables."""
+    """A label for each table: the value of its key `head`, and the options in which it differs from the others."""
     names = [str(method.get(head, "?")) for method in methods]
     common = [key for key in methods[0] if all(key in method for method in methods)]
     differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]

@@ -44,7 +44,7 @@ def leakage_of(folder: Folder) -> Leakage | None:
 
 
 def unmeasured(findings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each reason why attacks have no number, with the attacks, kinds and blocks."""
+    """One sentence for each reason why attacks have no number. The sentence names the attacks, kinds and blocks."""
     found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for one in findings:
         if one["status"] != "measured":

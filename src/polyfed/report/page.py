@@ -1,4 +1,4 @@
-"""The pages of a report. Each is one HTML file with its data, style and script, which loads no other files.
+"""The pages of a report. Each page is one HTML file that contains its data, style and script and loads no other files.
 
 Recipes, reasons from clients and logged names are untrusted text. Jinja therefore escapes this text, and `tojson`
 converts the data so that it contains no `<`. The script writes only text nodes. The content security policy allows only
@@ -50,7 +50,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         dir: the folder of the run.
         baseline: the folder of another run on the same data, such as a run of FedAvg or Local. The page shows the gain
             of each client over this run.
-        device_logs: state folders of devices, whose audit logs are compared with the server's.
+        device_logs: state folders of devices, whose audit logs are compared with the server's log.
 
     Returns:
         The path of the page.
@@ -315,6 +315,6 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a file is a page that polyfed wrote, as its head says."""
+    """Whether the head of a file says that polyfed wrote the file."""
     with path.open("rb") as file:
         return GENERATOR in file.read(1000)

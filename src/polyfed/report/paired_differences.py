@@ -48,8 +48,8 @@ class Evidence:
     """The tests of a comparison.
 
     Attributes:
-        metrics: the metric of each scenario. If some runs have only a later metric of the study's list, the name holds
-            all metrics that were used.
+        metrics: the metric of each scenario. If some runs have only a later metric of the study's list, the name of the
+            metric lists all metrics that were used.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
         methods: the ranked methods.
@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def mixed(self) -> bool:
-        """Return whether some scenarios have a metric in percent or an error metric, and others do not."""
+        """Return whether the scenarios' metrics differ in unit (percent or not) or direction (error or not)."""
         return len({(metric.lowest, metric.share) for metric in self.metrics.values()}) > 1
 
     def lowest(self, scenario: str) -> bool:
@@ -148,7 +148,7 @@ def evidence(
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
-    """Return (seed, fold) -> the first of these metrics that the run has. Repeated seeds are averaged."""
+    """Return (seed, fold) -> the value of the first of these metrics that the run has. Repeated seeds are averaged."""
     found: dict[tuple[int, str], list[float]] = {}
     for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
         if (first := first_metric(folder.result, metrics)) is not None:

@@ -115,7 +115,7 @@ class Progress:
         return None if self.pace is None else self.pace * (self.rounds - self.done)
 
     def panel(self) -> Group:
-        """The live display: a headline, a bar with rounds per second, the latest numbers."""
+        """The live display: a headline, a bar with rounds per second, and the latest numbers."""
         bar = Table.grid(padding=(0, 2))
         spent = self.done - self.first + 1
         bar.add_row(
@@ -183,7 +183,7 @@ class Progress:
             self._say(f"{self.missing} times a client gave no usable reply; report.html lists the reasons")
 
     def _once(self, text: str, *cause: str) -> None:
-        """Print a line only the first time its cause occurs, so that a cause common to all clients is one line."""
+        """Print a line only the first time its cause occurs, so that a cause common to all clients prints one line."""
         if cause not in self.seen:
             self.seen.add(cause)
             self._say(text)

@@ -67,7 +67,7 @@ class _Client:
 
 
 def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
-    """Check the audit log of a run, compare it with the run's ledger, and with the logs of devices.
+    """Check the audit log of a run, and compare it with the run's ledger and with the logs of devices.
 
     Args:
         run: the folder of the run.
@@ -138,7 +138,7 @@ def _rows(place: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client]:
-    """Return the rows about data that was sent or received in a run, by client, without other lines."""
+    """Return, by client, the rows about data that was sent or received in a run. Other lines are left out."""
     found: dict[int, _Client] = defaultdict(_Client)
     for row in rows:
         if row.get("verdict") != "allowed" or row.get("run") != run:
@@ -221,7 +221,7 @@ def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> It
 
 
 def _ledger_rows(folder: Folder, damaged: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the readable lines of the ledger, and add a sentence about each other line to `damaged`."""
+    """Yield the readable lines of the ledger, and add a sentence about each unreadable line to `damaged`."""
     for number, line in folder.egress_lines():
         try:
             row = parse_json(line)

@@ -131,7 +131,7 @@ class Folder:
 
 
 def numbers_of(result: dict[str, Any]) -> dict[str, float | None]:
-    """Return the numbers of a result.json under dotted names such as `metrics.global.accuracy`, without texts."""
+    """Return the numbers of a result.json under dotted names such as `metrics.global.accuracy`. Texts are left out."""
     found: dict[str, float | None] = {}
     for key, value in result.items():
         if isinstance(value, dict):

@@ -26,7 +26,7 @@ ANY_KEYS = ConfigDict(extra="allow", strict=True)
 
 @with_config(ANY_KEYS)
 class SpentPrivacy(TypedDict):
-    """The budget that some rounds have spent: epsilon in total, and by block and kind. None means not protected."""
+    """The budget that some rounds have spent: epsilon in total, and by block and kind. None means no protection."""
 
     epsilon: Number
     blocks: dict[str, dict[str, Number]]
@@ -143,7 +143,7 @@ class BestRound(TypedDict):
 
 @with_config(ANY_KEYS)
 class Calibration(TypedDict):
-    """The calibration of the global model in `result.json`: numbers of the bins by confidence."""
+    """The calibration of the global model in `result.json`: the numbers of each confidence bin."""
 
     ece: float
     rows: list[float]

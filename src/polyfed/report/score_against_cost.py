@@ -45,7 +45,7 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
 
     Args:
         comparison: the comparison.
-        metric: a metric of the rounds, such as `global.uar`. None chooses it as in `evidence`.
+        metric: a metric of the rounds, such as `global.uar`. If None, it is chosen as in `evidence`.
     """
     found: dict[str, list[Progression]] = {cost: [] for cost in COSTS}
     for group, metrics in zip(comparison.groups, metrics_of(comparison, metric), strict=True):
@@ -82,7 +82,7 @@ def price_charts(comparison: Comparison, metric: str | None = None) -> list[Char
 
 
 def _points(pasts: Sequence[history.History], column: str, cost: str) -> dict[int, list[tuple[float, float]]]:
-    """Round -> (cost so far, score) of each run that was evaluated in it."""
+    """Round -> (cost so far, score) of each run that was evaluated in this round."""
     points: dict[int, list[tuple[float, float]]] = {}
     for past in pasts:
         spent = _spent(past, cost)
@@ -94,7 +94,7 @@ def _points(pasts: Sequence[history.History], column: str, cost: str) -> dict[in
 
 
 def _spent(past: history.History, cost: str) -> list[float]:
-    """The cost after each round since the first; empty if the run does not record it."""
+    """The cost after each round, from the first round on; empty if the run does not record this cost."""
     factor = COSTS[cost][1]
     if cost == "rounds":
         return [float(number) for number in past.rounds]

@@ -56,7 +56,7 @@ class MeanRanks:
 
     @property
     def cliques(self) -> tuple[tuple[int, ...], ...]:
-        """The largest sets of methods, by rank, whose mean ranks differ by less than the critical difference."""
+        """The largest sets of methods whose mean ranks differ by less than the critical difference, sorted by rank."""
         order = sorted(range(len(self.ranks)), key=lambda method: self.ranks[method])
         found: list[tuple[int, ...]] = []
         for start, first in enumerate(order):
@@ -71,8 +71,8 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
 
     Args:
         differences: the differences, one for each pair. There must be at least one.
-        test: "t", Student's paired test, or "wilcoxon", the signed-rank test, which assumes no normal distribution and
-            cannot give a p-value below 0.06 for five pairs.
+        test: "t" for Student's paired test, or "wilcoxon" for the signed-rank test. The signed-rank test assumes no
+            normal distribution, and its p-value for five pairs is never below 0.06.
     """
     from scipy import stats  # imported here, because it takes a fifth of a second
 

@@ -53,7 +53,7 @@ class NamedRun:
 
 
 def runs_of(dirs: Iterable[str | Path]) -> dict[Path, NamedRun | None]:
-    """Return the given folders of runs, each once, with the study's names or None if no study names the run.
+    """Return run folder -> the study's names for the run, or None if no study names it. Each folder occurs once.
 
     Raises:
         DataError: the folder of a study is damaged, or none of its runs is finished.

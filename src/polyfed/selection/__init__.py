@@ -1,4 +1,4 @@
-"""Selectors: the rules that choose which clients take part in a round. They combine with every `Averaging` method.
+"""Selectors: the rules that choose which clients take part in a round. Every `Averaging` method can use any of them.
 
 Open `base.py` first: `Selector` is the base class, and `Uniform` is the default. `power_of_choice.py` and `divfl.py`
 are the other two selectors. `submodular.py` is the greedy choice that DivFL and CMSFed use. Page:

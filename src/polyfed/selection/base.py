@@ -47,7 +47,7 @@ class Selector(ABC):
             )
 
     def size(self, fed: Federation) -> int:
-        """Return the cohort size with `overselect`: how many of the clients with training rows the server asks.
+        """Return the cohort size including `overselect`: how many of the clients with training rows the server asks.
 
         Raises:
             RecipeError: see `needed`.
@@ -112,7 +112,7 @@ class Selector(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Selector):
-    """Chooses each client with rows with equal probability, without replacement (McMahan et al. 2017)."""
+    """Draws clients uniformly, without replacement, from all clients that have rows (McMahan et al. 2017)."""
 
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
         """Draw the cohort uniformly."""

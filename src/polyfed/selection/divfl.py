@@ -5,8 +5,8 @@ Maximization", ICLR 2022. The server keeps a gradient vector of each client and 
 location (`submodular.py`). In the first round every client sends a vector. Afterwards only the vectors of the cohort
 are replaced (the paper's "no overheads"). Vectors from different rounds are therefore compared, as in the paper.
 
-What crosses: the global model to the clients, one gradient or parameter change from each to the server. Page:
-docs/algorithms/selection.md.
+What crosses: the global model goes to the clients, and one gradient or parameter change goes from each client to the
+server. Page: docs/algorithms/selection.md.
 """
 
 from collections.abc import Mapping
@@ -67,10 +67,11 @@ class DivFl(Selector):
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
-        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. `clusters` uses the
-            number of clients that a chosen client is nearest to (in the paper, but commented out in its code).
+        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. With `clusters`,
+            the weight of a chosen client is the number of clients for which it is the nearest chosen client (in the
+            paper, but commented out in the paper's code).
         sketch: size to which vectors are projected; 0 does not project them.
-        train: options of local training, the [train] section, with which `delta` is computed in the first round.
+        train: options, as in the [train] section, of the local training that computes `delta` in the first round.
     """
 
     grad: Literal["delta", "at_global"] = "delta"
@@ -101,7 +102,7 @@ class DivFl(Selector):
         return "[selection] divfl compares the updates of single clients"
 
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
-        """Under `delta`, replace the cohort's vectors by the parameter changes of its training."""
+        """If `grad` is `delta`, replace the cohort's vectors by the parameter changes of its training."""
         if self.grad == "at_global" or memory.similarity is None:
             return memory
         own = fed.context.model.trainable(params)
@@ -112,10 +113,11 @@ class DivFl(Selector):
         return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Return the size |C_i| of its cluster as the weight of each client i under `clusters`, else `weights`.
+        """Return the weight of each client i: the size |C_i| of its cluster under `clusters`, else that in `weights`.
 
-        C_i are the clients whose nearest client, among those that answered, is i. Only clients that have sent a vector
-        count. The mean divides by the sum of the weights, which gives the gamma_i = |C_i| / K of the paper.
+        The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Only clients that
+        have sent a vector count. The mean divides by the sum of the weights, which gives the gamma_i = |C_i| / K of the
+        paper.
         """
         if self.weights == "samples" or memory.similarity is None:
             return weights

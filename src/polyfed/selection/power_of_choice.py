@@ -1,10 +1,11 @@
-"""Power-of-choice: the cohort is the clients with the largest loss of the global model among d random candidates.
+"""Power-of-choice: the clients with the largest loss of the global model among d random candidates form the cohort.
 
 Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022. In every round,
 the server draws d candidates, sends them the global model, and asks for its loss on their training rows. The clients
 with the largest losses form the cohort.
 
-What crosses: the global model to the candidates, one loss from each to the server. Page: docs/algorithms/selection.md.
+What crosses: the global model goes to the candidates, and one loss goes from each candidate to the server. Page:
+docs/algorithms/selection.md.
 """
 
 import math
@@ -50,12 +51,12 @@ class PowD(Selector):
 
     Attributes:
         d: number of candidates in a round; 10 in CMSFed's comparison.
-        candidates: how candidates are drawn, without replacement: in proportion to their training rows (`size`, the
-            paper) or `uniform`.
+        candidates: how candidates are drawn without replacement: `size` draws them in proportion to their training
+            rows, as in the paper, and `uniform` draws all with equal probability.
         variant: `full` asks candidates for the loss on all of their rows. `batch` (cpow-d in the paper) asks for the
             loss on one mini-batch. `reported` (rpow-d) sends no request and uses the training loss that each client
             last reported; clients that never reported a loss come first.
-        batch_size: batch size of `batch`.
+        batch_size: batch size of the variant `batch`.
         allow_incongruent: whether clients may have different modalities, although their losses are then not comparable.
             By default such clients are refused.
     """
@@ -98,7 +99,7 @@ class PowD(Selector):
         return "[selection] pow-d compares the losses of single clients"
 
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
-        """Under `reported`, remember the training losses of the cohort."""
+        """If `variant` is `reported`, remember the training losses of the cohort."""
         return memory | replies.numbers("loss") if self.variant == "reported" else memory
 
     def _draw(self, pool: Sequence[int], fed: Federation) -> list[int]:

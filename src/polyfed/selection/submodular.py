@@ -7,7 +7,7 @@ three greedy algorithms. `greedy` tries every candidate in each pass. `lazy_gree
 evaluations (Minoux, 1978). `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015).
 DivFL (Balakrishnan et al., ICLR 2022) uses one matrix D, and CMSFed uses two at the same time.
 
-`Similarity` has the vectors and D. `Cover` has the cost of a choice while the choice grows. Page:
+`Similarity` holds the vectors and D. `Cover` computes the cost of a choice while the choice grows. Page:
 docs/algorithms/selection.md.
 
 Shape letters: `N` clients, `P` entries of a vector, `S` candidates.
@@ -85,10 +85,10 @@ class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
     The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
-    them lacks, the squared distance is the mean m of that block times s r + 1 - s. Here, r is the squared distance of
-    the two clients over the blocks that they share, divided by the sum of the means of these blocks. s is this sum
-    divided by the sum of the means of all blocks. A missing block therefore makes a client neither nearer to the others
-    nor further away (docs/decisions/0017).
+    the two clients lacks, the squared distance is m (s r + 1 - s), where m is the mean squared distance between the
+    clients that have the block. Here, r is the squared distance of the two clients over the blocks that they share,
+    divided by the sum of m over these blocks. s is this sum divided by the sum of m over all blocks. A missing block
+    therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
@@ -160,7 +160,7 @@ def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
-    """Return the bucket and the sign of every entry. The result is cached for the rounds of a run."""
+    """Return the bucket and the sign of every entry. The result is cached, because each round of a run needs it."""
     bucket = keys.bits(keys.fold_in(key, 0), width).to(torch.int64).remainder_(size)
     return bucket, 1.0 - 2.0 * (keys.bits(keys.fold_in(key, 1), width) & 1)
 
@@ -186,7 +186,7 @@ class Cover:
         return torch.cat(parts).masked_fill(~self.known[index], float("inf"))
 
     def best(self, candidates: Sequence[int]) -> int | None:
-        """Return the candidate with the smallest cost, the first of equal ones; None if no candidate is known.
+        """Return the candidate with the smallest cost (the first of several equal ones); None if no candidate is known.
 
         Args:
             candidates: clients in ascending order.

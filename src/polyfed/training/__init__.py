@@ -7,7 +7,7 @@
 - `per_sample.py`: gradients of single rows, clipped and with noise, for differential privacy.
 - `step_plan.py`: which rows every client of a stack takes in every step.
 - `step_replay.py`: runs the steps of a stack, directly or by programs, which are faster.
-- `step_source.py`: what a step reads, so that a program is known from round to round.
+- `step_source.py`: what a step reads, so that later rounds can use the same program.
 - `step_trace.py`: records the operations of a training step of a stack.
 - `step_rewrite.py`: the rules that make a recorded step faster.
 - `step_memory.py`: which tensors of a recorded step share memory, and which operations write into them.

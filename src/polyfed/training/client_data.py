@@ -1,7 +1,7 @@
 """`ClientData`: a client's dataset as a client task sees it.
 
 A task trains with `ClientData.minimise`. It computes everything else over its rows with `ClientData.fold` or
-`ClientData.collect`. Methods contain no other loop over batches. There are two implementations. `SingleClientData`
+`ClientData.collect`. Algorithms contain no other loop over batches. There are two implementations. `SingleClientData`
 holds one client. `StackedClientData` holds many similar clients, and the task runs once for all of them under
 `torch.func.vmap`. Both use the same rows in the same order with the same dropout keys. Their results therefore differ
 only by the order of floating-point sums.
@@ -38,9 +38,9 @@ from polyfed.training.step_counts import rows_trained as rows_trained
 from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
-"""`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nest of tensors, and
-`direction` receives it. With `split=True`, the loss returns its terms instead of the 0-dim tensor: a dict of 0-dim
-tensors by name."""
+"""`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nested structure of
+tensors, and `direction` receives it. With `split=True`, the loss returns its terms instead of the 0-dim tensor: a dict
+of 0-dim tensors by name."""
 
 Direction = Callable[[Any, Tree, Any, Tree], tuple[Tree, Tree]]
 """`direction(grads, params, aux, carry)` returns (grads, carry): the gradient for the optimiser, and the state for the
@@ -96,10 +96,10 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that `after` is used only if the length of training is given in epochs.
+        """Check that `after` is used only with a number of epochs, and `split` only without gradient accumulation.
 
         Raises:
-            RecipeError: gradient accumulation with a loss that returns its terms.
+            RecipeError: gradients are accumulated, although the loss returns its terms.
         """
         assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
         if self.split and self.train.accumulate > 1:
@@ -185,10 +185,10 @@ class ClientData(ABC):
                 same batches.
             split: whether `loss` returns its terms by name, and `direction` receives the gradient of each term. Without
                 `direction`, the optimiser uses the sum of the gradients. Every term needs one backward pass.
-            after: result of an earlier call that this call continues, with its moments, step numbers and place in the
-                order of rows. E calls of one epoch then equal one call of E epochs. `loss` and `num_steps` of the new
-                result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed with
-                `train.steps`. Default: a new training, whose moments start at zero.
+            after: result of an earlier call. This call continues with the earlier moments, step numbers and place in
+                the order of rows. E calls of one epoch then equal one call of E epochs. `loss` and `num_steps` of the
+                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed
+                with `train.steps`. Default: a new training run, whose moments start at zero.
             on: a batch for a single step, which replaces all the steps of `train`. With `after`, this step follows the
                 steps of the earlier call.
 
@@ -225,12 +225,12 @@ class ClientData(ABC):
         ```
 
         Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps
-        its carry if `step` returns a nest of tensors of the same shapes as it received. With any other carry, such as a
-        list that grows, the carry also includes the results of `step` on padding.
+        its carry if the carry is a nested structure of tensors whose shapes `step` does not change. With any other
+        carry, such as a list that grows, the carry also includes the results of `step` on padding.
 
         Args:
             step: `step(carry, batch)` returns the new carry.
-            carry: the carry that the first call receives, usually a nest of tensors.
+            carry: the carry that the first call receives, usually a nested structure of tensors.
             batch_size: number of rows in a batch; the last batch may have fewer.
 
         Returns:
@@ -264,7 +264,7 @@ class ClientData(ABC):
     @property
     @abstractmethod
     def ids(self) -> Tensor:
-        """Sample ids of the client's rows, int64 (n,); under `vmap`, padded to the length of the longest client."""
+        """Sample ids of the client's rows, int64 (n,); under `vmap`, padded to the stack's largest number of rows."""
 
     @property
     @abstractmethod
@@ -275,7 +275,7 @@ class ClientData(ABC):
         """Return a key for random numbers of this client in this round, for the functions of `polyfed.core.keys`.
 
         Args:
-            purpose: a word that names the use of the numbers; different words give independent numbers.
+            purpose: a word that says what the numbers are for; different words give independent numbers.
             number: number of the draw, if there are several draws for the same purpose.
         """
         return stream_key(self.key, keys.key(purpose), number)
@@ -290,7 +290,7 @@ def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
 
     Args:
         client: the client's key of the round.
-        purpose: key of the word that names the use of the numbers: `ORDER`, `DROPOUT`, or a purpose of the task.
+        purpose: key of the word that says what the numbers are for: `ORDER`, `DROPOUT`, or a word of the task.
         number: number of the stream, if there are several streams for the same purpose.
     """
     return keys.fold_in(keys.fold_in(client, purpose), number)
@@ -302,9 +302,9 @@ def split_loss(out: Any) -> tuple[Any, Any]:
 
 
 def legs(train: Train) -> list[Train]:
-    """Split the options of a training of E epochs into E trainings of one epoch, for `minimise(after=...)`.
+    """Split the options of E epochs of training into E options of one epoch each, for `minimise(after=...)`.
 
-    Options that give the length in steps cannot be split. They are returned unchanged, as the only entry.
+    If the options give the number of steps, they cannot be split and are returned unchanged, as the only entry.
     """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 

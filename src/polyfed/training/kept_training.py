@@ -31,12 +31,12 @@ class KeptTraining:
 
     @classmethod
     def fresh(cls, model: Model, params: Tree, train: Train) -> "KeptTraining":
-        """Return a training run of these parameters that has not begun."""
+        """Return a new training run, without any steps so far, that starts from these parameters."""
         return cls(params, train.moments(model.trainable(params)), torch.zeros((), dtype=torch.int64))
 
     @classmethod
     def of(cls, local: Tree) -> "KeptTraining":
-        """Return the training run from a local state that `tree` made."""
+        """Return the training run that a local state holds. `tree` made this local state."""
         moments: Moments = {}
         for name, value in under(MOMENT, local).items():
             kind, _, of = name.partition("/")
@@ -63,7 +63,7 @@ class KeptTraining:
         return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
-        """Return the training run as continued by `fit`. Parameters and moments that `fit` lacks do not change."""
+        """Return the training run after the steps of `fit`. Parameters and moments that `fit` lacks do not change."""
         params = {name: fit.params.get(name, value) for name, value in self.params.items()}
         moments = {
             kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}
@@ -72,5 +72,5 @@ class KeptTraining:
         return KeptTraining(params, moments, fit.num_steps)
 
     def loss(self, fit: TrainingResult) -> Tensor:
-        """Return the mean loss of the steps that `fit` added, 0-dim; `fit.loss` counts the earlier steps as 0."""
+        """Return the mean loss of the steps that `fit` added, 0-dim. In `fit.loss`, each earlier step counts as 0."""
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

@@ -1,8 +1,8 @@
 """The optimisers of clients and of the server.
 
 A client's optimiser starts again in every local training, and its moments do not survive a round
-(docs/algorithms/conventions.md). The formulas follow `torch.optim.SGD`, `Adam` and `AdamW`, and tests compare the two.
-Steps are in place, for a single client and for a stack of clients under `torch.func.vmap`.
+(docs/algorithms/conventions.md). The formulas follow `torch.optim.SGD`, `Adam` and `AdamW`, and tests compare the
+results with PyTorch's. Steps are in place, for a single client and for a stack of clients under `torch.func.vmap`.
 
 The server's optimisers come from Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2), and Hsu et
 al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (FedAvgM).
@@ -52,7 +52,7 @@ class Train:
         lr_step: the last round that uses `lr` under `step` and `authors`.
         momentum: momentum of `sgd`.
         nesterov: whether `sgd` uses Nesterov momentum.
-        weight_decay: factor of the parameters that is added to the gradient, as in PyTorch; decoupled for `adamw`.
+        weight_decay: the parameters times this number are added to the gradient, as in PyTorch; decoupled for `adamw`.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
         eps: number added to the root of Adam's second moment.
@@ -193,13 +193,13 @@ class ServerOptimiser:
         momentum: momentum of `avgm`.
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
-        tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
+        tau: number added to the root of the second moment, which starts at tau^2 (Reddi et al. use 1e-3).
         aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
             of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
             `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters by a rule of their own (docs/models.md).
-        lying: share of replies in one round, so of a cohort, that `trimmed-mean`, `krum` and `multi-krum` withstand.
-        max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
-            block; 0 uses the median distance of the replies.
+        lying: `trimmed-mean`, `krum` and `multi-krum` withstand this share of lying clients among a cohort's replies.
+        max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
+            0 uses the median distance of the replies.
     """
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"

@@ -37,7 +37,7 @@ class PerSample:
     secure: bool = False
 
     def refuse(self, job: Job) -> None:
-        """Refuse a training whose gradient is not the mean of the gradients of single rows.
+        """Refuse training whose gradient is not the mean of the gradients of single rows.
 
         Raises:
             RecipeError: gradient accumulation, or a loss that returns its terms.
@@ -74,7 +74,7 @@ class PerSample:
 
 
 def refuse_reading(privacy: PerSample | None) -> None:
-    """Refuse every use of rows but training, in a task whose reply is protected.
+    """Refuse every use of rows other than training, in a task whose reply is protected.
 
     Raises:
         RecipeError: the training of this dataset protects single rows.
@@ -89,7 +89,7 @@ def refuse_reading(privacy: PerSample | None) -> None:
 def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, Tensor]:
     """Return the gradient of the loss of each row, tensors (B, ...), and the losses, (B,).
 
-    Each row has its own dropout key, because masks are drawn by the position in a batch.
+    Each row has its own dropout key, because dropout masks depend on the position of a row in its batch.
     """
 
     def one(trained: Tree, x: Tree, y: Tensor, row: Tensor, present: Tree, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,14 +66,17 @@ class Prototypes:
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log probability of its class, zero if inactive, and whether it is active, (B,) each."""
+        """Return the log probability of each row's class, and whether this class is active, (B,) each.
+
+        The log probability of an inactive class is 0.
+        """
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
 
 
 def random_like(prototypes: Prototypes, key: int) -> Prototypes:
-    """Return random vectors of the same lengths and for the same classes as the prototypes, as a control."""
+    """Return random vectors as a control. They have the same classes and the same lengths as the prototypes."""
     noise = keys.normal(key, tuple(prototypes.mean.shape), prototypes.mean.device)
     length = prototypes.mean.norm(dim=-1, keepdim=True)
     return Prototypes(torch.nn.functional.normalize(noise, dim=-1) * length, prototypes.active)
@@ -100,7 +103,7 @@ def masked_mean(values_B: Tensor, rows_B: Tensor) -> Tensor:
 
 
 def cross_entropy(prototypes: Prototypes, z_BD: Tensor, batch: Batch, modality: str) -> Tensor:
-    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of the own class, a 0-dim tensor."""
+    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of each row's class, a 0-dim tensor."""
     log_p, active = prototypes.own(z_BD, batch.y)
     return -masked_mean(log_p, active & there(batch, modality))
 
@@ -166,7 +169,7 @@ def class_means(
 
     Returns:
         The prototypes by modality, and the number of rows of each class, (C,), under `shared`. A modality that some
-        rows lack also has its own number of rows, under its name.
+        rows lack also has its own numbers of rows, under its name.
     """
     partial: set[str] = set()  # modalities that some rows lack; the same in every batch
 
@@ -189,14 +192,13 @@ def class_means(
 
 
 def gathered(
-    old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], momentum: float = 0.0, *, uniform: bool = False
+    old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], *, uniform: bool = False
 ) -> dict[str, Prototypes]:
     """Update the global prototypes with the prototypes that clients sent.
 
     Args:
         old: the global prototypes so far, by modality.
         reports: for each client, prototypes (C, D) by modality and numbers of rows, as `class_means` returns them.
-        momentum: weight of the old prototype, for a class that had a prototype and for which clients sent new ones.
         uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
             is its number of rows of the class.
 
@@ -215,8 +217,6 @@ def gathered(
         if (before := old.get(m)) is None:
             new[m] = fresh
             continue
-        blended = momentum * before.mean + (1 - momentum) * fresh.mean
-        mean = torch.where(before.active.unsqueeze(-1), blended, fresh.mean)
-        mean = torch.where(fresh.active.unsqueeze(-1), mean, before.mean)
+        mean = torch.where(fresh.active.unsqueeze(-1), fresh.mean, before.mean)
         new[m] = Prototypes(mean, before.active | fresh.active)
     return new

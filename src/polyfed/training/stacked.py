@@ -79,7 +79,7 @@ class StackedClientData(ClientData):
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
-        replays: whether programs take the training steps, see `step_replay.py`.
+        replays: whether programs may take the training steps, see `step_replay.py`.
         privacy: how training protects single rows; None for no protection.
     """
 
@@ -110,7 +110,7 @@ class StackedClientData(ClientData):
 
     @property
     def ids(self) -> Tensor:
-        """Return the sample ids of the client's rows, padded to the longest client; see `ClientData.ids`."""
+        """Return the sample ids of the client's rows, padded to the largest number of rows; see `ClientData.ids`."""
         rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
         return self.columns.ids.to(self.lane.device)[self._where(rows)]
 
@@ -145,7 +145,7 @@ class StackedClientData(ClientData):
         return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
     def _gradient_of(self, job: Job, model: Model) -> Callable[..., Any]:
-        """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)) for the steps of a training."""
+        """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)) for the training steps."""
         if self.privacy is not None:
             privacy, n = self.privacy, self.num_rows
             privacy.refuse(job)
@@ -182,7 +182,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
-        """Return what the steps of a training read; None forbids programs. Only the recipe decides which it is."""
+        """Return what the training steps read; None means no programs. Only the recipe decides whether it is None."""
         # a trace does not record autocast's decisions, nor a `vmap` inside of the step
         if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None

@@ -63,7 +63,7 @@ class Doubled(fx.Interpreter):
         super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Perform an operation in double precision; views and gathers come before the conversion."""
+        """Perform an operation in double precision; views and gathers are performed before the conversion."""
         view = not isinstance(target, torch._ops.OpOverload) or makes_view(target)
         if not view and target not in GATHERS:
             args, kwargs = pytree.tree_map(_doubled, (args, kwargs))

@@ -4,7 +4,7 @@ from polyfed.training.optimisers import Train
 
 
 def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
-    """Return the number of rows that an epoch uses, of `n` rows of a client.
+    """Return how many of a client's `n` rows an epoch uses.
 
     Args:
         n: rows of the client.

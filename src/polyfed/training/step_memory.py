@@ -38,7 +38,7 @@ class Memory:
         self._returned = {root for used in node.all_input_nodes for root in self._roots[used]}
 
     def unchanged(self, tensors: Iterable[Any], start: fx.Node, end: fx.Node | None = None) -> bool:
-        """Return whether nothing writes into these tensors after `start` and before `end`, or the end of the step."""
+        """Return whether nothing writes into these tensors between `start` and `end` (default: the end of the step)."""
         last = self._end if end is None else self._at[end]
         return not any(
             self._at[start] < place < last
@@ -61,23 +61,23 @@ class Memory:
         return not any(self._writes[root] or root in self._returned for root in self._roots[node])
 
     def last_use(self, node: fx.Node) -> bool:
-        """Return whether nothing uses the memory of this tensor between the operation and the end of the step."""
+        """Return whether nothing uses the memory of this node's tensor between the node and the end of the step."""
         return not any(self._at[node] < place < self._end for root in self._roots[node] for place in self._uses[root])
 
     def may_stand_for(self, x: fx.Node, copy: fx.Node) -> bool:
-        """Return whether x may replace an equal tensor that has memory of its own."""
+        """Return whether x may replace `copy`, an equal tensor with memory of its own."""
         last = max(self._uses[copy], default=self._at[copy])
         kept = not any(self._at[copy] < place <= last for root in self._roots[x] for place in self._writes[root])
         return kept and self.constant(copy)
 
     def repeatable(self, node: fx.Node) -> bool:
-        """Return whether doing the operation again gives the same result."""
+        """Return whether the node is an operation that gives the same result if it is repeated."""
         if not is_operation(node) or writes(node):
             return False
         return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
 
     def may_merge(self, first: fx.Node, again: fx.Node) -> bool:
-        """Return whether the result of an operation may replace that of the same operation, done again."""
+        """Return whether the result of `first` may replace the result of `again`, which repeats the same operation."""
         if _viewed(first):
             return True
         unchanged = self.unchanged(first.all_input_nodes, first, again)
@@ -103,7 +103,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
-    """Return the argument that a node is a view of, or an entry of; empty if the node has memory of its own."""
+    """Return the argument of which a node is a view or an entry; empty if the node has memory of its own."""
     takes = node.op == "call_function" and (not is_operation(node) or makes_view(node.target))
     return [node.args[0]] if takes else []  # type: ignore[list-item]
 
@@ -120,12 +120,12 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def form(node: Any) -> Form:
-    """Return the form of a node's tensor. Arguments that are no tensors have a form of their own."""
+    """Return the form of a node's tensor. All arguments that are not tensors have the form `NO_TENSOR`."""
     return node.meta.get("form", NO_TENSOR) if isinstance(node, fx.Node) else NO_TENSOR
 
 
 NO_TENSOR = Form(torch.bool, (-1,), torch.device("meta"))
-"""The form of an argument that is no tensor. No tensor has a negative size."""
+"""The form of an argument that is not a tensor. No tensor has a negative size."""
 
 
 def size(node: Any, axis: int) -> int:

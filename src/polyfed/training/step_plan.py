@@ -1,6 +1,6 @@
 """The rows that every client of a stack takes in every step of its local training.
 
-Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
+Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the client with the most rows.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Rows:
     """The rows of a stack of clients.
 
     Attributes:
-        index: positions of their rows in the table, int64 (K, N), padded with 0.
+        index: positions of the clients' rows in the table, int64 (K, N), padded with 0.
         counts: number of rows of each client.
     """
 
@@ -29,7 +29,7 @@ class Rows:
 
     @classmethod
     def pad(cls, rows: Sequence[Tensor]) -> "Rows":
-        """Stack the positions of several clients' rows, which may differ in length."""
+        """Stack the positions of several clients' rows. The clients may differ in their number of rows."""
         index = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
         return cls(index, tuple(len(r) for r in rows))
 
@@ -65,7 +65,7 @@ def make_plan(
     stream: int,
     first_epoch: int = 0,
 ) -> Plan:
-    """Plan the steps of a stack of clients: the steps of `SingleClientData`, padded to the longest client.
+    """Plan the steps of a stack of clients: the steps of `SingleClientData`, padded to equal numbers of steps and rows.
 
     Args:
         client_keys: random key of (run, round, client) of each client.

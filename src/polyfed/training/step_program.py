@@ -12,8 +12,8 @@ from polyfed.training.step_trace import makes_view
 class Program:
     """Takes steps of one kind on plain tensors.
 
-    Operations whose result is the same in every step run once, before the first step: those that make constants, and
-    the views of parameters that are updated in place.
+    Operations whose result is the same in every step run once, before the first step: operations that make constants,
+    and views of parameters that are updated in place.
 
     Args:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.

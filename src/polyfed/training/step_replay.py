@@ -2,7 +2,7 @@
 
 Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. The
 steps are therefore traced once (`step_trace.py`) and rewritten (`step_rewrite.py`). The resulting program takes every
-step of this kind, in this local training and in later ones that read the same values (`step_source.py`).
+step of the same kind, in this local training and in later ones that read the same values (`step_source.py`).
 
 A rewritten step differs from the direct one in its last bits. Whether a program takes the steps therefore follows from
 the recipe alone. Tracing works on a copy of the state, so the first step of a training is a program's step too. A run
@@ -36,7 +36,7 @@ direct steps (docs/decisions/0009-replayed-steps.md), so with this many steps it
 
 EARLIER = 40
 """Programs take the steps of a shorter local training once the earlier rounds had this many steps. A program saves
-about a third of a step, so these rounds could have paid for one. Short runs therefore make no program."""
+about a third of a step, so these rounds could have paid for a program. Short runs therefore make no program."""
 
 MANY = 32
 """Fewest steps if each round has another learning rate. The rate is part of a program, so each round makes its own."""
@@ -45,7 +45,7 @@ PROGRAMS = 256
 """The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
 
 TRIES = 2
-"""How often a training asks for the program of a kind of step. The first step may change the layout of the state."""
+"""How often a training run asks for the program of a kind of step. The first step may change the state's layout."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""
@@ -74,7 +74,7 @@ class Known:
 
 
 _known: OrderedDict[Hashable, dict[Hashable, Known | None]] = OrderedDict()
-"""For each source and layout of the state: programs by kind of step and by the tensors that a training shares. None
+"""For each source and layout of the state: programs by kind of step and by the tensors that a training run shares. None
 stands for a step that has no program."""
 
 
@@ -100,10 +100,10 @@ def run(
 
     Args:
         advance: takes one step.
-        state: nest of tensors before the first step.
+        state: nested structure of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: kind of each step; Python takes the same branches in all steps of one kind.
-        source: what a step reads; None forbids programs.
+        source: what a step reads; if None, no programs are used.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
@@ -161,7 +161,7 @@ class Replay:
             _known.popitem(last=False)
 
     def lacks(self, kind: Hashable) -> bool:
-        """Whether nothing is known of this kind of step."""
+        """Whether it is not yet known if this kind of step has a program."""
         return self._name(kind) not in self._here
 
     def learn(self, kind: Hashable, first: "Recording", second: "Recording") -> None:
@@ -183,7 +183,7 @@ class Replay:
         """Whether a tensor of a program has several places among the tensors of the source.
 
         In the first round, for instance, the server's model is also the initial model. Such a program is only for
-        trainings that share tensors in the same way.
+        training runs that share tensors in the same way.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
@@ -191,7 +191,7 @@ class Replay:
         """Return the name of the program that takes a step in this training."""
         general = self._here.get((kind, None))
         places = [] if general is None else [self._same[place] for place in general.places]
-        # a trace of a training in which two of the places hold one tensor would be another trace
+        # if two of the places hold the same tensor in a training run, the trace of this run is a different one
         usable = (kind, None) in self._here and len(set(places)) == len(places)
         return kind, None if usable else self._same
 
@@ -236,7 +236,7 @@ class Replay:
 
 
 class Recording:
-    """A step on a copy of the state, to be taken under its tracer.
+    """A step on a copy of the state. The tracer must be active while the step is taken.
 
     Args:
         state: the state before the step; it does not change.
@@ -285,7 +285,7 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 
 
 class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` below `vmap`, with the plain tensors and the position of each one's client axis.
+    """Calls `work(tensors, dims)` below `vmap`, with the plain tensors and the position of each tensor's client axis.
 
     `work` returns tensors and the positions of their client axes, like every batching rule of `vmap`.
     """
@@ -306,7 +306,7 @@ class Lower(torch.autograd.Function):
 
 
 def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Return the plain tensors of these batched tensors, and the position of each one's client axis."""
+    """Return the plain tensors of these batched tensors, and the position of each tensor's client axis."""
     found: list[Any] = []
 
     def work(plain: Any, dims: Any) -> Any:

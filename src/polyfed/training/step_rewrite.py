@@ -44,7 +44,7 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
     """Replace where(true, x, y) by x, and the number of true entries by a constant.
 
     Cross-entropy leaves out rows with the label -100. A table of class numbers has no negative label, so the mask
-    `labels != -100` is true everywhere. The mask of padded rows is no such mask, and remains.
+    `labels != -100` is true everywhere. The mask of padded rows is not always true, and remains.
     """
     true = {
         node
@@ -96,7 +96,7 @@ def fuse_cross_entropy(graph: fx.Graph) -> None:
     """Compute the gradient of cross-entropy from the log-probabilities l as u * (exp(l) - e).
 
     e is 1 at a row's label and 0 elsewhere, and u is the gradient of the row's loss. The recorded step makes
-    g = -u * e, and then g - exp(l) * sum(g). Both are equal, because sum(g) = -u.
+    g = -u * e, and then g - exp(l) * sum(g). Both expressions are equal, because sum(g) = -u.
     """
     for node in calls(graph, aten._log_softmax_backward_data.default):
         grad, logs, dim, _ = args(node)
@@ -138,7 +138,7 @@ def fold_products(graph: fx.Graph) -> None:
 
 
 def drop_views_of_sums(graph: fx.Graph) -> None:
-    """Sum without keeping the axes, instead of a view that removes them afterwards."""
+    """Replace a sum that keeps its axes, and a view that removes them, by a sum that does not keep them."""
     for node in calls(graph, aten.view.default):
         total = args(node)[0]
         if is_call(total, aten.sum.dim_IntList) and args(total)[2:] == (True,) and len(total.users) == 1:
@@ -150,7 +150,7 @@ def drop_views_of_sums(graph: fx.Graph) -> None:
 
 
 def group_updates(graph: fx.Graph) -> None:
-    """Make one call of the last updates of several tensors: w += c * g and v += c * h become `_foreach_add_`.
+    """Combine the last updates of several tensors in one call: w += c * g and v += c * h become `_foreach_add_`.
 
     Nothing may use w or write into g between the update and the end of the step.
     """
@@ -177,7 +177,10 @@ def _entries_of(node: Any) -> Any:
 
 
 def _product_of(total: Any) -> tuple[Any, Any]:
-    """Split x @ y + z into (x @ y, z), and x @ y into (x @ y, None); (None, None) without a product used only here."""
+    """Split x @ y + z into (x @ y, z), and x @ y into (x @ y, None).
+
+    Return (None, None) if there is no product, or if another operation uses the product or the sum.
+    """
     if not isinstance(total, fx.Node) or len(total.users) != 1:
         return None, None
     if is_call(total, aten.bmm.default):

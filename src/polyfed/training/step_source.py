@@ -1,7 +1,8 @@
 """What a training step reads: the values that decide which operations it runs, and the tensors that it closes over.
 
-Two local trainings run the same operations if their functions have the same code and close over equal values and over
-tensors of the same layout. A program that is known from an earlier round then takes the tensors of this round.
+Two local training runs perform the same operations if their functions have the same code, and if these functions close
+over equal values and over tensors of the same layout. A program from an earlier round can then run on the tensors of
+the current round.
 """
 
 import functools
@@ -43,10 +44,11 @@ class Source:
         classes: one of the tensors, if it holds class numbers, none of which is negative.
 
     Attributes:
-        parts: the description of all values. It is equal for two trainings whose steps run the same operations.
+        parts: the description of all values. The descriptions of two training runs whose steps perform the same
+            operations are equal.
         tensors: the tensors that were found, in order. The same tensor may occur more than once.
         classes: place of the class numbers among the tensors; None if there are none.
-        named: objects that `parts` names by identity. Whoever keeps `parts` keeps them too.
+        named: objects that `parts` names by identity. Code that stores `parts` must store these objects too.
 
     Raises:
         Unreadable: the contents of an object cannot be compared.
@@ -97,7 +99,7 @@ def _contents(value: Any) -> tuple[Any, ...]:
     Raises:
         Unreadable: the object may have other contents than Python shows.
     """
-    if isinstance(value, ClientData):  # its keys and its rows are others in every round
+    if isinstance(value, ClientData):  # its keys and its rows differ from round to round
         raise Unreadable
     if isinstance(value, Mapping):
         return tuple(entry for item in value.items() for entry in item)

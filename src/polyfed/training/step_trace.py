@@ -99,7 +99,7 @@ class Trace:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same step could follow: the state has the same layout as before, and nothing else has changed."""
+        """Whether the same step could follow, because the state has the same layout as before."""
         return self.before == self.after[:-1]
 
     def repeats(self, other: "Trace") -> bool:
@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Raises:
             Unrecordable: the operation changes more than the step's own tensors, or its result does not follow from the
-                layouts of its arguments. Nothing has happened yet.
+                layouts of its arguments. The operation has not been performed.
         """
         if not _recordable(func) or _selects(func, args) or any(map(self._outside, written(func, args))):
             raise Unrecordable

@@ -13,7 +13,7 @@ from polyfed.selection.submodular import AnySimilarity
 
 
 def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[int, float]) -> dict[int, float]:
-    """Return gamma, the weight of each chosen client: the total rows of all clients that are nearest to it.
+    """Return gamma, the weight of each chosen client: the number of rows of all clients that are nearest to it.
 
     Args:
         similarity: vectors and distances of all clients.
@@ -39,9 +39,9 @@ def mean_by_clusters(
     rows: Mapping[int, float],
     clients: ClientRegistry,
 ) -> Tree:
-    """Average the trained blocks with the weights gamma: under D_2 in the weak block, under D_1 in the others.
+    """Average the trained blocks with the weights gamma, from D_2 for the weak block and from D_1 for the others.
 
-    In the mean of the shared block, the weight of a client of S_w is its gamma under D_2.
+    In the mean of the shared block, the weight of a client of S_w is its gamma from D_2.
     """
     whole = [c for c in replies if c in choice.train_all or not bool(clients.holds[c].all())]
     under_1 = represented(d1, whole, rows)

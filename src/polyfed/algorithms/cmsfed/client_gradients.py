@@ -132,7 +132,7 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
-    """Return a check of reports: g and h, unless empty, must cover all of a client's parameters and encoders."""
+    """Return a check of reports: unless empty, g must cover all parameters of a client, and h whole encoders."""
     blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 

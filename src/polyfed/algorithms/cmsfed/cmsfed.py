@@ -7,9 +7,9 @@ problems: S_M represents the gradients of all clients. S_M and S_w together repr
 If the weak modality lags behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This
 term uses the distances to the global class prototypes.
 
-With more than two modalities, the method compares the weakest with the strongest. A client that lacks a modality has no
-imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality. Page:
-docs/algorithms/cmsfed.md.
+If there are more than two modalities, the method compares the weakest with the strongest. A client that lacks a
+modality has no imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality.
+Page: docs/algorithms/cmsfed.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +94,7 @@ class CmsFed(CmsFedOptions):
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
         """Choose the sets S_M and S_w of this round (Eq. 13-14), and return them with the selector's memory."""
         ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
-        weak = ratios.weak(state.choice.weak, self.hysteresis)
+        weak = ratios.weak(state.choice.weak)
         if weak and self.placebo == "random-modality":
             own = keys.key(fed.seed, "placebo", fed.round)
             weak = ratios.modalities[keys.choice(own, len(ratios.modalities), 1)[0]]
@@ -112,13 +112,13 @@ class CmsFed(CmsFedOptions):
             dominance_threshold=self.threshold(ratios, weak),
             resolution=self.resolution,
             size=size,
-            sample=num if self.greedy == "full" else sample_size(size, num),
+            sample=sample_size(size, num),
             at_random=self.placebo == "random-picks",
         )
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
 
     def threshold(self, ratios: ImbalanceRatios, weak: str) -> float:
-        """Return chi or a quantile. A client with a dominance ratio above this value trains only the weak modality."""
+        """Return the threshold: a client with a larger dominance ratio trains only the weak modality."""
         if self.ratio_rule == "quantile" and weak:
             return ratios.quantile(weak, self.dominance_quantile)
         return self.dominance_threshold
@@ -164,7 +164,7 @@ class CmsFed(CmsFedOptions):
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
             prototypes=prototypes.gathered(
-                state.prototypes, [(r.prototypes, r.rows_per_class) for r in reports.values()], self.prototype_momentum
+                state.prototypes, [(r.prototypes, r.rows_per_class) for r in reports.values()]
             ),
             ratios=state.ratios.reported({client: report.ratio for client, report in reports.items()}),
         )
@@ -192,9 +192,9 @@ class CmsFed(CmsFedOptions):
     # local training
 
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
-        """Make the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9), with the value of each term.
+        """Make a function of the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9) and of its terms.
 
-        With exact gradients the loss returns its terms separately, so that g and h can be summed over the steps.
+        If gradients are exact, the loss returns its terms separately, so that g and h can be summed over the steps.
         """
 
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -213,7 +213,7 @@ class CmsFed(CmsFedOptions):
     def fit(
         self, scope: TrainingScope, data: ClientData, params: Tree, near: Mapping[str, Prototypes] | None, train: Train
     ) -> TrainingResult:
-        """Train with the prototypes `near`. With None, the client uses its own, computed again before every epoch."""
+        """Train with the prototypes `near`, or if None, with the client's own, computed again before every epoch."""
         sums = GradientSums(scope, exact=self.sends_gradients)
         return sums.minimise(lambda use: self.local_loss(scope, use), data, params, near, train)
 
@@ -226,7 +226,7 @@ class CmsFed(CmsFedOptions):
 
     @task()
     def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
-        """Report gradients, prototypes and ratio of the initial model before round 1. Discard the trained model."""
+        """Report gradients, prototypes and ratios of the initial model before round 1. Discard the trained model."""
         scope = TrainingScope(context, context.modalities, context.modalities, True, self.feature_norm)
         own, _ = scope.own_prototypes(data, got.params)
         fit = self.fit(scope, data, got.params, own, self.first_pass())
@@ -255,7 +255,7 @@ class CmsFed(CmsFedOptions):
         return received if self.prototypes == "global" else None
 
     def _report(self, scope: TrainingScope, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree) -> Report:
-        """Return a report: training gradients, the parameters `kept`, and prototypes and ratios of the model `at`."""
+        """Return the report with the parameters `kept`, and with prototypes and ratios under the model `at`."""
         g, h = client_gradients.mean_gradients(fit)
         own, rows = scope.own_prototypes(data, at)
         pooled = self.prototypes == "global"
@@ -281,9 +281,10 @@ class CmsFed(CmsFedOptions):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return whether a task sends a field: never for `update`, nor for `explore` without modality selection.
+        """Return whether a task sends a field.
 
-        For the other tasks of CMSFed, the options determine which fields are sent.
+        The task `update` sends no field. Without modality selection, `explore` also sends none. For the other tasks of
+        CMSFed, the options determine which fields are sent.
         """
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False

@@ -26,7 +26,7 @@ EMPTY = torch.zeros(0)
 
 @dataclass(frozen=True)
 class ImbalanceRatios:
-    """The last ratios of each client: the confidence of the first modality divided by that of each other modality.
+    """The last ratios of each client: the confidence of the first modality divided by that of every other modality.
 
     With two modalities, the ratio is the paper's rho. The value of the first modality is always 1.
 
@@ -60,7 +60,7 @@ class ImbalanceRatios:
     def mean(self) -> dict[str, float]:
         """Return the global ratio rho_glob by modality: the mean of the clients' last values, weighted by rows.
 
-        Empty before the first report.
+        The dictionary is empty before the first report.
         """
         known = ~self.values.isnan().any(1)
         if not bool(known.any()):
@@ -68,28 +68,27 @@ class ImbalanceRatios:
         weight = self.num_rows[known] / self.num_rows[known].sum()
         return dict(zip(self.modalities, (weight @ self.values[known]).tolist(), strict=True))
 
-    def weak(self, before: str = "", hysteresis: float = 0.0) -> str:
+    def weak(self, before: str = "") -> str:
         """Return the weak modality, which has the largest global ratio, or "" if all ratios are equal or unknown.
 
         Args:
-            before: the weak modality of the last round.
-            hysteresis: another modality replaces `before` only if its ratio is larger by this share.
+            before: the weak modality of the last round. It stays the weak one if no other ratio is larger.
         """
         mean = self.mean()
         if not mean or max(mean.values()) == min(mean.values()):
             return ""
         weakest = max(mean, key=lambda m: mean[m])
-        return before if before and mean[weakest] <= mean[before] * (1 + hysteresis) else weakest
+        return before if before and mean[weakest] == mean[before] else weakest
 
     def dominance(self, weak: str, client: int) -> float:
         """Return a client's dominance ratio r: the confidence of the strongest other modality over that of `weak`."""
         mean = self.mean()
-        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # with hysteresis, `weak` may lead already
+        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])
         at = self.values[client].tolist()
         return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
 
     def quantile(self, weak: str, share: float) -> float:
-        """Return the dominance ratio that this share of the clients with ratios does not exceed."""
+        """Return a quantile of the clients' dominance ratios; `share` 0.5 is the median."""
         known = (~self.values.isnan().any(1)).nonzero().flatten().tolist()
         return float(torch.tensor([self.dominance(weak, k) for k in known], dtype=torch.float64).quantile(share))
 
@@ -100,7 +99,7 @@ class ImbalanceRatios:
 
 
 def client_ratios(scope: TrainingScope, data: ClientData, w: Tree, own: Mapping[str, Prototypes]) -> Tree:
-    """Compute rho^k: ratios of the first modality over each other one, over all rows of a client.
+    """Compute rho^k: ratios of the first modality over every other modality, for all rows of a client.
 
     Args:
         scope: the part of the model that the client trained.

@@ -49,7 +49,7 @@ class TrainingScope:
         return [name for m in self.helped for name in encoder_names(self.context, params, m)]
 
     def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
-        """Compute the client's class means under the model w, by modality, and its rows of each class (C,)."""
+        """Compute the client's class means under the model w, by modality, and its number of rows per class (C,)."""
         sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
         return prototypes.class_means(data.fold, lambda b: self.features(w, b), sizes, self.context.num_classes)
 

@@ -24,8 +24,8 @@ class Assignment(Message):
 class Report(Message):
     """A client's reply after training: mean loss terms, trained blocks, and the mean gradients g and h.
 
-    The reply also describes the client's rows: prototypes (C, D) by modality, class counts (C,) and the imbalance
-    ratios of the first modality over each other one. Trees that the options do not use are empty.
+    The reply also describes the client's rows: prototypes (C, D) by modality, class counts (C,), and the imbalance
+    ratio of the first modality over every other modality. Trees that the options do not use are empty.
     """
 
     cross_entropy: Tensor = carries("statistic")

@@ -15,46 +15,45 @@ from polyfed.selection import Uniform
 class CmsFedOptions(Averaging):
     """CMSFed and its ablations.
 
-    `prototypes = "local"` gives the ablation CMSFed-local. With `modality_selection = false` as well, it is FedAvg+PCE.
-    With `[selection] name = "divfl"` in addition, it is DivFL+PCE.
+    `prototypes = "local"` gives the ablation CMSFed-local. If `modality_selection = false` is also set, the method is
+    FedAvg+PCE. If `[selection] name = "divfl"` is set in addition, the method is DivFL+PCE.
 
     Attributes:
         ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
-            whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients above the
-            `dominance_quantile` of all clients' ratios; unless all ratios are equal, there are always such clients.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. With inf, no client trains
-            only one modality because of its ratio.
-        dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small.
+            whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients whose ratio is above the
+            `dominance_quantile` of all clients' ratios. Such clients always exist, unless all ratios are equal.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. If it is inf, no client
+            trains only one modality because of its ratio.
+        dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small for the
+            rule to apply.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
         beta_mode: how beta, the weight of PCE in a batch, is computed. `clip` is alpha_p * clip(ratio - 1, 0, 1), as in
             the paper. `hard` is alpha_p if the ratio is above 1, and otherwise 0, as in the released code.
         pce_target: the modality to which PCE is applied. `global_weak` is the weak modality of the federation (Eq. 9);
             `batch_weak` is the weak modality of the batch (released code).
-        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` compares how far training
-            moved the encoders (released code), so clients upload no gradients.
+        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` instead compares how far
+            training moved the encoders (released code), so clients upload no gradients.
         client_weights: weights of the clients in the mean. `samples` uses the number of rows. `clusters` uses the rows
-            of the clients that a chosen client represents (the gamma of Eq. 6): under D_2 in the weak block, else under
-            D_1.
+            of the clients that a chosen client represents (the gamma of Eq. 6). Distances D_2 decide this in the weak
+            block, and distances D_1 in the other blocks.
         classifier_average: the clients over which a modality's columns of the classifier are averaged. `cohort`
-            averages over all chosen clients, so over the whole of omega; a client that did not train the columns counts
-            with the values that it received. `trained` averages only over the clients that trained the modality.
+            averages over all chosen clients. A client that did not train the columns then contributes the values that
+            it received. `trained` averages only over the clients that trained the modality.
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
-        resolution: which best candidates of the two problems join: both (`paper`, Eq. 13-14) or one (`authors`, the
-            released code).
-        greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
+        resolution: each of the two problems names its best candidate. Under `paper` (Eq. 13-14) both candidates join;
+            under `authors` (the released code) only one joins.
         init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
             one full-batch `step`.
         prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.
-        prototype_momentum: momentum of the global prototypes; 0 in the paper.
         modality_selection: if false, the selector draws the cohort, and each client in it trains all its modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
-        hysteresis: another modality becomes the weak one only if its ratio is larger by this share; 0 in the paper.
-        feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
-            paper. Without scaling, training can lower PCE by lengthening the features until the classifier diverges.
-            docs/algorithms/cmsfed.md describes when this ends a run.
+        feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
+            them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
+            classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
         placebo: a control that has the same cost but removes one idea. `random-picks` draws both candidates of a pass
             at random instead of by facility location. `random-modality` draws the weak modality of a round.
-            `random-prototypes` sends random vectors with the lengths of the prototypes, the same in every round.
+            `random-prototypes` sends random vectors of the same lengths as the prototypes. These vectors do not change
+            between rounds.
     """
 
     ratio_rule: Literal["threshold", "quantile"] = "quantile"
@@ -68,13 +67,10 @@ class CmsFedOptions(Averaging):
     classifier_average: Literal["cohort", "trained"] = "trained"
     normalize_delta: bool = True
     resolution: Literal["paper", "authors"] = "paper"
-    greedy: Literal["stochastic", "full"] = "stochastic"
     init_pass: Literal["epoch", "step"] = "epoch"
     prototypes: Literal["global", "local"] = "global"
-    prototype_momentum: Annotated[float, BELOW_ONE] = 0.0
     modality_selection: bool = True
     sketch: Annotated[int, NOT_NEGATIVE] = 0
-    hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 6.0
     placebo: Literal["none", "random-picks", "random-modality", "random-prototypes"] = "none"
 

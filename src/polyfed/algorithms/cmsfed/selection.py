@@ -39,7 +39,7 @@ class Choice:
         return {*self.train_all, *self.train_alone}
 
     def share(self, modality: str, num_modalities: int) -> float:
-        """Return the modality's share of all selected pairs of a client and a modality (Fig. 6)."""
+        """Return the modality's share of all selected (client, modality) pairs (Fig. 6)."""
         own = len(self.train_all) + sum(trained == modality for trained in self.train_alone.values())
         return own / max(num_modalities * len(self.train_all) + len(self.train_alone), 1)
 
@@ -119,7 +119,7 @@ class SelectionProblem:
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
-        """Add a client to the covers. In the released code, each problem knows only its own clients."""
+        """Tell the problems which client joined. In the released code, each problem counts only its own clients."""
         if not alone or not self._complete(client):  # its gradient covers all that it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):
@@ -152,9 +152,9 @@ def all_alike(similarity: AnySimilarity) -> bool:
 def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     """Numbers of a round for the log.
 
-    `imbalance_ratio` is the global ratio of the first modality over the second. With more than two modalities, it is
-    the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected pairs.
-    `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
+    `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
+    it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected
+    pairs. `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
     modality.
     """
     mean = ratios.mean()

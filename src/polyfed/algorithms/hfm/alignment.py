@@ -14,11 +14,12 @@ SHOWN = 5
 
 
 def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dict[int, list[int]]:
-    """Return the devices of each silo that have rows, in ascending order. Silos without rows are left out.
+    """Return, for each silo, the devices that have rows, in ascending order. Silos without rows are left out.
 
     Args:
         clients: the client registry.
-        overlap: the option `overlap` of `VerticalOptions`. Only under `exact`, a modality belongs to one device.
+        overlap: the option `overlap` of `VerticalOptions`. Under `exact`, only one device of a silo may hold a
+            modality.
 
     Raises:
         RecipeError: the clients form no silos, or under `exact` two devices of one silo hold the same modality.

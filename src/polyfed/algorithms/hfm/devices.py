@@ -1,7 +1,7 @@
 """The half of HFM and VFL that runs on the devices of a silo: embeddings, and Q local rounds on a mini-batch.
 
-A device with labels trains its encoder and a copy of the head on the exchanged embeddings (`practise`). With
-`labels_at`, a device without labels trains its encoder on the gradients of its embeddings (`guide` and `follow`).
+A device with labels trains its encoder and a copy of the head on the exchanged embeddings (`practise`). If `labels_at`
+is set, a device without labels trains its encoder on the gradients of its embeddings (`guide`, `follow`).
 """
 
 from abc import abstractmethod
@@ -91,7 +91,7 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def guide(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Slopes, Tree]:
-        """With `labels_at`: compute the gradient of each row's loss with respect to the other devices' embeddings."""
+        """Under `labels_at`, compute the gradient of each row's loss with respect to the other devices' embeddings."""
         peers = {m: h for m, h in got.embeddings.items() if m != self.labels_at}
 
         def slopes(batch: Batch) -> Tree:
@@ -106,7 +106,7 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def follow(self, context: ClientContext, data: ClientData, local: Tree, got: Guidance) -> tuple[Followed, Tree]:
-        """With `labels_at`: run Q local rounds of the encoders on <gradient, embedding>, without any label (FedBCD)."""
+        """Under `labels_at`, run Q local rounds of the encoders on <gradient, embedding>, without labels (FedBCD)."""
         encoders = self._encoders(context, local)
         anchors = context.model.trainable(self.anchors(local, {}))
         pulled = {name: value for name, value in anchors.items() if name in encoders}
@@ -130,7 +130,7 @@ class Devices(VerticalOptions):
     def _loss(
         self, context: ClientContext, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
     ) -> Callable[[Tree, Batch], Tensor]:
-        """Return the loss of a local round; without `fresh`, the device's own embeddings are the exchanged ones too."""
+        """Return the loss of a local round. If not `fresh`, all embeddings are exchanged ones, the device's own too."""
         # trainable parameters only: the term for BatchNorm statistics would only add a constant to the reported loss
         pulled = context.model.trainable(self.anchors(local, got.head))
         anchors = {name: value for name, value in pulled.items() if name in trained}
@@ -191,5 +191,5 @@ class Devices(VerticalOptions):
         return {name: local[name] for name in context.initial if name in local}
 
     def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
-        """Return the names in the head that the loss reaches: not the columns of devices that sent no embeddings."""
+        """Return the names of the head that the loss reaches. Columns of devices without embeddings are left out."""
         return set(context.model.head(got.embeddings)) & got.head.keys()

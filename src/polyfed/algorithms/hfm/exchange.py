@@ -1,6 +1,6 @@
 """Messages between the devices of a silo, their edge and the server, and the computations of an edge.
 
-Shape letters: `B_m` rows of the edge's mini-batch, `E` embedding, `N_m` rows of the silo.
+Shape letters: `B_m` rows of the edge's mini-batch, `E` entries of an embedding, `N_m` rows of the silo.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Embedded(Message):
 
 @message
 class Exchange(Message):
-    """The message Phi from an edge to its devices: the head, the latest embeddings of all devices, and their rows."""
+    """The message Phi from an edge to a device: the head, all latest embeddings, and the rows of the embeddings."""
 
     head: Tree = carries("parameters", whole=True)
     embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
@@ -76,7 +76,7 @@ class Slopes(Message):
 
 @message
 class Guidance(Message):
-    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and its rows."""
+    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and their rows."""
 
     gradients: Tree = carries("embeddings", shape=(None, "encoded"))
     rows: Tensor = carries("ids", shape=(None,))
@@ -116,7 +116,7 @@ class Sent:
 
 
 def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange:
-    """Return the exchange with the other devices' embeddings taken from other rows, as a control."""
+    """As a control, return the exchange with the other devices' embeddings taken from other rows."""
     out = dict(exchange.embeddings)
     for m, h in exchange.embeddings.items():
         if m not in own:
@@ -125,7 +125,7 @@ def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange
 
 
 def whole_batch(asked: Mapping[int, Sample]) -> Accept:
-    """Accept embeddings only if each device sent as many rows as it was asked for."""
+    """Accept embeddings of a device only if it sent as many rows as it was asked for."""
 
     def flaw(client: int, reply: Embedded) -> str:
         sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
@@ -135,16 +135,16 @@ def whole_batch(asked: Mapping[int, Sample]) -> Accept:
 
 
 def mean_tree(trees: Sequence[Tree]) -> Tree:
-    """Return the mean of the trees by name; without trees, return an empty tree."""
+    """Return the mean of the trees by name, or an empty tree if there are no trees."""
     return zip_map(lambda *parts: torch.stack(parts).mean(0), *trees) if trees else {}
 
 
 def bytes_down(fed: Federation, send: Mapping[int, Message]) -> int:
-    """Return the bytes of these messages as their clients receive them, counted like in the ledger."""
+    """Return the bytes of these messages as their clients receive them, counted as in the ledger."""
     received = (cut(msg, fed.clients[client].blocks) for client, msg in send.items())
     return sum(crossing.bytes for msg in received for crossing in crossings(msg))
 
 
 def bytes_up(replies: Replies) -> int:
-    """Return the bytes of replies, counted like in the ledger."""
+    """Return the bytes of replies, counted as in the ledger."""
     return sum(len(p.clients) * sum(c.bytes for c in crossings(p.message, stacked=True)) for p in replies.parts)

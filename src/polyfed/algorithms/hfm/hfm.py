@@ -3,7 +3,7 @@
 Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as described by a reproduction report. This file is
 the horizontal half of the method. The vertical half, training inside silos, is `vertical.py`. In a round, the server
 broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages encoders and
-heads over the silos, weighted by their rows (Eq. 3). See docs/algorithms/hfm.md.
+heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ ANCHOR = "anchor"
 
 @message
 class Adopt(Message):
-    """The server's broadcast to a device: the device's encoders and, with the proximal term, the head as an anchor."""
+    """The server's broadcast to a device: its encoders and, if `mu` is above 0, the head as an anchor."""
 
     params: Tree = carries("parameters")
     head: Tree = carries("parameters", whole=True)
@@ -52,7 +52,7 @@ class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the local state of `Vertical` and, with the proximal term, the values of the last broadcast."""
+        """Return the local state of `Vertical` and, if `mu` is above 0, the values of the last broadcast."""
         own = super().local(context, key)
         if not self.mu:
             return own
@@ -62,14 +62,14 @@ class Hfm(Vertical):
         return own | nested(ANCHOR, encoders | head)
 
     def anchors(self, local: Tree, head: Tree) -> Tree:
-        """Return the values of the last broadcast, encoders and head."""
+        """Return the encoders and the head of the last broadcast."""
         return under(ANCHOR, local)
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
         """Broadcast, do R exchanges in every silo, and average over the silos.
 
         A device that missed the broadcast does not take part in the round, because its encoder and its anchor would be
-        older than those of the other devices. In this round its silo lacks the device's modalities.
+        older than those of the other devices. The silo then trains without the device's modalities in this round.
         """
         state = self.identified(state, fed)
         samples = self.samples(state, fed)
@@ -99,7 +99,7 @@ class Hfm(Vertical):
         return any(self.holds_labels(fed.clients.owned(client)) for client in members)
 
     def _mean(self, uploads: Replies, samples: Mapping[int, SiloSamples], fed: Federation) -> Tree:
-        """Return the averages of Eq. 3. An encoder counts with its device's samples, a head with its silo's samples."""
+        """Return the averages of Eq. 3: encoders weighted by the device's samples, heads by the silo's samples."""
         silo_of = {client: silo for silo, own in samples.items() for client in own.places}
         encoders = {client: samples[silo_of[client]].rows(client) for client in uploads}
         whole = {client: samples[silo_of[client]].count for client in uploads}
@@ -109,7 +109,7 @@ class Hfm(Vertical):
         return mean
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Evaluate the global model on the server's rows, and on each silo's test rows with all its modalities."""
+        """Evaluate the global model on the server's rows, and on each silo's test rows across the silo's devices."""
         measured = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else {}
         if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
             return Measured(measured)

@@ -27,19 +27,21 @@ class VerticalOptions(Algorithm):
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
         resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
         eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
-        inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
+        inner_batch: rows of a step if `local_unit` is `epoch`; replaces [train] batch_size.
         mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
         keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
-            exchange starts a fresh optimiser. The report does not say. It needs `head_update = "device_average"`.
+            exchange starts a fresh optimiser. The report does not say what it uses. This option needs `head_update =
+            "device_average"`.
         overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
-            same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and an
-            embedding that no device has counts as zero. Under `common` and `all`, several devices may hold one
+            same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and
+            replaces an embedding that no device has by zeros. Under `common` and `all`, several devices may hold one
             modality; the edge takes the mean of their embeddings of a sample.
         labels_at: the modality whose devices hold the labels. The other devices train on the gradients of their
             embeddings, which the devices with labels compute once in an exchange (FedBCD, Liu et al., IEEE Transactions
             on Signal Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
-        placebo: `shuffled` is a control that has the same cost. Each device receives the other devices' embeddings of
-            other rows of the mini-batch, so they are unrelated to its samples. `none` is the method.
+        placebo: `shuffled` is a control that has the same cost. The embeddings that each device receives from other
+            devices come from other rows of the mini-batch, so they are unrelated to its own samples. `none` is the
+            method.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5
@@ -62,7 +64,7 @@ class VerticalOptions(Algorithm):
         """Refuse options that are out of range, options that contradict each other, and [train] epochs and steps.
 
         Raises:
-            RecipeError: for such an option; the message says what to set instead.
+            RecipeError: there is such an option; the message says what to set instead.
         """
         super().__post_init__()
         if self.evaluation.clients is not None:

@@ -1,6 +1,7 @@
 """The samples of a silo: which samples its edge can use, and where each device holds them.
 
-Shape letters: `N_m` samples of the silo, `B_m` samples of the edge's mini-batch, `n` rows of a device, `E` embedding.
+Shape letters: `N_m` samples of the silo, `B_m` samples of the edge's mini-batch, `n` rows of a device, `E` entries of
+an embedding.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -80,7 +81,7 @@ class SiloSamples:
         return self.places[client][batch] >= 0
 
     def own_rows(self, batch: Tensor, client: int) -> Tensor:
-        """Return the positions of a mini-batch's samples among the device's own rows, without those that it lacks."""
+        """Return the positions of a mini-batch's samples among the device's own rows. Missing samples are left out."""
         places = self.places[client][batch]
         return places[places >= 0]
 

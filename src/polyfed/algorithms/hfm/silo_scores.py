@@ -32,7 +32,7 @@ from polyfed.training import ClientData
 
 @message
 class Evaluated(Message):
-    """Asks a device for embeddings of its own test rows: by these encoders, or by its own if the tree is empty."""
+    """Asks for embeddings of a device's own test rows: by these encoders, or if empty, by the device's encoders."""
 
     params: Tree = carries("parameters")
 
@@ -51,7 +51,7 @@ class SiloScores(Devices):
     """The tasks of the devices, and the evaluation of silos. `VerticalOptions` lists the options."""
 
     def devices(self, fed: Federation) -> dict[int, list[int]]:
-        """Return the devices of each silo that have rows; see `devices_of_silos`."""
+        """Return, for each silo, the devices that have rows; see `devices_of_silos`."""
         return devices_of_silos(fed.clients, self.overlap)
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
@@ -62,14 +62,14 @@ class SiloScores(Devices):
     def evaluated_in_silos(
         self, fed: Federation, heads: Mapping[int, Tree], encoders: Tree
     ) -> tuple[dict[str, float], dict[int, float]]:
-        """Score every silo on its own test rows, under the number of its first device.
+        """Score every silo on its own test rows. The score is listed under the number of the silo's first device.
 
         A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
 
         Args:
             fed: the federation.
             heads: the head of each silo.
-            encoders: the encoders to use; empty means each device's own.
+            encoders: the encoders to use; if empty, each device uses its own.
         """
         silos, tested = self.devices(fed), set(fed.clients.tested)
         asked = [client for members in silos.values() for client in members if client in tested]
@@ -114,7 +114,7 @@ class SiloScores(Devices):
 
 @dataclass(frozen=True)
 class FromEmbeddings(Predictor):
-    """Predicts from embeddings (n, E) of all rows, by modality, that were computed before."""
+    """Predicts from stored embeddings (n, E) of all rows, by modality, and does not compute new ones."""
 
     embeddings: Tree
 

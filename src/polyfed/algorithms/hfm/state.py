@@ -18,8 +18,9 @@ class SiloState(State):
     Attributes:
         heads: the head of each silo's edge.
         ids: the sample ids of each device, int64 (n,). A device whose ids are not known yet takes part in no round.
-        sent: the last embeddings of each device; kept only with `resample = false`, which can use them again.
-        drift: mean relative drift of the embeddings within Q local rounds, in the last round.
+        sent: the last embeddings of each device; kept only if `resample` is false, because they can then be used again.
+        drift: mean relative drift of the embeddings during Q local rounds, over all devices and exchanges of the last
+            round.
         exchanges: number of exchanges so far.
         silo_bytes: bytes between devices and their edges in the last round, both directions.
         server_bytes: bytes between devices and the server in the last round, both directions.

@@ -61,7 +61,7 @@ class Vertical(SiloScores):
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the device's encoders with their common initial values, and with `keep_optimiser` also the moments."""
+        """Return the encoders with their common initial values and, if `keep_optimiser` is set, the moments."""
         head = set(context.model.head())
         encoders = {name: value for name, value in context.initial.items() if name not in head}
         if not self.keep_optimiser:
@@ -105,7 +105,7 @@ class Vertical(SiloScores):
         """Match the rows of the devices of each silo, and leave out silos that cannot take part yet.
 
         Raises:
-            DataError: see `SiloSamples.of`; or the devices of a silo hold no sample that can be used.
+            DataError: `SiloSamples.of` raises it, or the devices of a silo hold no sample that can be used.
         """
         found = {}
         for silo, members in self.devices(fed).items():
@@ -146,7 +146,7 @@ class Vertical(SiloScores):
         return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
 
     def observe(self, state: SiloState) -> dict[str, float]:
-        """Exchanges and local rounds so far, staleness of embeddings, and bytes inside and outside of silos."""
+        """Return the exchanges and local rounds so far, the staleness, and the bytes inside and outside of silos."""
         return {
             "exchanges": state.exchanges,
             "local_rounds": state.exchanges * self.local_rounds,
@@ -156,7 +156,7 @@ class Vertical(SiloScores):
         }
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow the tasks of an option only with this option."""
+        """Allow a task that belongs to an option only if this option is set."""
         if task in ("guide", "follow"):
             return bool(self.labels_at) and block != self.labels_at
         return task != "fit_head" or self.head_update == "server"
@@ -201,7 +201,7 @@ class Vertical(SiloScores):
     def _asked(
         self, fed: Federation, task: Task, send: Mapping[int, Message], turn: Turn, *, heads: bool, quorum: bool = True
     ) -> tuple[Replies, int]:
-        """Send a request of an exchange. Return the replies, whose heads must be complete, and the bytes moved."""
+        """Send a request of an exchange. Return the replies and the bytes moved. Heads in replies must be complete."""
         accept = names_as_sent("head", send) if heads else None
         replies = fed.ask(task, sorted(send), send, quorum=quorum, turn=turn.number, accept=accept)
         return replies, bytes_down(fed, send) + bytes_up(replies)
@@ -215,7 +215,7 @@ class Vertical(SiloScores):
         known: Mapping[int, Sent],
         answers: Replies,
     ) -> dict[int, Exchange]:
-        """Return the message Phi to every device with labels that answered: the head, and embeddings of its samples."""
+        """Return, for every device with labels that answered, Phi: the head, and embeddings of the device's samples."""
         phi: dict[int, Exchange] = {}
         for silo, members in turn.silos.items():
             samples, batch = turn.samples[silo], turn.batches[silo]
@@ -239,7 +239,7 @@ class Vertical(SiloScores):
         known: Mapping[int, Sent],
         phi: Mapping[int, Exchange],
     ) -> tuple[Replies, int]:
-        """With `labels_at`: train the devices without labels. Return their replies and the bytes moved."""
+        """Train the devices without labels, if `labels_at` is set. Return their replies and the bytes moved."""
         slopes, moved = self._asked(fed, self.guide, phi, turn, heads=False)
         send: dict[int, Guidance] = {}
         for silo, members in turn.silos.items():

@@ -1,4 +1,4 @@
-"""VFL: every silo trains separately. It is the control that shows the benefit of averaging across silos in HFM.
+"""VFL: every silo trains separately. A comparison with HFM shows the benefit of averaging across silos.
 
 VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. The proximal
 term acts only on the head. It pulls towards the last head that the edge sent, because a device receives nothing else.
@@ -49,7 +49,7 @@ class Vfl(Vertical):
         return head
 
     def devices(self, fed: Federation) -> dict[int, list[int]]:
-        """Return the devices of each silo that have rows.
+        """Return, for each silo, the devices that have rows.
 
         Raises:
             RecipeError: two devices of a silo hold the same modality. Their encoders would never be averaged.
@@ -63,7 +63,7 @@ class Vfl(Vertical):
         return self.vertical(state, fed, {silo: list(own.places) for silo, own in samples.items()}, samples)
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Evaluate every silo's model on the server's rows, if the policy allows it, and on its own test rows."""
+        """Evaluate every silo's model on its own test rows and, if the policy allows it, on the server's rows."""
         policy = fed.context.policy
         measured = (
             self._evaluated_by_server(state, fed) if fed.evaluation_clients and policy.allows_models("server") else {}

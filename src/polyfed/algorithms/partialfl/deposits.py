@@ -14,7 +14,7 @@ PRESENT = "present"
 
 
 def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
-    """Return the deposited rows (n, ...) by modality, without modalities whose shape the model cannot read.
+    """Return the deposited rows (n, ...) by modality. Modalities whose shape the model cannot read are left out.
 
     If a client lacks a modality for some rows, `present.<modality>` marks the rows that it has.
     """
@@ -27,7 +27,7 @@ def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
-    """Return, by client, the embeddings z'_T (n, size) of the deposited rows, without embeddings of a wrong shape."""
+    """Return, by client, the embeddings z'_T (n, size) of the deposited rows. Wrong shapes are left out."""
     found = {}
     for k in replies:
         student: Tree = replies[k].student

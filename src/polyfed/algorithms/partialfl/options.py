@@ -29,15 +29,15 @@ class PartialOptions(Averaging):
         normalise: whether embeddings are scaled to length 1 before they are compared.
         mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, and the paper uses 0.01.
         global_model: the modalities that the federated model reads: only the `private` ones, or `all`.
-        inputs: what the data holds for a shareable modality: `embeddings`, or `raw` samples. The deposit has the same
-            kind, so the policy must also allow `raw` if it is used.
+        inputs: what the data holds for a shareable modality: `embeddings`, or `raw` samples. The clients deposit rows
+            of the same kind. If this kind is `raw`, the policy must allow `raw` as well as `embeddings`.
         local_start: how local models start. With `own`, each device draws its own initial model, as in the paper. With
             `common`, all start from the same model, so the embeddings of all devices have the same axes from the start.
         local_hidden: hidden sizes of the local model's encoders, which are MLPs unless `local_encoders` names others.
-        local_encoders: encoders of the local models by modality, with the entries of [model.encoders]. For images and
-            series, name an encoder that reads them.
+        local_encoders: encoders of the local models by modality, written like the entries of [model.encoders]. For
+            images and series, name an encoder that reads them.
         server_hidden: hidden sizes of the encoders in the tower (the server model), which are MLPs as well.
-        server_encoders: encoders of the tower by modality, as `local_encoders`.
+        server_encoders: encoders of the tower by modality, written like `local_encoders`.
         server_epochs: passes of the server over a device's rows in a round; the paper states no number.
         keep_server_optimiser: whether the tower's optimiser keeps its moments from device to device and from round to
             round; the paper does not say.
@@ -46,8 +46,9 @@ class PartialOptions(Averaging):
         placebo: a control that has the same cost but removes the teacher's knowledge. `noise` sends new random
             embeddings in every round, `shuffled` sends embeddings of other rows of the same device, and `frozen` sends
             embeddings of an untrained tower. `none` is the method.
-        probe: whether devices measure the teacher's quality: how often, on every second row, the nearest class mean of
-            z_T over the other rows belongs to the row's class. The log then has `teacher_accuracy`.
+        probe: whether devices measure the teacher's quality. A device computes class means of z_T from half of its
+            rows, and counts how many of its other rows are nearest to the mean of their own class. The log then has
+            `teacher_accuracy`.
     """
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
@@ -82,7 +83,7 @@ class PartialOptions(Averaging):
         """Refuse encoders for a modality that is not shareable, because no local model or tower reads it.
 
         Raises:
-            RecipeError: the text lists the shareable modalities.
+            RecipeError: there is such an encoder; the message lists the shareable modalities.
         """
         for option in ("local_encoders", "server_encoders"):
             if strange := [name for name in getattr(self, option) if name not in shared]:
@@ -102,7 +103,7 @@ class PartialOptions(Averaging):
         return second_model(shapes, self.local_hidden, d, model.num_outputs, self.local_encoders)
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
-        """Return the modalities for which a policy allows the server every kind that the method needs."""
+        """Return the modalities of which the policy allows the server every kind of data that the method needs."""
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
@@ -130,7 +131,7 @@ class PartialOptions(Averaging):
         return spec, modalities if self.global_model == "all" else private
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Rows and embeddings of shareable modalities, and parameters of the modalities that the global model reads."""
+        """Allow rows and embeddings of shareable modalities, and parameters of the global model's modalities."""
         if task == "update":  # a task of `Averaging` that this method never asks for
             return False
         shared = block != SHARED and bool(self.shareable(policy, [block]))

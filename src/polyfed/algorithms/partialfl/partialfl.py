@@ -7,8 +7,8 @@ same vectors with the labels, and never leaves the device. Training pulls the fe
 embeddings of the tower. One contrastive loss connects the three models (Eq. 1 to 4).
 
 The egress policy defines which modalities are shareable: those whose `embeddings` may go to the server. The paper has
-only one. With several, each contrastive term is the mean over those that a client owns. Page:
-docs/algorithms/partialfl.md.
+only one shareable modality. If there are several, each contrastive term is the mean over those that a client owns.
+Page: docs/algorithms/partialfl.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,7 +111,7 @@ class PartialFL(PartialOptions):
         return Deposit(vectors, samples, there, data.num_rows), local
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the initial local model, which never leaves the device; empty without a shareable modality."""
+        """Return the initial local model, which never leaves the device. Without shareable modalities it is empty."""
         shared = self.shareable(context.policy, context.modalities)
         if not shared:
             return {}
@@ -240,7 +240,7 @@ class PartialFL(PartialOptions):
         return value, teachers.mean_alignment(near, batch, read)
 
     def loss_local(self, objective: Objective, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
-        """L_loc (Eq. 4): the task's loss plus beta times L^{S->L} of z'_T towards z_T. Rows without T are left out."""
+        """L_loc (Eq. 4): the task's loss plus beta L^{S->L} of z'_T towards z_T, over rows with a shared modality."""
         z = model.features(theta_k, batch)
         beta = self.beta if self.beta_local is None else self.beta_local
         value = objective.loss(model.fuse(theta_k, z, batch), teachers.rows_with(batch, z_T))
@@ -264,8 +264,9 @@ class PartialFL(PartialOptions):
             students: embeddings of the model in training, by modality.
             teacher: embeddings of the other model, by modality.
             batch: the rows of the students.
-            labels: classes of the rows (B,), if rows of one class may be left out of each other's negatives.
-            read: rows that the student's model reads, bool (B,); None means all rows.
+            labels: classes of the rows (B,). If given, the option `same_class_negatives` can leave rows of the same
+                class out of the negatives.
+            read: rows that the student's model can read, bool (B,); None means all rows.
         """
         same = labels if labels is not None and not self.same_class_negatives else None
         terms = []
@@ -285,7 +286,7 @@ class PartialFL(PartialOptions):
     # what is logged
 
     def observe(self, state: PartialState) -> dict[str, float]:
-        """Losses of the local models and the tower, and the mean cosine of paired embeddings."""
+        """Return the losses of the local models and the tower, and the mean cosine of paired embeddings."""
         return state.logged
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:

@@ -40,7 +40,7 @@ def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
 
 
 def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, client: int) -> Tree:
-    """Return teachers (n, d) unrelated to their rows: `noise` of the same lengths, or the rows `shuffled`."""
+    """Return teachers (n, d) unrelated to their rows: `noise` of the same lengths, or the same teachers `shuffled`."""
     out = {}
     for m, z in z_T.items():
         key = keys.key(fed.seed, "placebo", client, fed.round, m)
@@ -56,9 +56,9 @@ def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, cli
 
 
 def paired(batch: Batch, modality: str, read: Tensor | None = None) -> Tensor | None:
-    """Return the rows that count in a contrastive term, bool (B,); None means all rows.
+    """Return the rows that enter a contrastive term, bool (B,); None means all rows.
 
-    A row counts if it is not padding, has the modality, and can be read by the student's model.
+    A row enters the term if it is not padding, has the modality, and can be read by the student's model.
     """
     masks = [mask for mask in (batch.ok, batch.present.get(modality), read) if mask is not None]
     return torch.stack(masks).all(0) if masks else None
@@ -73,7 +73,7 @@ def readable(batch: Batch, modalities: tuple[str, ...]) -> Tensor | None:
 
 
 def rows_with(batch: Batch, z_T: Tree) -> Batch:
-    """Return the batch. Rows that lack every shareable modality are marked as padding."""
+    """Return the batch, in which rows that lack every shareable modality are marked as padding."""
     there = readable(batch, tuple(z_T))
     if there is None:
         return batch
@@ -91,11 +91,11 @@ def mean_alignment(near: Mapping[str, Tensor], batch: Batch, read: Tensor | None
 
 
 def nearest_mean_accuracy(z_T: Tree, data: ClientData, num_classes: int) -> Tensor:
-    """Measure how well a device's teachers separate the classes of its rows; returns an accuracy, a 0-dim tensor.
+    """Return how well a device's teachers separate the classes of its rows, as an accuracy (a 0-dim tensor).
 
-    The function computes the class means of every modality from the rows with even positions. It assigns each row with
-    an odd position to the class mean with the largest cosine. The accuracy counts only rows whose class has a mean. It
-    is therefore meaningful only if a device has several rows of a class.
+    The function uses the first shareable modality, and computes its class means from the rows with even positions. It
+    assigns each row with an odd position to the class mean with the largest cosine. The accuracy counts only rows whose
+    class has a mean. It is therefore meaningful only if a device has several rows of a class.
     """
     first = next(iter(z_T))
     z = F.normalize(z_T[first], dim=-1)

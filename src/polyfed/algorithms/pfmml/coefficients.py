@@ -1,8 +1,8 @@
 """Aggregation coefficients of personalised copies: scheduling of uploads, mixing, and learning of the coefficients.
 
 This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K`
-devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` numbers of a
-block. The first `num_trainable` numbers of a block are parameters.
+devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` entries of a
+block. The first `num_trainable` entries of a block are parameters.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Run step 4: mix a copy for each device that uploaded, with the softmax of its row over these devices (Eq. 5)."""
+    """Run step 4: mix a copy for each device that uploaded, weighted by the softmax of its row over them (Eq. 5)."""
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -130,7 +130,7 @@ def learned(
         built: the round of every device's newest copy, (K,).
         records: aggregations by round.
         now: the devices that uploaded in this round, (S,), and their blocks, (S, P).
-        num_trainable: how many numbers of a block are parameters.
+        num_trainable: how many entries of a block are parameters.
         step: settings of the update.
     """
     members, uploads = now
@@ -159,7 +159,7 @@ def learned(
 
 
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
-    """Return the inner products (G, S) of the devices' drifts and the record's uploads, and the drifts' lengths (G,).
+    """Return the inner products (G, S) of the devices' drifts with the record's uploads, and the drifts' lengths (G,).
 
     Both are summed piece by piece. Writing the drifts of a thousand devices to memory and reading them again would take
     longer than the products.
@@ -201,7 +201,7 @@ def shuffled(logits: Tensor, key: int) -> Tensor:
 
 
 def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
-    """Return each device's coefficient for itself, (K,): the softmax of its row over `among`, bool (K,) (Eq. 4)."""
+    """Return each device's coefficient for itself, (K,): the softmax of its row over the devices `among` (Eq. 4)."""
     total = logits.masked_fill(~among, -torch.inf).logsumexp(1)
     return (logits.diagonal() - total).exp()
 
@@ -210,11 +210,12 @@ def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: i
     """Run step 2: choose the devices that upload, bool (K,).
 
     Args:
-        scores: the score of every device, (K,). Of two equal scores, the device with the lower number comes first.
+        scores: the score of every device, (K,). If two devices have the same score, the device with the lower number
+            comes first.
         able: devices that can upload, bool (K,).
         ages: rounds since the last upload, (K,).
         count: how many devices with the largest scores upload.
-        max_age: devices that reach this age upload as well; 0 never forces an upload.
+        max_age: devices that reach this age also upload; 0 never forces an upload.
     """
     order = scores.masked_fill(~able, -torch.inf).argsort(descending=True, stable=True)
     chosen = torch.zeros_like(able)

@@ -25,7 +25,7 @@ class Deliveries:
     undelivered: Mapping[str, Tensor]
 
     def due(self, block: str) -> Tensor:
-        """Return the devices whose newest copy the server must still send, bool (K,), for new and for lost copies."""
+        """Return the devices, bool (K,), to which the server must still send their newest copy, new or lost."""
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
@@ -47,7 +47,7 @@ class Deliveries:
         return {client: Broadcast(tree) for client, tree in trees.items()}
 
     def lost(self, asked: Collection[int], installed: Collection[int]) -> dict[str, Tensor]:
-        """Return, by block, the devices that did not confirm the copy that they waited for, bool (K,).
+        """Return, by block, the devices that did not confirm the copy sent to them, bool (K,).
 
         Args:
             asked: devices to which copies were sent.

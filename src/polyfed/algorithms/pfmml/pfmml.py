@@ -139,7 +139,7 @@ class Pfmml(Algorithm):
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
-        """Return the first state: equal coefficients for all devices, which start from the same blocks."""
+        """Return the first state, in which all coefficients are equal and all devices have the same blocks."""
         return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
@@ -191,7 +191,7 @@ class Pfmml(Algorithm):
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return per block the mean coefficient of owners for themselves, the number of uploads, the largest age."""
+        """Return each block's mean coefficient of owners for themselves, number of uploads, and largest age."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -214,7 +214,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4), and in `uploads` a row of senders per block."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4), and in `uploads` who uploaded which block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}
@@ -283,7 +283,7 @@ class Pfmml(Algorithm):
         round: int,
         key: int,
     ) -> BlockState:
-        """Run steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive their copy."""
+        """Run steps 4 to 6 for one block. `lost`, bool (K,), marks the devices that did not receive their copy."""
         members, uploads = now
 
         def update(logits: Tensor) -> Tensor:

@@ -227,8 +227,8 @@ class Cut:
             halves: the server's half for each client, or one half for all clients under `COMMON`; changed in place.
 
         Returns:
-            The clients' halves after training, and the mean loss of a row. Clients that failed in any step are among
-            the `missing` of the replies. This method requires no quorum; the caller checks the quorum once per round.
+            The clients' halves after training, and the mean loss per row. Clients that failed in any step are among the
+            `missing` of the replies. This method requires no quorum; the caller checks the quorum once per round.
         """
         started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
         there, lost = list(started), dict(started.missing)
@@ -258,7 +258,7 @@ class Cut:
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
-        """Return a check for `fed.ask`: a reply has activations of all the client's modalities, and expected labels."""
+        """Return a check for `fed.ask`: a reply has activations of all modalities, and labels unless U-shaped."""
         labels = set() if self.u_shaped else {LABELS}
 
         def flaw(client: int, reply: Smashed) -> str:

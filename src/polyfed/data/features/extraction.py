@@ -1,9 +1,10 @@
 """Extracts the features of a listing once, with several workers. A stopped extraction can continue.
 
 A worker is a thread. Decoders, Fourier transforms and models release the interpreter lock during their work, and
-nothing has to be copied between processes. The features of a clip are cached under `parts/`, with a hash of the clip's
-content and of the extractor's settings as name. A stopped extraction therefore continues at the same place. After a
-change, only the changed files are read again. `parts/` may be deleted after the manifest exists.
+nothing has to be copied between processes. The features of a clip are cached in a file under `parts/`. The name of this
+file is a hash of the clip's content and of the extractor's settings. A stopped extraction therefore continues at the
+same place. If media files change later, only the changed files are read again. `parts/` may be deleted after the
+manifest exists.
 
 Every file is written under another name and then renamed, so no half-written file is ever read.
 """
@@ -38,7 +39,7 @@ _EPS = 1e-5  # added to a speaker's deviation, as in public code for IEMOCAP (do
 
 @dataclass
 class Extraction:
-    """An extraction: it extracts the features of every clip of a listing, and writes one array for each modality.
+    """Extracts the features of every clip of a listing, and writes one array for each modality.
 
     Attributes:
         listing: The samples of the data set.
@@ -60,7 +61,7 @@ class Extraction:
     _cached: int = 0
 
     def run(self, source: str, options: Mapping[str, Any]) -> Prepared:
-        """Extract the features, write the arrays, and write the manifest last; without it the folder is unfinished.
+        """Extract the features and write the arrays. The manifest comes last: a folder without it is unfinished.
 
         Args:
             source: Name of the data source, which the manifest records.
@@ -167,7 +168,7 @@ class Extraction:
         return part, False
 
     def _assemble(self, kept: Sequence["Kept"]) -> dict[str, dict[str, Any]]:
-        """Write one file for each array. Return file name -> its dtype, shape, size and checksum."""
+        """Write one file for each array. Return file name -> dtype, shape, size and checksum of the array."""
         arrays = self._records(kept)
         for modality in self.extractors:
             have = np.array([modality in parts for _, parts in kept])
@@ -179,7 +180,7 @@ class Extraction:
         return written | {f"{name}.npy": self._features(name, kept) for name in self.extractors}
 
     def _records(self, kept: Sequence["Kept"]) -> dict[str, Array]:
-        """Return all facts about the rows except their features, by the name of the array."""
+        """Return one array for each fact about the rows, by name. The features are not among these facts."""
         samples = [sample for sample, _ in kept]
         return {
             "id": np.array([_id(sample.name) for sample in samples]),
@@ -232,7 +233,10 @@ Kept = tuple[Sample, dict[str, Path]]
 
 
 def _moments(modality: str, kept: Sequence[Kept]) -> dict[str, tuple[Array, Array]]:
-    """Natural client -> mean and deviation of each feature over its frames, without padding; float64 (features,)."""
+    """For each natural client, the mean and deviation of each feature over all frames that are not padding.
+
+    Both are float64 (features,).
+    """
     sums: dict[str, list[Any]] = {}
     for client, x in _frames(modality, kept):
         entry = sums.setdefault(client, [0, 0.0, 0.0])

@@ -22,7 +22,8 @@ class Sample:
         media: Modality -> clip with the sample's data; a modality that the sample lacks has no entry.
         split: Code of `Columns.split`.
         client: Natural client (speaker, subject, site), empty if there is none.
-        group: Number with which some data sets make folds (a session); 0 for others.
+        group: Number of the sample's group, such as a session. Some data sets use the groups as folds. 0 if there are
+            no groups.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Listing:
     Attributes:
         samples: The samples; their order is the order of the table's rows.
         class_names: Names of the classes, in order of their numbers.
-        published: Class -> number of samples that the whole data set is known to have, shown for comparison; may be
-            empty.
+        published: Class -> number of samples that the whole published data set has. It is shown for comparison, and may
+            be empty.
     """
 
     samples: Sequence[Sample]
@@ -65,7 +66,7 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Return a hash of all inputs of a prepared folder. Of media files, it covers only size and time of change."""
+        """Return a hash of all inputs of a prepared folder. It covers only size and time of change of media files."""
         seen = hashlib.sha256(repr(self.class_names).encode())
         for sample in self.samples:
             seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())
@@ -110,7 +111,7 @@ def lines(path: Path, what: str) -> list[str]:
 
 
 def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -> list[dict[str, str]]:
-    """Return the lines of a table with a header, each as column -> value.
+    """Return the lines of a table that has a header. Each line is a dictionary from columns to values.
 
     Args:
         path: The file.
@@ -132,7 +133,7 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
 
 
 def records(path: Path, what: str, delimiter: str = ",", width: int | None = None) -> list[list[str]]:
-    """Return the lines of a table without a header, each as a list of fields.
+    """Return the lines of a table that has no header. Each line is a list of fields.
 
     Args:
         path: The file.
@@ -141,7 +142,7 @@ def records(path: Path, what: str, delimiter: str = ",", width: int | None = Non
         width: Number of fields that each line must have; None allows any number.
 
     Raises:
-        DataError: The file is missing or empty, or a line has another number of fields.
+        DataError: The file is missing or empty, or a line does not have `width` fields.
     """
     if not path.is_file():
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
@@ -170,7 +171,7 @@ def class_of(label: str, classes: Iterable[str], where: str) -> int:
     """Return the number of a class, given its name.
 
     Raises:
-        DataError: There is no such class; the message names the place (`where`) and the most similar class.
+        DataError: There is no such class. The message names the place (`where`) and the most similar class.
     """
     names = list(classes)
     if label not in names:

@@ -26,7 +26,7 @@ def prepare(
 
     The target folder then holds a manifest with checksums, and one `.npy` file for each array (modalities, label,
     split, client, ...). The source itself and the source `npz` read these files with memory mapping. A stopped
-    preparation continues. A folder that is unchanged and undamaged is not written again.
+    preparation continues. If the source is unchanged and the folder is undamaged, nothing is written.
 
     Args:
         name: Name of the data source, as in `[data] name`.

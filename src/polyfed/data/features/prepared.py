@@ -32,7 +32,7 @@ class Prepared:
         extractors: Modality -> settings of its extractor.
         listing: Options of the source that determine its samples.
         classes: Class -> number of rows, in order of the class numbers.
-        published: Class -> number of rows that the whole data set is known to have; may be empty.
+        published: Class -> number of rows that the whole published data set has; may be empty.
         skipped: Samples that were left out, each with the keys "sample" and "reason".
         arrays: File name -> dtype, shape, bytes, sha256.
     """
@@ -59,7 +59,7 @@ class Prepared:
 
     @classmethod
     def read(cls, folder: Path) -> "Prepared | None":
-        """Read the manifest of a folder; None if there is none. It does not check the arrays, see `require_arrays`.
+        """Read the manifest of a folder. Return None if there is no manifest. Use `require_arrays` to check the arrays.
 
         Raises:
             DataError: The file is not a manifest of this version of polyfed.
@@ -81,17 +81,17 @@ class Prepared:
         return found
 
     def incomplete(self) -> list[str]:
-        """Return files that are missing or have another size than in the manifest. This is quick: it opens no file."""
+        """Return the files that are missing or differ in size from the manifest. This is quick: it opens no file."""
         sizes = {file.name: file.stat().st_size for file in self.folder.glob("*.npy") if file.is_file()}
         return [name for name, facts in self.arrays.items() if sizes.get(name) != facts["bytes"]]
 
     def require_arrays(self) -> None:
-        """Raise DataError if an array is missing or has another size than in the manifest."""
+        """Raise DataError if an array is missing or its size differs from the manifest."""
         for name in self.incomplete():
             raise DataError(f"'{self.folder / name}' is missing or cut short: prepare again into the same folder")
 
     def damaged(self) -> list[str]:
-        """Return files that are missing, or whose content does not have the checksum of the manifest."""
+        """Return the files that are missing, or whose checksum differs from the manifest."""
         lost = self.incomplete()
         sums = {name: facts["sha256"] for name, facts in self.arrays.items() if name not in lost}
         return lost + [name for name, found in sums.items() if sha256(self.folder / name) != found]
@@ -128,7 +128,8 @@ class Prepared:
         """Return the table. Features stay on disk, and are read page by page when batches need them.
 
         Args:
-            extractors: Modality -> extractor, for the modalities to read; each gives its column's shift and scale.
+            extractors: Modality -> extractor, for the modalities to read. Each extractor gives the shift and scale of
+                its column.
         """
         arrays = Arrays(self.folder)
         clients = np.unique(arrays["client"], return_inverse=True)[1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Reads sound with soundfile, and the sound of videos with PyAV; resamples it; tiles it to a fixed length."""
+"""Reads sound files with soundfile and the sound of videos with PyAV, resamples the sound and tiles it."""
 
 from math import gcd
 from pathlib import Path
@@ -54,10 +54,10 @@ def resampled(wave: Wave, found: int, rate: int) -> Wave:
 
 
 def tiled(wave: Wave, samples: int) -> Wave:
-    """Return the sound, repeated until it has `samples` samples, cut to that length, and clipped to [-1, 1].
+    """Repeat the sound if it is too short, cut it to `samples` samples, and clip it to [-1, 1].
 
-    The releases of CMSFed and FMML repeat a clip three times and cut it. This function repeats a clip more often if the
-    clip is shorter than a third of the length. In the releases, the features of such a clip have another shape
+    The releases of CMSFed and FMML repeat a clip three times and cut it. If a clip is shorter than a third of the
+    length, this function repeats it more often. In the releases, the features of such a clip have another shape
     (docs/data.md).
     """
     return np.clip(np.tile(wave, -(-samples // len(wave)))[:samples], -1.0, 1.0)

@@ -24,12 +24,12 @@ class Clip:
     """The place of one modality of one sample: a file, a part of a file, or content in memory.
 
     Attributes:
-        name: The name in messages: the file, or the row of a table.
+        name: The name of the clip in messages: the file, or the row of a table.
         path: The file. None if the content does not have its own file.
         held: Without `path`: a function that returns the content (the bytes of a file, text or numbers).
         start: Start of the sample in the file: in seconds for media, in lines for a table.
-        end: End of the sample, in the same unit as `start`. None is the end of the file.
-        stamp: A value that changes when content without a file changes, so that a cache notices the change.
+        end: End of the sample, in the same unit as `start`. None means the end of the file.
+        stamp: For content without a file, a value that changes with the content, so that a cache notices the change.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Clip:
 
     @property
     def part(self) -> tuple[float, float | None]:
-        """Start and end."""
+        """Start and end of the sample in the file."""
         return self.start, self.end
 
     def content(self) -> Any:
@@ -111,8 +111,8 @@ class Clip:
 class Extractor(Protocol):
     """Turns a clip into features.
 
-    An implementation is a frozen dataclass. Its `repr` must name all settings, because the feature cache uses it as
-    key.
+    An implementation is a frozen dataclass. Its `repr` must name all settings, because the feature cache uses the
+    `repr` as part of its key.
 
     Attributes:
         norm: Shift and scale of the column that holds the features; None means no shift and no scale.
@@ -130,7 +130,7 @@ class Extractor(Protocol):
         ...
 
     def __call__(self, clip: Clip) -> Array:
-        """The features, of one shape and type for all clips.
+        """Return the features of a clip. They have the same shape and type for all clips.
 
         Raises:
             DataError: The clip cannot be used; the message names it and says what to do.
@@ -139,7 +139,7 @@ class Extractor(Protocol):
 
 
 class PlainExtractor:
-    """Base class of extractors without shift and scale, whose features are not standardised by client."""
+    """Base class of extractors that use no shift and scale and do not standardise features by client."""
 
     @property
     def norm(self) -> Norm | None:

@@ -1,4 +1,4 @@
-"""Embeddings by models of `transformers`, read from a folder or the hub's cache; nothing is downloaded."""
+"""Embeddings by models of `transformers`. Models are read from a folder or the hub's cache, and never downloaded."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class TextEmbedding(PlainExtractor):
 
     Attributes:
         model: Folder, or name in the hub's cache.
-        pool: "mean" takes the mean of the last hidden layer over the text's tokens, "cls" its first token.
+        pool: How the last hidden layer is pooled. "mean" takes the mean over the text's tokens, and "cls" takes the
+            first token.
         tokens: Maximum number of tokens; longer texts are cut (512 is inferred, see docs/data.md).
     """
 
@@ -32,7 +33,7 @@ class TextEmbedding(PlainExtractor):
     tokens: int = 512
 
     def __call__(self, clip: Clip) -> Floats:
-        """Return the embedding of a text. For an empty text, it is the mean of the model's special tokens.
+        """Return the embedding of a text. For an empty text, the embedding is the mean of the model's special tokens.
 
         Raises:
             DataError: The clip is missing, or is not text.
@@ -51,7 +52,7 @@ class Tokens(PlainExtractor):
     """Token ids of a text, int32 (tokens,), padded with the padding id; the encoder `hf` reads them.
 
     Attributes:
-        model: Folder, or name in the hub's cache, of the tokenizer.
+        model: The tokenizer's folder, or its name in the hub's cache.
         tokens: Length of every sample; longer texts are cut.
     """
 
@@ -71,10 +72,11 @@ class Tokens(PlainExtractor):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEmbedding(PlainExtractor):
-    """Embedding of an image, float32 (hidden,): the model's pooled output, or else the mean over its patches.
+    """Embedding of an image, float32 (hidden,): the model's pooled output or, without one, the mean over patches.
 
     MobileNetV2 gives 1280 numbers. The image is scaled and cropped to `size` (see `Image`). It is then normalised with
-    the values of the model's `preprocessor_config.json`, or with ImageNet's norm if there is no such file.
+    the values of the model's `preprocessor_config.json`, or with ImageNet's mean and deviation if there is no such
+    file.
 
     Attributes:
         model: Folder, or name in the hub's cache.
@@ -108,12 +110,12 @@ ImageKind = Literal["embedding", "pixels"]
 
 
 def text_extractor(kind: TextKind, model: str) -> TextEmbedding | Tokens:
-    """The extractor for a recipe's `text` and `text_model`: an embedding, or token ids for the encoder `hf`."""
+    """Return the extractor for a recipe's `text` and `text_model`, for embeddings or for token ids (encoder `hf`)."""
     return Tokens(model=model) if kind == "tokens" else TextEmbedding(model=model)
 
 
 def image_extractor(kind: ImageKind, model: str, size: int) -> ImageEmbedding | Image:
-    """The extractor for a recipe's `image`, `image_model` and `size`: an embedding of the image, or its pixels."""
+    """Return the extractor for a recipe's `image`, `image_model` and `size`, for embeddings or for pixels."""
     return Image(size=size) if kind == "pixels" else ImageEmbedding(model=model, size=size)
 
 

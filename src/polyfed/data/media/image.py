@@ -19,7 +19,7 @@ def bytes_norm(axes: int) -> Norm:
     """Shift and scale that standardise bytes by ImageNet's mean and deviation.
 
     Args:
-        axes: Number of axes of a sample (3, ...); the first axis is the channels.
+        axes: Number of axes of a sample (3, ...), whose first axis holds the channels.
     """
     mean, std = (255.0 * torch.tensor(values).view(3, *(1,) * (axes - 1)) for values in IMAGENET)
     return mean, std
@@ -27,7 +27,7 @@ def bytes_norm(axes: int) -> Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Image(PlainExtractor):
-    """Pixels of an image, uint8 (3, size, size); ImageNet's norm is applied when a batch is taken.
+    """Pixels of an image, uint8 (3, size, size). They are standardised by ImageNet's norm when a batch is taken.
 
     Attributes:
         size: Height and width.
@@ -58,7 +58,7 @@ class Image(PlainExtractor):
 
 
 def fitted(image: Any, size: int, fit: str) -> NDArray[np.uint8]:
-    """A Pillow image, fitted as `Image` describes, as uint8 (3, size, size)."""
+    """Fit a Pillow image as `Image` describes, and return its pixels, uint8 (3, size, size)."""
     pillow = optional("PIL.Image", "image")
     wide, high = size, size
     if fit == "crop":

@@ -18,14 +18,14 @@ _EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 
 @dataclass(frozen=True, kw_only=True)
 class SensorWindow(PlainExtractor):
-    """Some columns of a part of a table of numbers: float32 (steps, columns).
+    """Selected columns of some lines of a table of numbers: float32 (steps, columns).
 
-    The clip gives the part: its lines from `start` up to, but not including, `end`.
+    The clip selects the lines, from `start` up to, but not including, `end`.
 
     Attributes:
         columns: Numbers of the columns to take, from 0.
         width: Number of columns that the table must have.
-        stride: 2 uses every second line.
+        stride: Distance between the lines that are used: 2 uses every second line.
         normalise: "window" shifts and scales every column by its mean and deviation (+ 1e-5) over the window; "none"
             does not change the numbers.
     """
@@ -36,7 +36,7 @@ class SensorWindow(PlainExtractor):
     normalise: Literal["window", "none"] = "window"
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a part of a table.
+        """Return the features of a part of a table.
 
         Raises:
             DataError: The file is missing, or is not a table of `width` columns of finite numbers.
@@ -53,7 +53,7 @@ def _numbers(path: Path, width: int, changed: int) -> Floats:
 
     Args:
         path: The file.
-        width: Number of columns that it must have.
+        width: Number of columns that the file must have.
         changed: Time of the file's last change, so that the cache notices a change.
     """
     try:
@@ -126,7 +126,7 @@ def _record(clip: Clip) -> tuple[Floats, list[str]]:
 
 
 def _gain(gain: str, zero: str) -> tuple[float, float]:
-    """Counts per millivolt, and the count at 0 mV, of a gain such as `1000.0(0)/mV`; the bracket is optional."""
+    """Read a gain such as `1000.0(0)/mV`: the counts per millivolt, and the optional count at 0 mV in the bracket."""
     number, _, rest = gain.partition("/")[0].partition("(")
     return float(number), float(rest.rstrip(")") or zero)
 

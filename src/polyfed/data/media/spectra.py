@@ -20,7 +20,7 @@ _NORM_EPS = 1e-9  # added to the deviation of a clip
 
 @dataclass(frozen=True, kw_only=True)
 class LogSpectrogram(PlainExtractor):
-    """CMSFed's log-spectrogram, float32: (1, 257, 299) of 3 s, (1, 257, 1004) of 10 s.
+    """CMSFed's log-spectrogram, float32: (1, 257, 299) for a sound of 3 s, (1, 257, 1004) for 10 s.
 
     The feature is the power spectral density per Hz of windows of 512 samples, one every 159 samples, without padding.
     The mean of each window is subtracted, and a Tukey window with a taper of a quarter is applied. These are the
@@ -56,7 +56,7 @@ class LogSpectrogram(PlainExtractor):
 
 @dataclass(frozen=True, kw_only=True)
 class StftMagnitude(PlainExtractor):
-    """FMML's log-spectrogram, float32 (1, 257, 188) of 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
+    """FMML's log-spectrogram, float32 (1, 257, 188) for 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
 
     The windows are periodic Hann windows of 512 samples, centred on every 353rd sample. The sound is mirrored by 256
     samples at both ends. Mirroring is librosa's default up to version 0.9, which is inferred from the date of the
@@ -90,15 +90,15 @@ class StftMagnitude(PlainExtractor):
 class LogMel(PlainExtractor):
     """Log-mel frames, float32 (frames, bands): 25 ms Hamming windows, one every 10 ms at 16 kHz, 80 bands (PartialFL).
 
-    A shorter clip is padded with frames of zeros at the end, which encoders with masks leave out. A longer clip is cut.
-    With `per_speaker`, every band is standardised over all frames of its speaker, without padding: (x - mean) /
-    (deviation + 1e-5).
+    A shorter clip is padded with frames of zeros at the end, which encoders that use masks ignore. A longer clip is
+    cut. If `per_speaker` is set, every band is standardised over all frames of its speaker, without padding: (x - mean)
+    / (deviation + 1e-5).
 
     Attributes:
         frames: Length of every clip, in windows.
         bands: Mel bands between 0 and half the rate, evenly spaced on the scale 2595 log10(1 + f / 700).
         rate: Sampling rate in Hz.
-        per_speaker: Standardise over the speaker, which is the natural client.
+        per_speaker: Whether to standardise over all clips of the speaker, who is the natural client.
     """
 
     frames: int = 600
@@ -108,7 +108,7 @@ class LogMel(PlainExtractor):
 
     @property
     def by_client(self) -> bool:
-        """Whether features are standardised by natural client, the speaker: `per_speaker`."""
+        """Whether features are standardised by speaker, who is the natural client: the option `per_speaker`."""
         return self.per_speaker
 
     def __call__(self, clip: Clip) -> Floats:
@@ -146,7 +146,7 @@ def mel_filters(bands: int, rate: int, points: int) -> NDArray[np.float64]:
 
 
 def _rfft(frames: NDArray[Any]) -> NDArray[Any]:
-    """Spectra (frames, size // 2 + 1) of real frames (frames, size), in their precision; much faster than NumPy's."""
+    """Spectra (frames, size // 2 + 1) of real frames (frames, size), in the same precision; much faster than NumPy."""
     spectra: NDArray[Any] = torch.fft.rfft(torch.from_numpy(frames)).numpy()
     return spectra
 

@@ -13,7 +13,7 @@ class Values(PlainExtractor):
     """The numbers in a cell of a table, as float32."""
 
     def __call__(self, clip: Clip) -> NDArray[np.float32]:
-        """The numbers as an array of their shape, float32; a single number becomes a vector (1,).
+        """The numbers as a float32 array of the same shape; a single number becomes a vector (1,).
 
         Raises:
             DataError: The cell does not hold finite numbers.

@@ -20,17 +20,17 @@ _SLACK = 1.5  # a file counts as cut short if it ends more than these seconds be
 class Frames(PlainExtractor):
     """Frames of a video in order of time, uint8 (3, count, size, size).
 
-    ImageNet's norm is applied when a batch is taken.
+    They are standardised by ImageNet's norm when a batch is taken.
 
     Candidates are the first frame of every second of the clip. If there are fewer than `least`, evenly spaced frames
     are the candidates. A clip with fewer frames than `count` repeats its frames in order. These are CMSFed's rules, see
     docs/data.md.
 
     Attributes:
-        count: Frames of a sample.
+        count: Number of frames in a sample.
         pick: Which candidates are used. "even" uses evenly spaced candidates, and "first" uses the first candidates.
-            "random" draws distinct candidates once for each clip and sorts them by time. The papers draw again at every
-            step.
+            "random" draws distinct candidates once for each clip and sorts them by time. The papers draw new frames at
+            every step.
         least: Minimum number of candidates.
         size: Height and width; both sides are scaled.
     """
@@ -72,12 +72,12 @@ class Frames(PlainExtractor):
 
 
 def _evenly(num: int, count: int) -> list[int]:
-    """Return the middles of `count` equal parts of range(num); with an odd count, one is the middle frame."""
+    """Return the middles of `count` equal parts of range(num). If the count is odd, the middle frame is one of them."""
     return [(2 * part + 1) * num // (2 * count) for part in range(count)]
 
 
 def _candidates(times: list[float], least: int) -> list[int]:
-    """Positions of the first frame of every second; evenly spaced positions if those are fewer than `least`."""
+    """Positions of the first frame of every second. If these are fewer than `least`, evenly spaced positions."""
     begun: dict[int, int] = {}
     for place, time in enumerate(times):
         begun.setdefault(int(time - times[0] + 1e-3), place)

@@ -1,8 +1,8 @@
 """The base class of partitions, and the steps that partitions share.
 
-The partitions here first decide on sizes, as a table of counts (class, client), and then split the rows with this
-table. Redrawing a table is cheap. One shuffle per class is enough for 100,000 clients, without a loop over them in
-Python.
+The partitions here first decide how many rows of each class every client gets. The result is a table of counts (class,
+client). The partitions then split the rows according to this table. It is cheap to draw such a table again. One shuffle
+per class is enough for 100,000 clients, without a loop over the clients in Python.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class Partition(ABC):
     """Splits training rows over clients.
 
     A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names. Your
-    own partition extends this class and is named `package.module:Class` in `[clients] partition`.
+    own partition extends this class. `[clients] partition` names it as `package.module:Class`.
     """
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Partition(ABC):
         Args:
             columns: The table.
             rows: The rows to split, int64 (n,); the partition may reorder this array.
-            key: The only source of randomness: the same key gives the same split.
+            key: The only source of randomness: the same key always gives the same split.
 
         Returns:
             One array of rows for each client, in order of the clients; no row occurs twice.
@@ -44,7 +44,7 @@ class Partition(ABC):
 
 
 def refuse_targets(columns: Columns, what: str) -> None:
-    """Refuse something that needs classes, if there are no labels or the labels are targets.
+    """Refuse an option that needs classes if there are no labels or the labels are targets.
 
     Raises:
         RecipeError: there are no labels or they are targets; the text begins with `what`.
@@ -70,12 +70,13 @@ def labels_of(columns: Columns, rows: Rows) -> Rows:
 
 
 def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> RowSlices:
-    """Shuffle the rows of each class and give every client its count of them; rows beyond the counts are unused.
+    """Shuffle the rows of each class and deal them out according to `counts`. Rows beyond the counts are unused.
 
     Args:
         columns: The table.
         rows: The rows to split.
-        counts: int64 (classes, K): a line for each of the C classes, or only for the classes in `rows`, ascending.
+        counts: int64 (classes, K): a row for each of the C classes, or only for the classes that occur in `rows`, in
+            ascending order.
         key: Key of the shuffles.
     """
     label = labels_of(columns, rows)

@@ -15,15 +15,15 @@ from polyfed.data.partitions.shards import Rows, RowSlices
 
 @dataclass(frozen=True, kw_only=True)
 class ByClient(Partition):
-    """One client per natural client (speaker, subject, video), in order of their numbers.
+    """One client per natural client (speaker, subject, video), in order of the natural clients' numbers.
 
-    With `shards` above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels.
+    If `shards` is above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels.
     FedMultimodal does this with UCI-HAR (21 subjects x 5 = 105 clients, `min_size` 5).
 
     Attributes:
         shards: Clients per natural client.
         alpha: Concentration of the cut; unused with one shard.
-        min_size: Rows of the smallest shard of the cut; unused with one shard.
+        min_size: Minimum number of rows of each shard; unused with one shard.
     """
 
     shards: int = 1
@@ -52,7 +52,7 @@ class ByClient(Partition):
 
 
 def natural_clients(columns: Columns, rows: Rows) -> RowSlices:
-    """Group the given rows by natural client, in order of client numbers; leave out natural clients without rows.
+    """Group the given rows by natural client, in order of client numbers. Leave out natural clients without rows.
 
     Raises:
         RecipeError: The data has no natural clients.

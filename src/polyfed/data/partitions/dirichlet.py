@@ -16,13 +16,13 @@ from polyfed.data.partitions.shards import Rows, RowSlices
 class Dirichlet(Partition):
     """Label skew by Dirichlet(alpha) per class, as in NIID-Bench (Li et al., ICDE 2022).
 
-    For each class, shares over the clients are drawn. Clients that already hold N/K rows get no rows of the class, and
-    the other shares are renormalised. The whole draw is repeated until the smallest client has `min_size` rows.
+    For each class, the shares of the clients are drawn. Clients that already hold N/K rows get no rows of the class,
+    and the other shares are renormalised. The whole draw is repeated until the smallest client has `min_size` rows.
 
     Attributes:
         num: Number of clients.
-        alpha: Concentration. A large value is near uniform; 0.1 leaves most clients with a few classes.
-        min_size: Rows of the smallest client.
+        alpha: Concentration. A large value gives nearly equal shares. With 0.1, most clients have only a few classes.
+        min_size: Minimum number of rows of each client.
     """
 
     num: int
@@ -33,7 +33,7 @@ class Dirichlet(Partition):
         """Split the rows by Dirichlet shares; see `Partition.split`.
 
         Raises:
-            RecipeError: No draw out of `MAX_REDRAWS` gave every client `min_size` rows.
+            RecipeError: None of the `MAX_REDRAWS` draws gave every client `min_size` rows.
         """
         return _split(self, 1.0, columns, rows, key)
 
@@ -57,7 +57,7 @@ class DirichletAuthors(Partition):
         """Split the rows by Dirichlet shares; see `Partition.split`.
 
         Raises:
-            RecipeError: Every draw out of `MAX_REDRAWS` left a client without a row.
+            RecipeError: Each of the `MAX_REDRAWS` draws left a client without a row.
         """
         return _split(Dirichlet(num=self.num, alpha=self.alpha, min_size=1), 1.1, columns, rows, key)
 
@@ -69,11 +69,11 @@ def dirichlet_counts(sizes: Counts, num: int, alpha: float, full: float, draw: n
         sizes: Rows of each class, int64 (C,).
         num: Number of clients K.
         alpha: Concentration.
-        full: A client that already holds this many rows gets none of the next class.
-        draw: Source of the draws.
+        full: A client that already holds this many rows gets no rows of the next class.
+        draw: The random number generator.
 
     Returns:
-        int64 (C, K); its lines sum to `sizes`.
+        int64 (C, K); its rows sum to `sizes`.
     """
     counts = np.zeros((len(sizes), num), dtype=np.int64)
     held = np.zeros(num, dtype=np.int64)

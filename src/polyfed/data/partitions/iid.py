@@ -16,7 +16,7 @@ SILOS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Iid(Partition):
-    """Shuffled shards of equal size; sizes differ by at most one row.
+    """Shuffled shards of nearly equal size: the sizes differ by at most one row.
 
     Attributes:
         num: Number of clients.

@@ -25,7 +25,7 @@ class ClassesPerClient(Partition):
 
     Attributes:
         num: Number of clients.
-        classes_per_client: Classes of each client; 3 in the paper.
+        classes_per_client: Number of classes of each client; 3 in the paper.
     """
 
     num: int
@@ -36,7 +36,7 @@ class ClassesPerClient(Partition):
 
         Raises:
             RecipeError: There are too few classes, or the clients together cannot own all classes.
-            DataError: In every draw some class had no owner, or more owners than rows.
+            DataError: In every draw, some class had no owner or more owners than rows.
         """
         classes, sizes = np.unique(labels_of(columns, rows), return_counts=True)
         if self.classes_per_client > len(classes):
@@ -57,7 +57,7 @@ class ClassesPerClient(Partition):
         return split_by_counts(columns, rows, counts, key)
 
     def _owners(self, num_classes: int, sizes: Counts, draw: np.random.Generator) -> NDArray[np.bool_]:
-        """Draw which client owns which class, bool (C, K): every class has an owner, and a row for each owner."""
+        """Draw which client owns which class, bool (C, K). Every class has an owner and enough rows for its owners."""
         for _ in range(MAX_REDRAWS):
             sets = _class_sets(num_classes, self.classes_per_client, self.num, draw)
             owned = np.zeros((num_classes, self.num), dtype=bool)
@@ -73,14 +73,15 @@ class ClassesPerClient(Partition):
 
 @dataclass(frozen=True, kw_only=True)
 class MainClass(Partition):
-    """non-IID-2 and non-IID-3 of the FMML paper: equal clients, each with a share of its rows from one main class.
+    """non-IID-2 and non-IID-3 of the FMML paper: clients of equal size, each with one main class.
 
-    A client has floor(N/K) rows, and the main class of client k is k mod C. The other rows of a client come uniformly
-    at random from the remaining rows of all classes. Rows that remain at the end are unused.
+    A client has floor(N/K) rows, of which the share `main_share` comes from its main class. The main class of client k
+    is k mod C. The other rows of a client come uniformly at random from the remaining rows of all classes. Rows that
+    remain at the end are unused.
 
     Attributes:
         num: Number of clients.
-        main_share: Share of the main class: 0.5 is non-IID-2, 0.3 is non-IID-3.
+        main_share: Share of the main class in a client's rows: 0.5 is non-IID-2, 0.3 is non-IID-3.
         exclude_main: Whether to draw the other rows only from other classes, so that the share is exact.
         on_shortage: What to do if a class is too rare for its clients. "reduce" makes every client smaller until the
             shares are exact. "cap" lets a client take the rest of its class, adds rows of the other classes, and warns.
@@ -92,10 +93,10 @@ class MainClass(Partition):
     on_shortage: Literal["reduce", "cap"] = "reduce"
 
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Give each client its share of its main class, and random other rows; see `Partition.split`.
+        """Give each client rows of its main class and random other rows; see `Partition.split`.
 
         Raises:
-            DataError: A class is too rare, or clients find too few other rows.
+            DataError: A class is too rare, or too few other rows are left for a client.
         """
         require_rows(columns, rows, self.num, 1)
         left = np.bincount(labels_of(columns, rows), minlength=columns.num_classes)
@@ -115,12 +116,12 @@ class MainClass(Partition):
         return split_by_counts(columns, rows, counts, key)
 
     def _table(self, sizes: Counts, size: int, draw: np.random.Generator) -> Counts | None:
-        """Return rows of each class for each client, int64 (C, K); None if other classes cannot fill some client.
+        """Return the rows of each class for each client, int64 (C, K). Return None if too few rows are left.
 
         Args:
-            sizes: Rows of each class (C,).
-            size: Rows of each client.
-            draw: Source of the draws.
+            sizes: Number of rows of each class (C,).
+            size: Number of rows of each client.
+            draw: The random number generator.
         """
         left, main = sizes.copy(), np.arange(self.num) % len(sizes)
         wanted = int(np.floor(self.main_share * size + 1e-9))

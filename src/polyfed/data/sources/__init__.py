@@ -1,12 +1,12 @@
 """The data sets that a recipe can name. Each `[data] name` is a class here; docs/data.md has a table of them.
 
-A source is a frozen dataclass whose fields are the keys of its `[data]`. `load()` returns the table. `describe()`
-returns the facts that `polyfed data NAME` prints. To add a source, write a file here with a class that extends `Source`
-(or `MediaSet`, if its samples are media files). Then add a line to `SOURCES` below.
+A source is a frozen dataclass whose fields are the keys of its section `[data]`. `load()` returns the table.
+`describe()` returns the facts that `polyfed data NAME` prints. To add a source, write a file here with a class that
+extends `Source` (or `MediaSet`, if its samples are media files). Then add a line to `SOURCES` below.
 
 Bases and helpers:
 
-- `base`: the base class `Source`, and `Facts`, what `describe()` returns.
+- `base`: the base class `Source`, and `Facts`, the result of `describe()`.
 - `media_set`: base class of the data sets whose samples are media files, with their feature cache.
 - `image_text`: base class of the data sets that pair an image with a text.
 - `mnist`, `pictures`, `colour`: reading MNIST, reading picture files, colouring digits.

@@ -32,11 +32,12 @@ class AvMnist(Source):
     from the same split: training images get training recordings, and test images get test recordings (both official
     splits). Recordings are stored once, even if several images share them. The natural client of a pair is its speaker,
     0..5 in order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of
-    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results with it.
+    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results on these
+    two data sets.
 
     Attributes:
-        mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` has the layout.
-        fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with logmel or audio (int16, 8 kHz),
+        mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.
+        fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with the arrays logmel or audio (int16, 8 kHz),
             label, client and split.
         subset: Share of every digit that is kept in both splits of MNIST, drawn at random.
         seed: Seed of the pairs and the subset. The run's own seed has no effect.
@@ -85,14 +86,14 @@ class AvMnist(Source):
 
 
 def pairs(label: Tensor, split: Tensor, digit: Tensor, spoken_split: Tensor, key: int) -> Tensor:
-    """Draw a recording of the same digit and split for every image, uniformly.
+    """For every image, draw a recording of the same digit and the same split uniformly at random.
 
     Args:
         label: Digits of the N images, int64 (N,).
         split: Split codes of the images, int8 (N,).
         digit: Digits of the U recordings, int64 (U,).
         spoken_split: Split codes of the recordings, int8 (U,).
-        key: Key of the draw.
+        key: Key of the random numbers.
 
     Returns:
         Number of the recording for each image, int64 (N,).
@@ -131,7 +132,8 @@ def read_fsdd(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def log_mel(audio: Tensor) -> Tensor:
     """Log-mels: log(1e-6 + power) in 32 mel bands from 0 to 4 kHz.
 
-    The frames have 256 samples, one every 128 samples, with a symmetric Hann window, after 64 zeros on each side.
+    The sound is padded with 64 zeros on each side. A frame of 256 samples, weighted by a symmetric Hann window, starts
+    at every 128th sample.
 
     Args:
         audio: int16 (U, 8192) at 8 kHz.

@@ -26,9 +26,10 @@ class Ave(MediaSet):
 
     Attributes:
         path: Folder AVE_Dataset, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "audio", "visual".
-        frames: Frames of a sample, chosen from one frame per second; 4 in CMSFed.
+        frames: Number of frames in a sample, chosen from one frame per second; 4 in CMSFed.
         frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first
             ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.

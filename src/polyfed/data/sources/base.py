@@ -9,8 +9,8 @@ from polyfed.data.columns import Columns
 class Source(ABC):
     """A data set that a recipe can name.
 
-    A source is a frozen dataclass whose fields are the keys of `[data]`. Your own source extends this class and is
-    named `package.module:Class` in `[data] name`.
+    A source is a frozen dataclass whose fields are the keys of `[data]`. Your own source extends this class. `[data]
+    name` names it as `package.module:Class`.
     """
 
     @abstractmethod
@@ -18,7 +18,7 @@ class Source(ABC):
         """Read the data set into a table.
 
         Raises:
-            DataError: The data set cannot be read; the message names the file and what to do.
+            DataError: The data set cannot be read. The message names the file and tells what to do.
         """
 
 

@@ -16,8 +16,8 @@ class CgDigits(Source):
     """1,797 scans of 8 x 8 pixels, each as `gray` (1, 8, 8) and `color` (3, 8, 8), coloured like `cg-mnist`.
 
     Training colours reveal the label, but test colours do not. A model that relies on colour therefore fails the test.
-    A fifth of every digit is the test set, always with the same rows. Both modalities are standardised per channel with
-    training statistics.
+    A fifth of the scans of every digit is the test set. These scans are always the same. Both modalities are
+    standardised per channel with training statistics.
 
     Attributes:
         seed: Seed of the colours. The run's own seed has no effect, so all runs share one data set.

@@ -28,14 +28,14 @@ class CgMnist(Source):
     """60,000 / 10,000 digits, each as `gray` (1, 28, 28) and `color` (3, 28, 28) of the same image.
 
     Training colours follow the label, with noise of variance 0.03 on each channel. A test image has the colour of a
-    random digit. Images are stored as bytes. The norms of the CMSFed and PMR releases are applied when a batch is
-    taken.
+    random digit. Images are stored as bytes. They are standardised by the norms of the CMSFed and PMR releases when a
+    batch is taken.
 
     Attributes:
-        path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` has the layout.
-        colored: Empty: draw the colours. Otherwise an .npz with the arrays train_image and test_image (N, 28, 28, 3),
-            train_label and test_label of the learning-not-to-learn release, in MNIST's order. The release itself is a
-            pickle, which polyfed does not open, so convert it once.
+        path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` prints the layout.
+        colored: If empty, the colours are drawn. Otherwise an .npz with the arrays train_image and test_image (N, 28,
+            28, 3), train_label and test_label of the learning-not-to-learn release, in MNIST's order. The release
+            itself is a pickle, which polyfed does not open, so convert it once.
         subset: Share of every class that is kept in both splits, drawn at random.
         seed: Seed of the colours and the subset. The run's own seed has no effect.
     """

@@ -41,7 +41,7 @@ class Cifar100(Source):
     deviation of CIFAR-100. `gray` uses its own mean and deviation over the training rows.
 
     Attributes:
-        path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` has the layout. The python
+        path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` prints the layout. The python
             version of CIFAR is a pickle, which polyfed does not open.
         labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
         subset: Share of every class that is kept in both splits, drawn at random.

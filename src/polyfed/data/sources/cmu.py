@@ -1,4 +1,4 @@
-"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, three sequences for each sample (docs/data.md)."""
+"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, with three sequences for each sample (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,18 +82,20 @@ class _Cmu(Source):
 class Mosei(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, 74), `vision` (steps, 35); 16,326 / 1,871 / 4,659 segments.
 
-    Infinite and missing numbers become 0. A time step of zeros is padding, which encoders with masks (`transformer`)
-    leave out. Scaling keeps such steps at zero. The natural clients are the videos, if the file has ids. All arrays are
-    read into memory.
+    Infinite and missing numbers become 0. A time step that holds only zeros is padding, which encoders that use masks
+    (`transformer`) ignore. Scaling keeps such steps at zero. The natural clients are the videos, if the file has ids.
+    All arrays are read into memory.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl, aligned, or ..._noalign.pkl; the error
-            for a .pkl prints the command that converts it.
+        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl. If you give
+            a .pkl, the error prints the command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
-        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0. Both
+            rules are inferred, see docs/data.md.
+        target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
+            effect.
         steps: Number of time steps of a sample, from the first one that is not padding; aligned files have 50.
-        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
+        standardise: Whether to scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosei"
@@ -120,13 +122,15 @@ class Mosi(_Cmu):
     file. For the utterance-level vectors of Poria et al., use the source `npz`.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosi_data.pkl; the error for a .pkl prints the command that
-            converts it.
+        path: The .npz (or folder of .npy) converted from mosi_data.pkl. If you give a .pkl, the error prints the
+            command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
-        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0. Both
+            rules are inferred, see docs/data.md.
+        target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
+            effect.
         steps: Number of time steps of a sample, from the first one that is not padding.
-        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
+        standardise: Whether to scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosi"
@@ -186,7 +190,7 @@ def _scaled(x: Tensor, train: Tensor) -> Tensor:
 
 
 def _videos(arrays: Arrays, num: int) -> Tensor | None:
-    """Return the number of the video of every row, int64 (N,), from the arrays `<part>_id`; None without ids.
+    """Return the video number of every row, int64 (N,), from the arrays `<part>_id`. Return None if there are no ids.
 
     An id is `video[segment]`, or the triple (video, start, end).
     """

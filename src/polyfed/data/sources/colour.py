@@ -33,8 +33,8 @@ def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
     """Draw a colour for every row.
 
     A training row takes the mean colour of its label. Every other row takes the mean colour of a digit drawn uniformly
-    from the ten. Colour therefore predicts the label in training, but not in the test. Then noise N(0, 0.03), where
-    0.03 is the variance, is added to each channel, and the result is clipped.
+    from the ten digits. Colour therefore predicts the label in training, but not in the test. Then noise N(0, 0.03),
+    where 0.03 is the variance, is added to each channel, and the result is clipped.
 
     Args:
         label: int64 (N,).

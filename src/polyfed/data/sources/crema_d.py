@@ -30,15 +30,16 @@ class CremaD(MediaSet):
     """`audio`, a log-spectrogram (1, 257, 299) or (1, 257, 188), and `visual`, frames (3, count, size, size).
 
     The data set has 7,442 clips of 6 acted emotions. The label is the third field of a clip's name. The 91 actors are
-    the natural clients. The files train.csv and test.csv that CMSFed, OGM-GE and PMR release split clips at random, so
-    an actor can be in both. `split = "actors"` keeps training and test actors apart.
+    the natural clients. CMSFed, OGM-GE and PMR release the files train.csv and test.csv. These files split the clips at
+    random, so an actor can be in both. `split = "actors"` keeps training and test actors apart.
 
     Attributes:
         path: Folder with AudioWAV/ and VideoFlash/, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "audio", "visual".
         spectrogram: "257x299" of CMSFed, each clip normalised; "257x188" of FMML, not normalised.
-        frames: Frames of a sample; 3 in CMSFed, 1 (the middle one) in FMML.
+        frames: Number of frames in a sample; 3 in CMSFed, 1 (the middle one) in FMML.
         frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first
             ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.

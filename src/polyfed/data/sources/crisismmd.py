@@ -1,4 +1,4 @@
-"""CrisisMMD: tweets about disasters with an image, in eight humanitarian classes (FedMultimodal)."""
+"""CrisisMMD: tweets about disasters, each with an image, in eight humanitarian classes (FedMultimodal)."""
 
 import re
 from dataclasses import dataclass
@@ -35,15 +35,16 @@ class CrisisMmd(ImageText):
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "image", "text".
-        label: The annotation that is the label: of the "image" (FedMultimodal), or of the "text".
+        label: The annotation that serves as label: that of the "image" (as in FedMultimodal), or that of the "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers. FedMultimodal uses MobileBERT,
-            which gives 512.
+        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers. FedMultimodal
+            uses MobileBERT, which gives 512.
     """
 
     NAME: ClassVar[str] = "crisismmd"

@@ -28,10 +28,12 @@ class Food101(ImageText):
 
     Attributes:
         path: Folder with images/ and texts_txt/ or texts/, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "image", "text".
-        text_source: "page" is the text of the web page, as in the paper. "title" is the csv of titles. This task has a
-            different difficulty, so do not compare its results with the results of the paper.
+        text_source: "page" is the text of the web page, as in the paper. "title" is the page's title, from the csv file
+            of titles. With titles the task has a different difficulty, so do not compare the results with those of the
+            paper.
         seed: Seed of the validation draw. The run's own seed has no effect.
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
@@ -89,7 +91,7 @@ def _titles(file: Path, classes: list[str]) -> dict[str, Clip]:
 
 
 def _with_validation(samples: list[Sample], seed: int) -> list[Sample]:
-    """The same samples, a tenth of each training class marked as validation."""
+    """Return the samples after marking a tenth of each training class as validation."""
     rows: Mapping[int, list[int]] = defaultdict(list)
     for row, sample in enumerate(samples):
         if sample.split == TRAIN:

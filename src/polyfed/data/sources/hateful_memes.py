@@ -18,20 +18,21 @@ _FILES = (("train.jsonl", TRAIN), ("dev_seen.jsonl", VALIDATION), ("test_seen.js
 
 @dataclass(frozen=True, kw_only=True)
 class HatefulMemes(ImageText):
-    """`image` (1280,) and `text` (768,) of 10,000 memes, 2 classes; 8,500 / 500 / 1,000 by the released files.
+    """`image` (1280,) and `text` (768,) of 10,000 memes, 2 classes; 8,500 / 500 / 1,000 in the released files.
 
     There are no natural clients; FedMultimodal makes 40 clients by a Dirichlet partition.
 
     Attributes:
         path: Folder with img/ and the .jsonl files, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "image", "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers. FedMultimodal uses MobileBERT,
-            which gives 512.
+        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers. FedMultimodal
+            uses MobileBERT, which gives 512.
     """
 
     NAME: ClassVar[str] = "hateful-memes"

@@ -22,20 +22,21 @@ _FILES = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(MediaSet):
-    """A `datasets` table whose columns become modalities; reads the splits train, test, validation (valid, dev).
+    """A `datasets` table whose columns become modalities. It has the splits train, test, validation (or valid, dev).
 
     Nothing is downloaded. Save a data set of the hub once with `load_dataset(NAME).save_to_disk(DIR)`.
 
     Attributes:
-        path: Folder written by `save_to_disk`, or with files `<split>*.parquet`, `.csv` or `.jsonl`; or a folder of
-            prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        path: A folder that `save_to_disk` wrote, a folder with files `<split>*.parquet`, `.csv` or `.jsonl`, or a
+            folder of prepared features.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: Modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
             (600, 80) log-mel, "values" (numbers or lists of one shape).
-        columns: Modality -> column of its values, if the names differ.
+        columns: Modality -> column of its values, for modalities whose name differs from the column's name.
         label: Column with class numbers or names.
         client: Column with the natural client. Empty if there are no natural clients.
-        model: Folder, or name in the hub's cache, of the model for "text" and "tokens".
+        model: Folder of the model for "text" and "tokens", or its name in the hub's cache.
         size: Height and width of images.
     """
 
@@ -143,7 +144,7 @@ def _cell(part: Any, row: int, column: str) -> Any:
 
 
 def _opened(root: Path, cache: str) -> dict[str, Any]:
-    """Return split -> its table. Images and sounds are not decoded."""
+    """Return a dictionary: split -> its table. Images and sounds are not decoded."""
     datasets = optional("datasets", "text")
     try:
         if (root / "dataset_dict.json").is_file():

@@ -35,11 +35,12 @@ class Iemocap(MediaSet):
 
     Attributes:
         path: Folder with Session1..5 (or with IEMOCAP_full_release), or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 5.
         frames: Length of `audio`, in windows of 10 ms.
-        text_model: Folder, or name in the hub's cache, of the model that embeds the transcript.
+        text_model: Folder of the model that embeds the transcript, or its name in the hub's cache.
     """
 
     NAME: ClassVar[str] = "iemocap"

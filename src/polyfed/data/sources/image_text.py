@@ -11,11 +11,12 @@ from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 @dataclass(frozen=True, kw_only=True)
 class ImageText(MediaSet):
-    """A data set of images with texts. A frozen model embeds each, or a recipe's encoder reads them raw.
+    """A data set of images with texts. Frozen models embed them, or a recipe's encoders read pixels and tokens.
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "image", "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.

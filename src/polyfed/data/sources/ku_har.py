@@ -1,4 +1,4 @@
-"""KU-HAR: motion of about ninety subjects, accelerometer and gyroscope (FedMultimodal)."""
+"""KU-HAR: motion of about ninety subjects, from accelerometer and gyroscope (FedMultimodal)."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -38,12 +38,13 @@ _FOLDS = 5
 class KuHar(MediaSet):
     """Windows `acc` and `gyro` of 128 steps x 3 axes at 50 Hz, of the 8 activities of FedMultimodal, or of all 18.
 
-    The natural clients are the subjects, and a fifth of them is the test set. FedMultimodal counts windows of 256
-    lines, but its released extractor reads only the first half of each, 64 steps. This source reads the whole window.
+    The natural clients are the subjects, and a fifth of them is the test set. FedMultimodal cuts windows of 256 lines,
+    but its released extractor reads only the first half of each window, 64 steps. This source reads the whole window.
 
     Attributes:
         path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "acc", "gyro".
         activities: Number of activities, 8 or 18.
         fold: Which fifth of the subjects, in order of their numbers, is the test set: 1 to 5.

@@ -26,16 +26,16 @@ from polyfed.data.sources.base import Source
 class MediaSet(Source):
     """A published data set on disk, or the folder that `polyfed data prepare` made from it.
 
-    With the published folder, features are extracted at the first use and stored in the cache. Any unusable file stops
-    the extraction. `polyfed data prepare` does the same with a progress bar and several workers, and it can skip such
-    files.
+    If `path` is the published folder, features are extracted at the first use and stored in the cache. Any unusable
+    file stops the extraction. `polyfed data prepare` does the same with a progress bar and several workers, and it can
+    skip such files.
 
     A subclass names itself (`NAME`), lists its samples (`listing`) and chooses the extractors (`extractors`).
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for the features of the data set. If empty, `$XDG_CACHE_HOME/polyfed`, by default
-            `~/.cache/polyfed`.
+        cache: Folder for the features of the data set. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or
+            `~/.cache/polyfed` if this variable is not set.
     """
 
     NAME: ClassVar[str]
@@ -51,7 +51,7 @@ class MediaSet(Source):
         """Return all samples of the data set in the folder `root`.
 
         Raises:
-            DataError: A file is missing or malformed; the message names it.
+            DataError: A file is missing or malformed. The message names the file.
         """
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class MediaSet(Source):
         raise NotImplementedError
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Return split codes, int8 (N,): the stored `split`, unless an option of the recipe chooses the fold.
+        """Return split codes, int8 (N,): the stored `split`, unless an option of the recipe chooses the test fold.
 
         Args:
             prepared: The folder of features.
@@ -147,13 +147,13 @@ def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
 def fold_of_clients(clients: Sequence[str], folds: int, fold: int) -> Tensor:
     """Return split codes, int8 (N,): the natural clients of one fold are the test set, and all others train.
 
-    A fold is a range of the clients in order of their names. If their number is not divisible, the first folds have one
-    client more, as in scikit-learn's `KFold`.
+    A fold is a range of the clients in order of their names. If the number of clients is not divisible by the number of
+    folds, the first folds have one client more, as in scikit-learn's `KFold`.
 
     Args:
         clients: Natural client of every row.
         folds: Number of folds.
-        fold: The fold that is the test set, from 1.
+        fold: Number of the fold that is the test set, from 1.
 
     Raises:
         DataError: There are fewer clients than folds.

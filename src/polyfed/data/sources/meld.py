@@ -1,4 +1,4 @@
-"""MELD: utterances of a television series, sound and transcript (FedMultimodal)."""
+"""MELD: utterances of a television series, as sound and transcript (FedMultimodal)."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -38,18 +38,20 @@ class Meld(MediaSet):
     """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (512,) of utterances; official split.
 
     The natural clients are the speakers of each season. FedMultimodal uses 80 MFCCs. This source uses 80 log-mel bands,
-    which hold the same information and suit any encoder. A few videos of the release cannot be decoded, so prepare it
-    with `--on-corrupt skip`.
+    which hold the same information and suit any encoder. A few videos of the release cannot be decoded, so prepare the
+    release with `--on-corrupt skip`.
 
     Attributes:
         path: Folder MELD.Raw, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "audio", "text".
         classes: Number of classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
         min_utterances: A speaker with fewer utterances in a split is removed from that split; 11 in FedMultimodal.
         frames: Length of `audio`, in windows of 10 ms.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder, or name in the hub's cache; MobileBERT, which FedMultimodal uses, gives 512 numbers.
+        text_model: Folder of the model, or its name in the hub's cache. MobileBERT, which FedMultimodal uses, gives 512
+            numbers.
     """
 
     NAME: ClassVar[str] = "meld"

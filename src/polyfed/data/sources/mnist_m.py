@@ -29,7 +29,7 @@ class MnistM(Source):
     files, whose script splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
 
     Attributes:
-        path: MNIST, as an .npz or a folder; `polyfed data mnist-m` has the layout.
+        path: MNIST, as an .npz or a folder; `polyfed data mnist-m` prints the layout.
         backgrounds: Folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
             .npz with one uint8 array (n, H, W, 3) named image.
         subset: Share of every class that is kept in both splits, drawn at random.

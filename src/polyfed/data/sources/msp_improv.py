@@ -28,16 +28,17 @@ class MspImprov(MediaSet):
     """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (768,); 4 classes, 4,580 turns.
 
     The twelve speakers are the natural clients, and one session is the test set. The release has transcripts of only
-    some turns, so `text` needs a csv file. A turn without a line in this file lacks the modality.
+    some turns, so `text` needs a csv file. A turn without a line in this file lacks the modality `text`.
 
     Attributes:
         path: Folder with Audio/ and Evalution.txt (sic), or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 6.
         frames: Length of `audio`, in windows of 10 ms.
         transcripts: A csv file with the columns utt,text; required for "text".
-        text_model: Folder, or name in the hub's cache, of the model that embeds the transcript.
+        text_model: Folder of the model that embeds the transcript, or its name in the hub's cache.
     """
 
     NAME: ClassVar[str] = "msp-improv"

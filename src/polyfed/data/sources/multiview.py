@@ -28,17 +28,17 @@ _SPLITS = {"train": TRAIN, "test": TEST}
 
 @dataclass(frozen=True, kw_only=True)
 class MultiView(Source):
-    """Each view of an object, or group of views, is a modality: pictures (C, size, size) scaled to [0, 1].
+    """Each view of an object, or each group of views, is a modality: pictures (C, size, size) scaled to [0, 1].
 
     Objects that lack one of the views are dropped. Classes are numbered in order of their names. Rows are ordered by
     class, split and object.
 
     Attributes:
-        path: The data set's folder; `polyfed data multiview` has the layout.
+        path: The data set's folder; `polyfed data multiview` prints the layout.
         views: Modality -> names of its views, stacked as channels, such as `{ front = ["v001"], back = ["v007"] }`. If
             empty, each view of the first object is a modality with the view's name.
         size: Height and width in pixels. The papers use 224. For quick runs, use 64.
-        gray: Use one channel for each view instead of three.
+        gray: Whether to use one gray channel for each view instead of three colour channels.
     """
 
     path: str

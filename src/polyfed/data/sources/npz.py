@@ -1,4 +1,4 @@
-"""npz: your own arrays, named in one `.npz` file or in a folder of `.npy` files."""
+"""npz: your own named arrays, in one `.npz` file or in a folder of `.npy` files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -35,16 +35,17 @@ class Npz(Source):
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
-        label: Array of the labels. Class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
-            as names; or targets (N,) or (N, T) for objectives other than classification. Targets are floats, with NaN
-            for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same shape may mark the
-            known targets. Empty if there are no labels, for a task that needs none.
+        label: Array of the labels. It holds class numbers 0..C-1 (N,), words (N,), or targets (N,) or (N, T). Words are
+            numbered in sorted order and kept as names. Targets are for objectives other than classification. They are
+            floats, with NaN for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same
+            shape may mark the known targets. Empty if there are no labels, for a task that needs none.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
         ids: Array of sample ids, distinct integers. With "rows", the row numbers are the ids: row i of every array is
-            the same sample. Without either, the row numbers count as unknown ids, which methods with silos refuse.
+            the same sample. If there are neither ids nor "rows", the ids count as unknown, and algorithms for silos
+            refuse the data.
         layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
             are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
             4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences
@@ -52,8 +53,8 @@ class Npz(Source):
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
             values are unchanged.
-        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
-            set. If the labels are targets, it is a share of all rows.
+        test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
+            test set. If the labels are targets, it is a share of all rows.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
@@ -154,7 +155,7 @@ class Npz(Source):
             require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
-        """Return the name of the array that an option names; None if the file lacks an array that nobody named."""
+        """Return the array name that an option gives. Return None if it is only the default and the file lacks it."""
         name: str = getattr(self, key)
         if name in arrays:
             return name

@@ -16,7 +16,8 @@ def pictures(folder: str | Path, what: str) -> list[Path]:
     """Return the picture files of a folder, in order of their names.
 
     Raises:
-        DataError: The folder is missing, or has no picture. `what` describes the wanted files in the message.
+        DataError: The folder is missing, or has no picture. The message begins with `what`, a description of the wanted
+            files.
     """
     found = existing(folder, what)
     paths = sorted(path for path in found.glob("*") if path.suffix.lower() in SUFFIXES)
@@ -30,8 +31,8 @@ def read_picture(path: Path, *, gray: bool = False, size: int | None = None) -> 
 
     Args:
         path: The file.
-        gray: Convert the picture to one channel; otherwise it has three.
-        size: Scale the picture to `size` x `size` pixels; None keeps its size.
+        gray: If True, convert the picture to one channel. Otherwise the result has three channels.
+        size: Scale the picture to `size` x `size` pixels. If None, the picture keeps its size.
 
     Returns:
         uint8 (C, H, W).

@@ -1,4 +1,4 @@
-"""PTB-XL: electrocardiograms of ten seconds, limb and chest leads, from many sites (FedMultimodal)."""
+"""PTB-XL: ten-second electrocardiograms with limb and chest leads, recorded at many sites; used by FedMultimodal."""
 
 import ast
 from collections import Counter
@@ -24,13 +24,14 @@ _CERTAIN = 100.0  # a diagnostic statement counts at this likelihood only, as in
 
 @dataclass(frozen=True, kw_only=True)
 class PtbXl(MediaSet):
-    """`limb` (1000, 6), leads I to aVF, and `chest` (1000, 6), V1 to V6, at 100 Hz; 5 diagnostic superclasses.
+    """`limb` (1000, 6) has the leads I to aVF, and `chest` (1000, 6) the leads V1 to V6, both at 100 Hz; 5 classes.
 
-    The natural clients are the recording sites, and records without a site are left out. Folds 1 to 8 are for training,
-    9 for validation and 10 for the test, as the owners propose. Only statements of likelihood 100 count. With one label
-    per record, a record is left out if its statements name no superclass or several superclasses. With several labels,
-    a record is left out only if its statements name no superclass. The labels are then five values of 0 and 1, for the
-    task `multi-label`, as in FedMultimodal.
+    The classes are the diagnostic superclasses. The natural clients are the recording sites, and records without a site
+    are left out. Folds 1 to 8 are for training, fold 9 is for validation and fold 10 for testing, as the owners of the
+    data set propose. Only diagnostic statements with likelihood 100 are used. If `labels` is "one", a record is left
+    out if its statements name no superclass or several superclasses. If `labels` is "several", a record is left out
+    only if its statements name no superclass. The label of a record is then five values of 0 or 1, for the task
+    `multi-label`, as in FedMultimodal.
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
@@ -39,7 +40,7 @@ class PtbXl(MediaSet):
         labels: "one" superclass for each record, or "several".
         min_records: A site with fewer training records is left out of training. FedMultimodal uses 10.
         normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
-            "none" leaves millivolts.
+            "none" keeps the values in millivolts.
     """
 
     NAME: ClassVar[str] = "ptb-xl"
@@ -55,11 +56,14 @@ class PtbXl(MediaSet):
         check_ranges("[data]", self)
 
     def chosen(self) -> Mapping[str, Any]:
-        """Return the options in `CHOOSES`, and `labels` if there are several; folders of one label do not name it."""
+        """Return the options in `CHOOSES`, and `labels` if it is "several".
+
+        Folders of prepared features with one label for each record do not store `labels`.
+        """
         return dict(super().chosen()) | ({"labels": self.labels} if self.labels == "several" else {})
 
     def load(self) -> Columns:
-        """Read the table. Several labels are stored as the bits of a number."""
+        """Read the table. If a record has several labels, the table stores them as the bits of one number."""
         columns = super().load()
         if self.labels == "one":
             return columns
@@ -104,7 +108,7 @@ class PtbXl(MediaSet):
 
 
 def _combinations() -> tuple[str, ...]:
-    """Return the names of all sets of superclasses. The bits of a set's index tell its superclasses."""
+    """Return the names of all sets of superclasses. Bit k of a set's index is 1 if the set holds superclass k."""
     sets = ([name for bit, name in enumerate(CLASSES) if number >> bit & 1] for number in range(1 << len(CLASSES)))
     return tuple("+".join(names) or "none" for names in sets)
 

@@ -37,21 +37,25 @@ class Table(Source):
     Attributes:
         path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
         modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
-        label: Column of the labels: words, or class numbers from 0. Or a list of columns with targets. Empty if there
-            are no labels, for a task that needs none.
+        label: Column of the labels, which are words or class numbers from 0; or a list of columns with targets. If the
+            task needs no labels, this option may be empty.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
-        ids: Column of the row ids, distinct whole numbers. Empty: a column of numbers that is named `id`, `ids` or
-            `row_id` and is not part of a modality; without such a column, or with "rows", the row numbers.
-        class_names: The names of the classes in order, if the labels are words whose order matters, or numbers.
+        ids: Column of the row ids, distinct whole numbers. If empty, polyfed uses a column of numbers that is named
+            `id`, `ids` or `row_id` and is not part of a modality. If there is no such column, or if this option is
+            "rows", the row numbers are the ids.
+        class_names: The names of the classes in order. Give them if the labels are numbers, or words whose order
+            matters.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
-        layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
+        layout: Modality -> axes of a sample in lists or pictures. Give the axes if polyfed guesses them wrong. The
+            guess is the same as in the source `npz`.
         partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
             "absent" in this row.
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done.
-        test_share: Share of every class that is drawn as test set if there is no column of splits; 0: no test set.
+        test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
+            test set.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
@@ -82,7 +86,7 @@ class Table(Source):
         return self.columns_of(read(path, problems), path, problems)
 
     def columns_of(self, frame: "pd.DataFrame", path: Path, problems: Problems) -> Columns:
-        """Check the table that `read` returned for the file, so that a caller who has it need not read it again.
+        """Check a table that `read` has returned, so that a caller who has read the file need not read it again.
 
         Args:
             frame: the table.
@@ -156,7 +160,8 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         problems: columns that occur twice are added to this object as faults.
 
     Raises:
-        DataError: the file is damaged, has no rows or is of another type, or a library that reads it is not installed.
+        DataError: the file is damaged, has no rows or has a type that polyfed does not read, or a library that reads it
+            is not installed.
     """
     import pandas as pd  # imported here, because the import takes half a second
 
@@ -220,7 +225,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
     """Return the rows of a CSV file, without columns that have no name.
 
-    A comma at the end of each row therefore has no effect, with or without one at the end of the header.
+    A comma at the end of each row therefore has no effect, whether the header ends with a comma or not.
 
     Raises:
         DataError: rows hold more cells than the header has names.

@@ -21,7 +21,8 @@ class Toy(Source):
 
     `u_mc` is a random direction of expected length 1 for each class and modality, and the noise is standard normal in
     every entry. `snr` is therefore the length of the signal in deviations of the noise. With the defaults, modality `a`
-    dominates `b`. Each modality draws from its own stream, so a new modality never changes the others.
+    dominates `b`. Each modality has its own stream of random numbers, so an additional modality never changes the
+    others.
 
     Attributes:
         rows: Number of rows, all splits together.

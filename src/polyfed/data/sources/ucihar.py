@@ -23,19 +23,20 @@ _EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 
 @dataclass(frozen=True, kw_only=True)
 class UciHar(Source):
-    """10,299 windows of 128 steps x 3 axes; `acc` and `gyro` without gravity, `total_acc` with it.
+    """10,299 windows of 128 steps x 3 axes: `acc` (acceleration without gravity), `gyro`, `total_acc` (with gravity).
 
-    The natural clients are the subjects, 0..29. The official test set is the windows of 9 subjects who are never in
-    training.
+    The natural clients are the subjects, with the numbers 0 to 29. The official test set is the windows of 9 subjects
+    who are never in training.
 
     Attributes:
         path: The folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label 0..5,
             client, split and, optionally, split_personal.
         modalities: Which of the three modalities are used; FedMultimodal uses acc and gyro.
-        split: "official", or "none", which uses all 30 subjects for training; combine it with clients.personal_test.
+        split: "official", or "none", which uses all 30 subjects for training. Combine "none" with
+            clients.personal_test.
         normalise: "train" normalises each axis by training statistics. "window" uses the mean and deviation of every
-            window and axis, (x - mean) / (deviation + 1e-5), as FedMultimodal does. This loses offset and amplitude, so
-            sitting, standing and lying are hard to distinguish. "none" keeps the stored values.
+            window and axis, (x - mean) / (deviation + 1e-5), as FedMultimodal does. "window" removes offset and
+            amplitude, so sitting, standing and lying are hard to distinguish. "none" keeps the stored values.
     """
 
     path: str

@@ -59,7 +59,7 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
     """Run `main` against Flower's simulation runtime (Ray).
 
     Args:
-        main: the server's function. This function raises its exceptions.
+        main: the server's function. `simulate` raises the exceptions that `main` raises.
         handler: the handler of all clients. Ray copies it to its processes on this machine or cluster.
         clients: number of clients.
         cpus: number of CPUs for each client. As many clients run at the same time as the CPUs allow.

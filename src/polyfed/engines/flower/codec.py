@@ -1,7 +1,7 @@
 """Conversion of a packet to a Flower RecordDict and back: the header is JSON text, and the body is an array of bytes.
 
-So a message takes only two of Flower's objects, independent of its number of tensors. This module uses neither Flower's
-nor PyTorch's serialisation, and no format that could run code.
+So a message takes only two of Flower's objects, however many tensors it has. This module uses neither Flower's nor
+PyTorch's serialisation, and no format that could run code.
 """
 
 import json
@@ -36,7 +36,7 @@ def packet_of(content: RecordDict) -> Packet | str:
     """Decode Flower's records.
 
     Returns:
-        The packet, with a header that is parsed but not yet checked; or the reason why the records hold no packet.
+        The packet, whose header is parsed but not yet checked. If the records hold no packet, the result is the reason.
     """
     try:
         text = content.config_records[HEADER]["header"]
@@ -50,7 +50,7 @@ def packet_of(content: RecordDict) -> Packet | str:
 
 
 def _flaw(text: str) -> str:
-    """Return why the text of a header must not be parsed, or "" if it may be parsed."""
+    """Return the reason why the text of a header must not be parsed, or "" if it may be parsed."""
     if len(text) > MAX_HEADER:
         return f"its header is too long: {len(text)} characters, allowed are {MAX_HEADER}"
     if text.count("[") + text.count("{") > MAX_OPENED:

@@ -1,4 +1,4 @@
-"""A limit on the bytes of a message that Flower fetches. The server and the SuperNode of a device use it.
+"""A limit on the bytes of a message that Flower fetches. Both the server and the SuperNode of a device use this limit.
 
 This file imports no other file of polyfed. The SuperNode loads this file by its path, without the package. The package
 would load PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
@@ -12,7 +12,7 @@ from typing import Any
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
 SLACK = 2**24
-"""Bytes that a message may take besides its body: a header of at most 4 MiB, and Flower's overhead for every piece."""
+"""Additional bytes that a message may take: a header of at most 4 MiB, and Flower's overhead for every piece."""
 
 FEW_PIECES, LEAST_PIECE = 64, 2**20
 """A message may have `FEW_PIECES` pieces, plus one for every `LEAST_PIECE` bytes of the limit."""
@@ -27,7 +27,8 @@ DEVICE_LIMIT = "POLYFED_MESSAGE_MEGABYTES"
 def at_most(module: Any, limit: int) -> Iterator[None]:
     """Limit the bytes of a message that Flower fetches in this block. A larger message raises an `ObjectPullError`.
 
-    Flower stores a message in pieces of 5 MiB and joins them in memory. Flower itself does not limit their number.
+    Flower stores a message in pieces of 5 MiB and joins them in memory. Flower itself does not limit the number of
+    pieces.
 
     Args:
         module: the Flower module that fetches messages with `pull_objects`.

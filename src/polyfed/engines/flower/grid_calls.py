@@ -1,4 +1,4 @@
-"""Calls of a Flower grid. If a call fails, it raises a `TransportError` with a clear text."""
+"""Calls of a Flower grid. A call that fails raises a `TransportError` with a clear text."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from polyfed.engines.flower.fetch_limit import TOO_LARGE, at_most
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
-    """Send messages and return their ids. The id is empty if the SuperLink did not accept the message.
+    """Send messages and return their ids. If the SuperLink did not accept a message, its id is empty.
 
     Raises:
         TransportError: the SuperLink failed.

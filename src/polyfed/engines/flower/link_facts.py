@@ -20,8 +20,8 @@ def link_facts(state: Any) -> dict[str, Any]:
         state: the SuperLink's state.
 
     Returns:
-        A table with `nodes`, the numbers of `registered` and `online` SuperNodes, and `runs`, the `id` and `status` of
-        each run.
+        A table with two entries. `nodes` holds the numbers of `registered` and `online` SuperNodes, and `runs` holds
+        the `id` and `status` of each run.
     """
     nodes = [node for node in state.get_node_info() if node.status != NodeStatus.UNREGISTERED]
     online = sum(node.status == NodeStatus.ONLINE for node in nodes)

@@ -1,4 +1,4 @@
-"""One request to several clients while the server waits for their replies."""
+"""The state of a request: which clients have answered, and how long the server still waits for the others."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from polyfed.engines.protocol import REPLY, Patience
 from polyfed.federation.wire_format import Packet
 
 GRACE = 1.1
-"""The server waits for a client that missed its last deadline until this multiple of the time that the others took."""
+"""For a client that missed its last deadline, the server waits this multiple of the time that the others took."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class OpenRequest:
         patience: how long to wait.
         waiting: id of each unanswered message -> client.
         answers: client -> its answer, or the reason why there is no answer.
-        again: clients whose message was lost with their node, and Flower's reason.
+        again: client whose message was lost with its node -> Flower's reason.
         away: client -> the time at which its node went offline.
         settled: the time at which all clients with the full deadline had answered.
     """

@@ -1,4 +1,4 @@
-"""The process in which Flower runs a ServerApp: the last line of its log, and its end after the SuperLink's end."""
+"""The process in which Flower runs a ServerApp: the last line of its log, and how it ends after the SuperLink."""
 
 import argparse
 import logging
@@ -29,7 +29,7 @@ _tellers: list[Callable[[], None]] = []
 def when_lost(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell` if this process ends during the block because its SuperLink has ended.
 
-    Another thread calls `tell` and then interrupts the main thread. Flower may kill this process at any time then.
+    Another thread calls `tell` and then interrupts the main thread. From that time on, Flower may kill this process.
     """
     _tellers.append(tell)
     try:
@@ -42,7 +42,7 @@ class LastWord(logging.Filter):
     """Keep polyfed's sentence about a user's mistake as the last line of the log.
 
     The app has printed that sentence. Flower would log a traceback and an "unhandled exception" after the sentence, and
-    an empty line after a successful run. This filter drops them.
+    an empty line after a successful run. This filter drops all three.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,10 @@ def _address(words: Sequence[str]) -> tuple[str, int] | None:
 
 
 def _refuses(address: tuple[str, int]) -> bool:
-    """Return whether the connection is refused because nothing listens there. Other network errors do not count."""
+    """Return whether a connection to this address is refused because no process listens there.
+
+    If another network error occurs, the result is False.
+    """
     try:
         socket.create_connection(address, timeout=LOOK_SECONDS).close()
     except ConnectionRefusedError:

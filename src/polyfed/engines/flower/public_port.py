@@ -45,7 +45,7 @@ from polyfed.engines.flower.link_facts import database_of_this_release, link_fac
 LOOPBACK = "127.0.0.1"
 
 NOT_PUBLIC = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}
-"""Paths that the public port refuses, because only the server's operator registers SuperNodes, by public keys."""
+"""Paths that the public port refuses, because only the operator registers SuperNodes, with their public keys."""
 
 PUBLIC = frozenset(vars(route)["path"] for route in fleet.routes) - NOT_PUBLIC
 """Paths that SuperNodes call. Every path requires a signature by a registered key."""
@@ -55,7 +55,7 @@ LOCK_SECONDS = 600
 written (inferred): a write would fail with "database is locked" and end the run."""
 
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
-"""Most bytes of a call's body, and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
+"""Largest sizes in bytes of a call's body and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
 
 Scope = MutableMapping[str, Any]
 
@@ -114,7 +114,7 @@ async def _body(receive: Any) -> bytes | None:
 
 
 def _again(body: bytes, receive: Any) -> Any:
-    """Return a `receive` function that first returns a body that has been read, and then calls `receive`."""
+    """Return a function in place of `receive` that first returns the body already read, and then calls `receive`."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def handed() -> Any:
@@ -196,7 +196,7 @@ def run_superlink(
         control_port: port on loopback for `flwr` and for the processes of an app.
         host: address of the public port, for SuperNodes.
         port: number of the public port, for SuperNodes.
-        services: further web applications.
+        services: additional web applications.
 
     Raises:
         RecipeError: Flower does not accept a public key, or a newer release of Flower has written the database.
@@ -250,7 +250,7 @@ def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]
 
 
 def _patient(pragmas: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return Flower's settings of SQLite, with polyfed's waiting time `LOCK_SECONDS`."""
+    """Return Flower's settings of SQLite, but with polyfed's waiting time `LOCK_SECONDS`."""
     assert any(name == "busy_timeout" for name, _ in pragmas), "Flower 1.41 sets busy_timeout"
     return tuple((name, str(LOCK_SECONDS * 1000) if name == "busy_timeout" else value) for name, value in pragmas)
 

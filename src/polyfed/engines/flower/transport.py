@@ -55,10 +55,10 @@ class GridTransport:
         grid: Flower's grid.
         stop: an event that another thread can set to end a wait with KeyboardInterrupt.
         node_of: the node from which each client enrolled.
-        vet: `vet(packet, device)` returns why to refuse an enrolment, or an empty text to accept the enrolment.
+        vet: `vet(packet, device)` returns the reason to refuse an enrolment, or an empty text to accept the enrolment.
             `device` is the fingerprint of the device's key.
         limit: size in bytes of the largest reply that the transport fetches.
-        discarded: by client, how many replies arrived after their request had been closed.
+        discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
     grid: Grid
@@ -137,7 +137,7 @@ class GridTransport:
         return self._settled(run, why)
 
     def _closed(self, run: OpenRequest) -> str:
-        """Return the reason why the wait is over, for clients that have not answered; "" while the wait continues."""
+        """Return why the wait is over, as the reason for clients without an answer, or "" while the wait continues."""
         now, pending, count = time.monotonic(), run.pending(), len(run.packets)
         if not pending:
             return "nobody is missing"
@@ -252,7 +252,7 @@ class GridTransport:
         return answers
 
     def _place(self, client: Any, node: int) -> str:
-        """Record the node of a client. Return the reason if the number is invalid or another online node has it."""
+        """Record the node of a client. Return the reason if its number is invalid or belongs to another online node."""
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"
         if self.node_of.get(client, node) != node and self.node_of[client] in set(online(self.grid)):

@@ -1,8 +1,8 @@
 """The process that runs a SuperNode's tasks with installed code. It replaces Flower's `flwr-clientapp`.
 
-Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. The process
-here reads the app only as data: two texts in a zip file in memory. It imports no code from the app, and writes no file
-of the app to a folder from which Python imports modules.
+Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. Polyfed's
+process reads the app only as data: two texts in a zip file in memory. It imports no code from the app, and writes no
+file of the app to a folder from which Python imports modules.
 """
 
 import io
@@ -42,7 +42,7 @@ from polyfed.federation.wire_format import Packet
 
 PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
-"""Most bytes of a text that this process reads from an app."""
+"""Largest size in bytes of a text that this process reads from an app."""
 
 LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
 """Seconds between two queries for a task, while no task runs and while a task runs."""
@@ -100,8 +100,8 @@ class Duties:
         handler_for: returns the handler for an app, given the app's bytes. It raises `BadReply` to refuse the app.
         note: writes a line to the device's log.
         wait: waits for some seconds, and serves other requests of this process meanwhile.
-        done: called after every task with a table: `verdict`, and `bytes_up`, the size of the reply's body. If the
-            task's process was killed, the table is empty.
+        done: called after every task. Its argument is a table with `verdict` and with `bytes_up`, the size of the
+            reply's body. If the task's process was killed, the table is empty.
     """
 
     handler_for: Callable[[bytes], Handler]
