@@ -97,5 +97,26 @@ class Encoding(nn.Module):
         return out
 
 
+class OnlyX(Whole):
+    """Its `forward` lacks the argument `present`."""
+
+    def forward(self, x: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x, {})
+
+
+class NoOutputs(Whole):
+    """Its constructor lacks the argument `num_outputs`."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(shapes, 4)
+
+
+class OnlyZ(Encoding):
+    """Its `fuse` lacks the argument `present`."""
+
+    def fuse(self, z: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().fuse(z, {})
+
+
 BLOCKS = {"a": ("net_a",), "b": ("net_b", "bias_b")}
 OWN_BLOCKS = {"a": ("nets.a",), "b": ("nets.b",)}

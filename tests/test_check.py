@@ -1,6 +1,7 @@
 """What `polyfed check` says of a recipe: sizes of what can leave, exact and in time."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging
-from polyfed.cli.egress_tables import grouped, remarks, sentence, size
+from polyfed.cli import main
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.experiment.check import Check, Planned, check
+from polyfed.experiment.check import Check, check
+from polyfed.experiment.check_result import Planned
+from polyfed.experiment.egress_tables import grouped, remarks, sentence, size
+from polyfed.experiment.from_data import make_recipe
 from polyfed.training.optimisers import Train
 from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe
@@ -170,3 +174,21 @@ def test_a_long_training_is_not_rehearsed_step_by_step() -> None:
         method = algorithm("fedavg", train=Train(lr=0.1, batch_size=16, steps=steps))
         sizes.append([(row.field, row.block, row.bytes) for row in check(recipe(method)).planned])
     assert sizes[0] == sizes[1]
+
+
+def test_a_check_prints_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('[data]\nname = "cg-digits"\n[algorithm]\nname = "fedavg"\n')
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", str(file)])
+    checked = check(file)
+    assert str(checked) == repr(checked)
+    assert f"{checked}\n" == capsys.readouterr().out
+    assert "the model has 10 outputs" in str(checked)
+
+
+def test_a_single_target_is_in_the_singular() -> None:
+    target = torch.linspace(0, 1, 60)[torch.randperm(60)]
+    shown = str(check(make_recipe({"a": torch.randn(60, 3)}, labels=target)))
+    assert "60 rows of 1 target each;" in shown
+    assert "the model has 1 output\n" in shown

@@ -56,7 +56,7 @@ def test_a_row_that_is_partly_nan_or_infinite_is_refused_by_predict(wrong: float
     run = polyfed.run(data=DATA, **OPTIONS)
     text = TEXT.copy()
     text[7, 1] = wrong
-    with pytest.raises(RecipeError, match=r"x\['text'\] has 1 rows that are partly NaN or infinite, first row 7"):
+    with pytest.raises(RecipeError, match=r"x\['text'\] has 1 row that is partly NaN or infinite, first row 7"):
         run.predict({"audio": AUDIO, "text": text})
     with pytest.raises(RecipeError, match="x is a ndarray; give a dictionary"):
         run.predict(AUDIO)  # type: ignore[arg-type]

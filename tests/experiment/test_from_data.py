@@ -1,5 +1,6 @@
 """`polyfed.run(data=...)`: the same run as from a file; saved as a recipe; resumed with the same data."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from polyfed.algorithms.fedprox import FedProx
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.sources import CgDigits, Npz
 from polyfed.experiment.file_reading import read_file
-from polyfed.experiment.from_data import with_data
+from polyfed.experiment.from_data import OF_A_RUN, DataOptions, with_data
+from polyfed.experiment.overrides import SECTIONS
+from polyfed.federation.attack import Attack
+from polyfed.privacy.differential import Privacy
 from polyfed.training.optimisers import Train
 
 ROWS = 90
@@ -93,7 +97,13 @@ def test_sections_and_objects_are_options() -> None:
         ({"task": "regression"}, r'as in task=\{"name": "regression"\}'),
         ({"algorithm": "fedavgg"}, "did you mean 'fedavg'"),
         ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, r"3 problems:\n"),
+        (
+            {"train": {"epochs": 0}, "rounds": -1, "seed": -2},
+            r"3 problems:\n  \[train\] epochs = 0.*\n  seed = -2: .*\n  rounds = -1",
+        ),
+        ({"train": {"epochs": 0}, "rounds": 0}, r"2 problems:\n  rounds = 0: .*\n  \[train\] epochs = 0: "),
         ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "train is given beside an algorithm object"),
+        ({"algorithm": {"name": "fedavg", "private": "head"}}, r"private = 'head': must be a list, as in \[\"head\"\]"),
         ({"clients": True}, "give one client for each row"),
         ({"clients": 3.0}, "clients = 3.0: give one client for each row, the name of a column, or the number"),
         ({"algorithm": FedProx}, r"algorithm is the class FedProx: give an object, as in FedProx\(\)"),
@@ -105,6 +115,47 @@ def test_sections_and_objects_are_options() -> None:
 def test_wrong_options_are_told_with_their_cure(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PolyfedError, match=words):
         polyfed.check(polyfed.make_recipe(DATA, **({"labels": LABEL} | options)))
+
+
+SECURE = {"min_clients": 2}
+PRIVATE = {"unit": "client", "delta": 0.1, "noise_multiplier": 1.0, "unprotected": ["statistic"]}
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name not in ("data", "engine")])
+def test_every_section_of_a_recipe_is_an_option(section: str) -> None:
+    assert section in DataOptions.__annotations__
+
+
+def test_privacy_attack_limits_and_secure_aggregation_reach_the_recipe() -> None:
+    made = polyfed.make_recipe(
+        DATA,
+        **OPTIONS,
+        privacy=PRIVATE,
+        attack={"name": "sign-flip", "share": 0.2},
+        limits={"max_rounds": 5},
+        network={},
+    )
+    assert made.privacy == Privacy(unit="client", delta=0.1, noise_multiplier=1.0, unprotected=("statistic",))
+    assert (made.attack, made.limits.max_rounds) == (Attack(name="sign-flip"), 5)
+    assert made.network is not None
+    secure = polyfed.make_recipe(DATA, **OPTIONS, secure_aggregation=SECURE)
+    assert secure.algorithm.secure_aggregation.min_clients == 2
+    with pytest.raises(RecipeError, match="secure_aggregation is given beside an algorithm object"):
+        polyfed.make_recipe(DATA, **OPTIONS, algorithm=FedProx(), secure_aggregation=SECURE)
+    fair = {"name": "fedavg", "aggregation": "uniform"}
+    run = polyfed.run(data=DATA, **OPTIONS, algorithm=fair, privacy=PRIVATE)
+    assert run.result["privacy"]["epsilon"] > 0
+
+
+def test_arguments_of_a_run_are_among_the_allowed_names() -> None:
+    with pytest.raises(RecipeError, match=r"no option 'devise'; did you mean 'device'\? .* data, .* engine, .* out, "):
+        polyfed.run(data=DATA, **OPTIONS, devise="cpu")  # type: ignore[call-arg]
+    with pytest.raises(
+        RecipeError, match=r"'out' is an argument of polyfed.run: write polyfed.run\(data=..., out=...\)"
+    ):
+        polyfed.make_recipe(DATA, **OPTIONS, out="folder")
+    names = {name for name, kind in signature(polyfed.run).parameters.items() if kind.kind is not kind.VAR_KEYWORD}
+    assert {*OF_A_RUN, "recipe"} == names
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
@@ -121,6 +172,25 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         polyfed.run(data=npz(tmp_path), labels=LABEL)
     with pytest.raises(RecipeError, match="labels is given, but a source reads its own"):
         polyfed.make_recipe(Npz(path=str(npz(tmp_path)), modalities=("audio",)), labels=LABEL)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            {"train": "a.csv", "test": Path("b.csv")},
+            r"data\['train'\] is the path of a file, .*pandas.read_csv\('a.csv'\)",
+        ),
+        (
+            {"train": DATA, "test": DATA},
+            r"data\['train'\] is a dict, .* data=\{'image': x\}, labels=y, split=\['train'",
+        ),
+        (DATA, r"labels = 'emotion' is a name, but data is arrays. Give one label for each row, as in labels=y"),
+    ],
+)
+def test_splits_that_are_files_or_arrays_are_refused_with_the_cure(data: Any, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        polyfed.make_recipe(data, labels="emotion")
 
 
 @pytest.mark.parametrize("data", [DATA, FRAME], ids=["arrays", "data frame"])

@@ -8,7 +8,7 @@ import pytest
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import PolyfedError
+from polyfed.core.errors import PolyfedError, PolyfedWarning
 from polyfed.experiment.first_recipe import starter
 
 ROWS = 120
@@ -115,6 +115,50 @@ def test_several_targets_are_labels_and_no_modality(tmp_path: Path, capsys: pyte
     assert recipe.data.label == ["y1", "y2"]
     assert {*recipe.data.modalities} == {"audio", "text"}
     assert "texts: note. If one of them names the client of a row, name it as client" in capsys.readouterr().out
+
+
+def test_several_files_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "train.csv", "test.csv", "--out", str(tmp_path / "recipe.toml")])
+    assert "init reads one file, and train.csv test.csv are several. Join them into one file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npz"])
+def test_it_names_the_labels_the_clients_and_the_missing_split(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["init", str(write(tmp_path, suffix)), "--out", str(tmp_path / "recipe.toml")])
+    said = capsys.readouterr().out
+    label, client = ("y", "site") if suffix == ".npz" else ("emotion", "speaker")
+    assert f"guessed: '{label}' gives the labels" in said
+    assert f"guessed: '{client}' gives the clients" in said
+    assert said.count("guessed: no split is given: a share of 0.2 of the rows is drawn as the test set") == 1
+
+
+def test_python_says_which_columns_it_picked(tmp_path: Path) -> None:
+    held = table()[["audio_0", "audio_1", "emotion", "speaker"]].fillna(0.0)
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    words = (
+        "'emotion' gives the labels, 'speaker' gives the clients, because .* Write labels='emotion', clients='speaker'"
+    )
+    with pytest.warns(PolyfedWarning, match=words):
+        polyfed.make_recipe(tmp_path / "mine.csv", standardise=False)
+    polyfed.make_recipe(tmp_path / "mine.csv", standardise=False, labels="emotion", clients="speaker")
+
+
+def test_words_of_an_ordinal_task_need_their_order(tmp_path: Path) -> None:
+    held = table().drop(columns="emotion").assign(level=WORDS)
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    out = tmp_path / "recipe.toml"
+    words = ["init", str(tmp_path / "mine.csv"), "--label", "level", "--task", "ordinal", "--out", str(out)]
+    with pytest.raises(SystemExit, match="5"):
+        main(words)
+    assert not out.exists()
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--class-name", "owl", "--class-name", "cat", "--class-name", "dog"])
+    assert 'class_names = ["owl", "cat", "dog"]' in out.read_text()
+    assert polyfed.check(out).recipe.data.load().class_names == ("owl", "cat", "dog")
 
 
 def test_several_arrays_of_labels_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import Planned, check
+from polyfed.experiment.check import check
+from polyfed.experiment.check_result import Planned
 from polyfed.experiment.recipe import Recipe
 from polyfed.privacy.ledger import TO_CLIENT
 from polyfed.selection import DivFl

@@ -14,7 +14,8 @@ from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import Planned, check, plan
+from polyfed.experiment.check import check, plan
+from polyfed.experiment.check_result import Planned
 from polyfed.experiment.recipe import Recipe
 from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe, same

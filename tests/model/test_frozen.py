@@ -12,7 +12,6 @@ from rich.console import Console
 import polyfed
 from laws.rows import ROWS
 from laws.test_laws import params, world
-from polyfed.cli.tables import check_tables
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, ModelError, TooFewReplies
 from polyfed.core.tree import block_of, size_bytes
@@ -20,6 +19,7 @@ from polyfed.engines.work_count import MeteredClientData
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Check, check
+from polyfed.experiment.check_tables import check_tables
 from polyfed.experiment.recipe import CheckpointSpec, EngineSpec, Recipe
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.training.optimisers import Train

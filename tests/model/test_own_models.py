@@ -187,7 +187,20 @@ def test_a_device_imports_only_what_its_owner_allows() -> None:
         ({"fusion": "own_models:Product", "fusion_options": {"size": 1}, "encoders": PLAIN}, "calling it with"),
         ({"fusion": "sum", "fusion_options": {"size": 1}, "encoders": PLAIN}, "remove them"),
         ({"module": "own_models:Whole", "encoders": PLAIN, "blocks": BLOCKS}, r"remove \[model.encoders\]"),
-        ({"module": "own_models:Whole"}, r"\[model.blocks\] has no entry for the modality 'a'"),
+        ({"module": "own_models:Whole"}, r"2 problems:\n.* no entry for the modality 'a'.*\n.* for the modality 'b'"),
+        ({}, r"2 problems:\n.*\[model.encoders\] has no entry for the modality 'a'.*\n.* for the modality 'b'"),
+        (
+            {"module": "own_models:OnlyX", "blocks": BLOCKS},
+            r"polyfed calls forward\(x, present\).*\(too many positional.*\)\. Write def forward\(self, x, present\):",
+        ),
+        (
+            {"module": "own_models:NoOutputs", "blocks": BLOCKS},
+            r"raised TypeError: .*positional argument.* Write def __init__\(self, shapes, num_outputs\), with the keys",
+        ),
+        (
+            {"module": "own_models:OnlyZ", "blocks": OWN_BLOCKS},
+            r"polyfed calls fuse\(z, present\).* Write def fuse\(self, z, present\): z holds the embeddings",
+        ),
         ({"module": "own_models:Whole", "blocks": {**BLOCKS, "c": ()}}, "the data has no such modality"),
         ({"module": "own_models:Whole", "blocks": {"a": "net_x", "b": "net_b"}}, "'net_x': no parameter's name begins"),
         ({"module": "own_models:Whole", "blocks": {"a": "net_a", "b": ("net_b", "net_a.0")}}, "belongs to a and to b"),

@@ -5,6 +5,7 @@ import pytest
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare
+from polyfed.report.run_folder import Folder
 
 
 def result_of(folder):
@@ -95,3 +96,18 @@ def test_run_that_is_not_finished_is_refused(made_run):
 def test_nothing_to_compare_is_an_error_of_the_call():
     with pytest.raises(RecipeError, match="needs folders"):
         compare([])
+
+
+def test_scores_of_own_models_are_told_apart_from_those_of_a_global_model(made_run):
+    folders = [made_run("a", seed=1), made_run("b", seed=2)]
+    result = result_of(folders[0])
+    result["metrics"]["global_by_client"] = {"mean": 0.5, "worst": 0.2}
+    (folders[0] / "result.json").write_text(json.dumps(result))
+    assert [text for text in compare(folders[:1]).warnings if "has no global model. The scores on the server's" in text]
+    assert not [text for text in compare(folders[1:]).warnings if "global model" in text]
+
+
+def test_the_folder_of_a_study_is_no_run(tmp_path):
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds a study and no run. .*index.html. .* write polyfed compare "):
+        Folder(tmp_path)

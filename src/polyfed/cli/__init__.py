@@ -11,14 +11,13 @@ The command:
 
 The output of the verbs. A verb imports these files when it runs:
 
-- `tables`: results, checks and comparisons as tables. `egress_tables`: the data that a recipe allows to leave the
-  clients.
+- `tables`: results and comparisons as tables.
 - `sweep_progress`: the live table of `polyfed sweep`. `status_tables`: the output of `polyfed status`.
 - `init`: the recipe that `polyfed init` writes, and the lines of a recipe that an algorithm needs.
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device. `preparation`: `polyfed data prepare`.
 - `doctor`: what is installed on this machine, and whether it works.
-- `output`: printing tables, lines, JSON and errors. `layout`: tables without lines, titles, blank lines.
+- `output`: printing tables, lines, JSON and errors.
 - `__main__`: `python -m polyfed.cli`.
 
 To add a verb, write a function with the decorator `@app.command()`.

@@ -8,9 +8,9 @@ from rich.text import Text
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.cli.catalogue import Option
-from polyfed.cli.egress_tables import Carrier, carriers
-from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.data import SOURCES
+from polyfed.experiment.egress_tables import Carrier, carriers
+from polyfed.report.text_layout import plain_table, stacked, titled
 
 
 def algorithm_list() -> Group:

@@ -104,9 +104,10 @@ def check(
     ] = None,
 ) -> None:
     """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""
-    from polyfed.cli import deployment, tables
+    from polyfed.cli import deployment
     from polyfed.deploy.device_check import inspect
     from polyfed.experiment.check import check as check_recipe
+    from polyfed.experiment.check_tables import check_tables
     from polyfed.experiment.recipe import load_recipe
 
     if node is not None:
@@ -116,7 +117,7 @@ def check(
     loaded = load_recipe(recipe, overrides or [])
     with recipe_named(recipe, overrides or []):
         checked = check_recipe(loaded)
-    answer(plan_of(checked), tables.check_tables(checked), as_json=as_json)
+    answer(plan_of(checked), check_tables(checked), as_json=as_json)
     if checked.refused:
         raise typer.Exit(EgressError.exit_code)
 

@@ -126,7 +126,7 @@ def sheet_table(sheet: "Sheet") -> "Group":
     """A table of text for the terminal, below its title."""
     from rich.text import Text
 
-    from polyfed.cli.layout import plain_table, titled
+    from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table(*sheet.headings)
     for number, row in enumerate(sheet.rows):

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from polyfed import deploy
 from polyfed.cli import tables
-from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.core.files import RESULT
 from polyfed.deploy.device_check import Inspection
 from polyfed.experiment.check import fixes_of
 from polyfed.report import REPORT
+from polyfed.report.text_layout import plain_table, stacked, titled
 
 
 def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:

@@ -74,8 +74,9 @@ def data(
             )
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})  # so that the error for several files can name the cure
 def init(
+    context: typer.Context,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
     ],
@@ -90,6 +91,10 @@ def init(
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
     ] = None,
+    class_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="Class of a table, from the first to the last; once for each class."),
+    ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="NAME", help="The task, such as retrieval. [default: as the labels suggest]")
     ] = None,
@@ -98,8 +103,16 @@ def init(
     """Write a complete recipe for a data file, and print all guesses."""
     from polyfed.cli import init
 
+    if context.args:
+        raise RecipeError(
+            f"init reads one file, and {' '.join([str(file), *context.args])} are several. Join them into one file "
+            "with a column (.npz: an array) `split` that says train, test or validation for each row. Or read them in "
+            "Python and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
+        )
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split}, task)
+    notes = init.write_recipe(
+        file, out, {"label": labels, "client": client, "split": split, "class_names": class_name}, task
+    )
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.report.formatting import bytes_of
+from polyfed.report.text_layout import plain_table, stacked, titled
 
 REQUIRED = "required"
 """The name of the part with the packages that polyfed always needs. Every other part is an extra."""

@@ -24,8 +24,8 @@ def write_recipe(
     Args:
         file: the data file.
         out: the recipe to write.
-        columns: `label`, `client` and `split`, each with the name of its array or column. `label` may have several
-            names. If None, the function guesses the name.
+        columns: `label`, `client` and `split`, each with the name of its array or column, and `class_names`. `label`
+            may have several names. If None, the function guesses the name.
         task: name of the task; if None, the labels determine the task.
 
     Returns:

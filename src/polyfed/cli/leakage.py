@@ -39,8 +39,8 @@ def _tables(found: "LeakageAudit") -> list["RenderableType"]:
     """Return the measured attacks as a table, and the reasons why the other attacks have no number."""
     from rich.text import Text
 
-    from polyfed.cli.layout import plain_table, titled
     from polyfed.report.leakage import LEVEL, MARKED, unmeasured
+    from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table("attack", "kind", "block", "seen by", "how", "attacker", "guess", "advantage", LEVEL, left=5)
     for one in found.findings:

@@ -9,9 +9,6 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-WIDE = 200
-"""The width of a table, in characters, when it goes to a file or a pipe."""
-
 
 def print_json(content: Any) -> None:
     """Print JSON on standard output. As in the files of a run, numbers that are not finite are null."""
@@ -39,6 +36,8 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
 def standard_output() -> "Console":
     """Return the console of standard output. If the output is not a terminal, tables may be `WIDE` characters wide."""
     from rich.console import Console
+
+    from polyfed.report.text_layout import WIDE
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.core.errors import PolyfedError
 from polyfed.core.log_lines import escaped
+from polyfed.report.text_layout import plain_table, stacked, titled
 
 
 def status_tables(told: dict[str, Any]) -> Group:

@@ -11,10 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.cli.layout import plain_table, titled
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.results import cell_text
 from polyfed.report.formatting import seconds_of
+from polyfed.report.text_layout import plain_table, titled
 
 MOST_LINES = 24
 """The largest number of results in the live table, because a terminal cannot show more."""

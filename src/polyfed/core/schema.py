@@ -177,7 +177,7 @@ def sifted(
                 for part in error.errors()[0]["loc"]
                 if isinstance(part, int) or part in inside
             )
-            text = f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()
+            text = f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error, value)}".lstrip()
             problems.add(RecipeError(text, key_of(where, key)))
             continue
         if key in limits and (fault := _outside(values[key], limits[key])):
@@ -223,10 +223,11 @@ SIMPLE = {
 """Texts for the types that `check_ranges` checks, in the same words."""
 
 
-def _wanted(error: ValidationError) -> str:
+def _wanted(error: ValidationError, value: Any) -> str:
     """Return what a value must be. If a field allows several types, the text joins them with "or"."""
     wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
-    return " or ".join(dict.fromkeys(wishes))
+    words = " or ".join(dict.fromkeys(wishes))
+    return f"{words}, as in {json.dumps([value])}" if words == "a list" and isinstance(value, str) else words
 
 
 def _shown(value: Any) -> str:

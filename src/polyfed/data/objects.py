@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,16 @@ from polyfed.data.frames import Roles, drafted
 from polyfed.data.given import Given
 from polyfed.data.reading_options import ReadingOptions, with_masks
 from polyfed.data.row_facts import SPLITS, as_array, ordered_words, plain
-from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
+from polyfed.data.split_objects import (
+    has_rows,
+    is_frame,
+    is_hugging_face,
+    join_arrays,
+    refuse_other_columns,
+    refuse_other_dictionaries,
+    same_order,
+    shown,
+)
 from polyfed.data.table_draft import Draft, columns_of
 
 ALLOWED = (
@@ -101,15 +110,16 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
 
 
 def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
-    if isinstance(given.labels, str) or (given.labels is None and given.needs_labels):
+    refuse_other_dictionaries(data, given.labels)
+    if given.labels is None and given.needs_labels:
         raise RecipeError("labels is missing: give one label for each row, as in labels=y")
     if given.modalities is not None:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
     parts = {str(name): values for name, values in data.items()}
     for name, values in parts.items():
-        if not _has_rows(values):
+        if not has_rows(values):
             raise RecipeError(
-                f"data['{name}'] is {_shown(values)}: give an array, a tensor or a list with one sample for each row, "
+                f"data['{name}'] is {shown(values)}: give an array, a tensor or a list with one sample for each row, "
                 f"or leave '{name}' out"
             )
     return Draft(
@@ -137,8 +147,8 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
                 optional.append(column)
         elif isinstance(value, str) or (role == "labels" and _are_columns(value, frame)):
             words[column] = value
-        elif not _has_rows(value):
-            raise RecipeError(f"{role} is {_shown(value)}: give one entry for each row, or the name of a column")
+        elif not has_rows(value):
+            raise RecipeError(f"{role} is {shown(value)}: give one entry for each row, or the name of a column")
         else:
             array = as_array(value, f"data: {role}")
             if len(array) != len(frame):
@@ -158,18 +168,6 @@ def _are_columns(value: Any, frame: Any) -> bool:
     if not (isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value)):
         return False
     return set(value) <= {str(column) for column in frame.columns}
-
-
-def _has_rows(values: Any) -> bool:
-    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
-    try:
-        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
-    except TypeError:  # None, a number, an array or a tensor without axes
-        return False
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"
 
 
 def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Draft:

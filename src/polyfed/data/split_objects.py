@@ -1,14 +1,16 @@
 """Joins data in memory that is given by split, with one data frame or data set for each split."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data.column_guess import UNNAMED, kind_of
+from polyfed.data.row_facts import SPLITS
 
 
 def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
@@ -48,6 +50,32 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
                     )
                 )
     problems.raise_all()
+
+
+def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
+    """Refuse a dictionary whose values are files or dictionaries for each split, and a name as the labels of arrays.
+
+    Raises:
+        RecipeError: `data` is such a dictionary, or `labels` is a name.
+    """
+    by_split = all(str(name).lower() in SPLITS for name in data)
+    name, part = next(iter(data.items()))
+    if by_split and all(isinstance(value, str | PathLike) for value in data.values()):
+        raise RecipeError(
+            f"data['{name}'] is the path of a file, but a split must be a data frame or a dataset. Read the files, as "
+            f"in data={{'{name}': pandas.read_csv('{part}'), ...}}. Or give one file with a column `split`, as in "
+            "data='all.csv', split='split'"
+        )
+    if by_split and all(isinstance(value, Mapping) for value in data.values()):
+        raise RecipeError(
+            f"data['{name}'] is a {type(part).__name__}, but a split must be a data frame or a dataset. Join the "
+            "arrays of all splits, and give the split of each row, as in data={'image': x}, labels=y, split=['train', "
+            "..., 'test']"
+        )
+    if isinstance(labels, str):
+        raise RecipeError(
+            f"labels = '{labels}' is a name, but data is arrays. Give one label for each row, as in labels=y"
+        )
 
 
 def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,3 +118,16 @@ def is_frame(data: Any) -> bool:
 def is_hugging_face(data: Any) -> bool:
     """Whether an object is a data set of the Hugging Face library datasets."""
     return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")
+
+
+def has_rows(values: Any) -> bool:
+    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
+    try:
+        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
+    except TypeError:  # None, a number, an array or a tensor without axes
+        return False
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error text: itself if it is a word or a number, or else its type."""
+    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"

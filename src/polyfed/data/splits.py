@@ -43,6 +43,11 @@ def drawn(label: Tensor, share: float, seed: int) -> Tensor:
     return stratified(classes, share, keys.key(seed, "npz", "split"))
 
 
+def drawn_note(share: float) -> str:
+    """Return the sentence that tells that `drawn` gave the splits."""
+    return f"no split is given: a share of {share:g} of the rows is drawn as the test set (test_share)"
+
+
 def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:
     """Draw a subset that keeps `share` of every class in every split, and return its row numbers in ascending order."""
     if share == 1.0:

@@ -18,7 +18,7 @@ from polyfed.data.layout import laid_out, tensor_of
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.missing_rows import refuse_bare_rows, without_nan_rows
 from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
-from polyfed.data.splits import drawn
+from polyfed.data.splits import drawn, drawn_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def _table(
     notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, test_share, seed)
-        notes.append(f"no split is given: a share of {test_share:g} of the rows is drawn as the test set (test_share)")
+        notes.append(drawn_note(test_share))
     return Columns(
         name=draft.name,
         modalities={name: column for name, (column, _) in found.items()},

@@ -22,7 +22,8 @@ from polyfed.deploy.device import (
 )
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import Planned, plan
+from polyfed.experiment.check import plan
+from polyfed.experiment.check_result import Planned
 from polyfed.experiment.demands import release_of, unmet
 from polyfed.experiment.recipe import Recipe
 from polyfed.privacy.announcement import Holder

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.core.counts import counted
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
@@ -96,7 +97,7 @@ def _present_rows(modality: str, value: Tensor, present: Tensor | None) -> tuple
     wrong = (partly | infinite).nonzero()[:, 0]
     if len(wrong):
         raise RecipeError(
-            f"x['{modality}'] has {len(wrong)} rows that are partly NaN or infinite, first row {int(wrong[0])}. Fill "
-            "these values in, or make the whole row NaN if it lacks the modality"
+            f"x['{modality}'] has {counted(len(wrong), 'row that is', 'rows that are')} partly NaN or infinite, first "
+            f"row {int(wrong[0])}. Fill these values in, or make the whole row NaN if it lacks the modality"
         )
     return value, there

@@ -7,6 +7,7 @@ From the recipe to the parts:
 - `assembly`: makes data, clients, model, policy, engine and federation from a recipe.
 - `privacy_support`: which algorithms can honour [privacy] and [secure_aggregation].
 - `check`: lists, before the run, what a recipe allows to leave the clients.
+  - `check_result`: the facts that a check finds. `check_tables` and `egress_tables` show them as text.
   - `dry_run`: measures how large the replies will be.
 
 The run:

@@ -5,7 +5,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,91 +17,23 @@ from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
 from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
+from polyfed.experiment.check_result import CheckResult, Planned
+from polyfed.experiment.check_tables import check_tables
 from polyfed.experiment.dry_run import Place, Size, run_dry
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.federation.replies import Answer
 from polyfed.privacy.announcement import Announced, Announcement
 from polyfed.privacy.policy import Policy
+from polyfed.report.text_layout import text_of
 
 MEGABYTE = 2**20
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One part of a message that a task can send: an `Announced` part, with its size.
+class Check(CheckResult):
+    """The result of `polyfed check`; printing it shows the text that the command prints."""
 
-    Attributes:
-        task: the task that sends it.
-        message: the class of the message.
-        field: the field of the message.
-        kind: the kind of content, one of `KINDS`.
-        block: the block of the model that the part belongs to.
-        destination: where the part goes, one of `DESTINATIONS`.
-        bytes: the size in one reply, as the dry run saw it. If the dry run did not send the part, this is the size of
-            the block for parameters and gradients, and None for other kinds.
-        allowed: whether the policy allows the part.
-        fix: the line of a policy that would allow the part; empty if the part is allowed.
-        bytes_per_row: the additional size for each row that the reply covers.
-        in_dry_run: whether the dry run sent the part (`polyfed.experiment.dry_run`). A part that depends on the state
-            of the run or on the data may be sent later, or never.
-        tells: what the part reveals in addition to what its kind says; empty for most parts.
-        masked: whether the part is masked, so that the server reads only the sum over several clients.
-        random: whether the part holds only random numbers that depend on no data, such as public keys.
-    """
-
-    task: str
-    message: str
-    field: str
-    kind: str
-    block: str
-    destination: str
-    bytes: int | None
-    allowed: bool
-    fix: str = ""
-    bytes_per_row: float = 0.0
-    in_dry_run: bool = False
-    tells: str = ""
-    masked: bool = False
-    random: bool = False
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of `polyfed check`.
-
-    Attributes:
-        recipe: the recipe, with an encoder for every modality.
-        facts: the clients, the bytes of each block, and the resolved policy, as in run.json.
-        planned: all parts of messages that the tasks can send, allowed or not.
-        remarks: why the dry run failed, if it did. Sizes may then be missing.
-        why: which modality's row forbids `shared` to send a part, if no row for `shared` does; and how to train blocks
-            that may not leave.
-        fixes: lines of a policy that would allow the refused parts.
-        not_in_ledger: what a simulation gives the server without a message, such as rows of clients.
-        private: block -> bytes of the parameters in this block that never leave a client, whatever the policy allows.
-        guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
-            does not name.
-        privacy: the entry `privacy` that result.json will have after the last round; None without the section
-            [privacy].
-        promises: the guarantee of differential privacy in sentences.
-    """
-
-    recipe: Recipe
-    facts: dict[str, Any]
-    planned: tuple[Planned, ...]
-    remarks: tuple[str, ...] = ()
-    why: tuple[str, ...] = ()
-    fixes: tuple[str, ...] = ()
-    not_in_ledger: tuple[str, ...] = ()
-    private: Mapping[str, int] = field(default_factory=dict)
-    guesses: tuple[str, ...] = ()
-    privacy: dict[str, Any] | None = None
-    promises: tuple[str, ...] = ()
-
-    @property
-    def refused(self) -> tuple[Planned, ...]:
-        """The parts that the policy forbids. If there are any, a run ends with exit code 3."""
-        return tuple(row for row in self.planned if not row.allowed)
+    def __repr__(self) -> str:
+        return text_of(check_tables(self))
 
 
 def check(recipe: Recipe | str | Path) -> Check:

@@ -73,7 +73,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint of round {round} could not be written to {folder}: {error}. "
-            "The previous checkpoint is untouched; make room and run again with --resume"
+            "The previous checkpoint is untouched; make room and run again with --resume (in Python: resume=True)"
         ) from error
     for old in folder.glob("round-*"):
         if old.name != name:

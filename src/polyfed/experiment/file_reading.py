@@ -38,6 +38,9 @@ CLIENTS = (
 SPLITS = ("split", "subset", "partition")
 """In `LABELS`, `CLIENTS` and `SPLITS`: the names that polyfed looks for in a file, in this order."""
 
+_ARGUMENTS = {"label": "labels", "client": "clients", "split": "split"}
+"""A map from the keys of [data] to the arguments of `polyfed.run`."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -106,7 +109,7 @@ def _of_arrays(
 ) -> dict[str, Any]:
     """Return the options of [data] for an .npz file or a folder, and add the guesses to `notes` and `remarks`."""
     arrays = Arrays(path)
-    table = _roles(arrays.names, options, str(path), needs_labels)
+    table = _roles(arrays.names, options, str(path), needs_labels, notes, remarks)
     if not isinstance(table["label"], str):
         raise DataError(
             f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one "
@@ -142,7 +145,7 @@ def _of_table(
     """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
     frame = frame.rename(columns=str)
     columns = list(frame.columns)
-    table = _roles(tuple(columns), options, path, needs_labels)
+    table = _roles(tuple(columns), options, path, needs_labels, notes, remarks)
     if "modalities" in table:
         table["modalities"] = column_names(table["modalities"])
     label = table["label"]
@@ -167,15 +170,30 @@ def _of_table(
     return table
 
 
-def _roles(names: Sequence[str], options: Mapping[str, Any], where: str, needs_labels: bool) -> dict[str, Any]:
-    """Return the names of the labels, natural clients and splits, which are given or found in the file."""
+def _roles(
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    where: str,
+    needs_labels: bool,
+    notes: list[str],
+    remarks: list[str],
+) -> dict[str, Any]:
+    """Return the names of labels, natural clients and splits, given or found. Add the guesses to the lists."""
     table = {key: value for key, value in options.items() if value is not None}
+    picked: dict[str, str] = {}
     for role, candidates in (("label", LABELS), ("client", CLIENTS), ("split", SPLITS)):
         if role not in table:
             lower = {name.lower(): name for name in reversed(names)}
             found = next((lower[word] for word in candidates if word in lower), None)
             if found is not None:
                 table[role] = found
+                notes.append(f"'{found}' gives the {_ARGUMENTS[role]}")
+                if found.lower() != role:
+                    picked[_ARGUMENTS[role]] = found
+    if picked:
+        words = ", ".join(f"'{found}' gives the {role}" for role, found in picked.items())
+        named = ", ".join(f"{role}='{found}'" for role, found in picked.items())
+        remarks.append(f"'{where}': {words}, because of the name. Write {named} to confirm this, or name others")
     if "label" not in table and needs_labels:
         raise RecipeError(
             f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: "

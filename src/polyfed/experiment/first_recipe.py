@@ -16,7 +16,7 @@ from polyfed.data.sources.npz import Npz
 from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of
 from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.task_choice import needs_labels
+from polyfed.experiment.task_choice import needs_labels, prepared
 from polyfed.objective.targets import doubtful_targets
 
 FEW = 20
@@ -45,11 +45,11 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         task: name of the task. If None, the task follows from the labels.
 
     Raises:
-        PolyfedError: the file cannot be read, there is no such task, or no labels or modalities are found in it.
+        PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, or no labels or
+            modalities are found in the file.
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
-    source, columns, table = reading.source, reading.columns, dict(reading.table)
-    notes = list(columns.notes)
+    source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
     if task is None and (remark := doubtful_targets(columns)):
         warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
@@ -95,7 +95,9 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "",
     ]
     text = "\n".join(lines)
-    parse_recipe(parse_toml(text))
+    made = parse_recipe(parse_toml(text))
+    if task is not None:
+        prepared(made, columns)
     return Starter(text, tuple(notes))
 
 

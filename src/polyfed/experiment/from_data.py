@@ -20,6 +20,7 @@ from polyfed.data.sources.memory import Memory
 from polyfed.data.split_objects import has_columns
 from polyfed.experiment.file_reading import read_file, uneven_features
 from polyfed.experiment.overrides import SECTIONS, homes
+from polyfed.experiment.parts import PARTS
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective
@@ -50,8 +51,9 @@ class DataOptions(TypedDict, total=False):
         seed: seed of the run.
         model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects; or a
             `ModelSpec`. A modality without an encoder gets one that fits its shape.
-        train: the section [train] as a dictionary. The sections `selection`, `server`, `evaluate`, `egress`,
-            `checkpoint`, `network`, `tracking` and `task` are given in the same way.
+        train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
+            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`,
+            `tracking`, `task`.
     """
 
     labels: Any
@@ -74,14 +76,22 @@ class DataOptions(TypedDict, total=False):
     server: Mapping[str, Any]
     evaluate: Mapping[str, Any]
     egress: Mapping[str, Any]
-    checkpoint: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    privacy: Mapping[str, Any]
+    secure_aggregation: Mapping[str, Any]
+    attack: Mapping[str, Any]
     network: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
     tracking: Mapping[str, Any]
     task: Mapping[str, Any]
 
 
 OF_THE_DATA = ("split", "modalities", "present", "class_names", "ids", "layout", "standardise", "partial", "test_share")
 """Options that say how the data is read, in addition to `labels` and `clients`."""
+
+
+OF_A_RUN = ("data", "out", "resume", "engine", "device", "listeners", "progress")
+"""Arguments of `polyfed.run` beside the options."""
 
 
 OBJECTS = ("module", "fusion")
@@ -162,10 +172,12 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in allowed:
             continue
+        if name in OF_A_RUN:
+            raise RecipeError(f"'{name}' is an argument of polyfed.run: write polyfed.run(data=..., {name}=...)")
         if sections := homes(name):
             section, value = sections[0], options[name]
             raise RecipeError(f"'{name}' belongs in a section: write {section}={{'{name}': {value!r}}}")
-        raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, allowed)}")
+        raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, (*allowed, *OF_A_RUN))}")
     for name, value in options.items():
         if name == "model" and isinstance(value, ModelSpec):
             continue
@@ -203,7 +215,7 @@ def _section(name: str, value: Any) -> Any:
 
 def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm, Algorithm):
-        written = [name for name in ("train", "selection", "server", "evaluate") if name in table]
+        written = [name for name in PARTS.values() if name in table]
         if written:
             raise RecipeError(f"{written[0]} is given beside an algorithm object, whose fields hold it. Give it there")
         return {"name": "fedavg"}  # a placeholder, which the object itself replaces

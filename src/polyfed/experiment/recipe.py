@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
@@ -16,7 +16,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
-from polyfed.core.schema import checked
+from polyfed.core.schema import NOT_NEGATIVE, checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.experiment.display import ShownRecipe
 from polyfed.experiment.line_numbers import in_file
@@ -69,8 +69,8 @@ class Recipe(ShownRecipe):
     model: ModelSpec = ModelSpec()
     clients: ClientsSpec = ClientsSpec()
     task: Objective | None = None
-    seed: int = 1
-    rounds: int = 10
+    seed: Annotated[int, NOT_NEGATIVE] = 1
+    rounds: Annotated[int, NOT_NEGATIVE] = 10
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)

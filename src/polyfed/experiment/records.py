@@ -67,14 +67,15 @@ class Records:
                 f"--out {folder}: {error.strerror or error}. Choose a folder that can be written"
             ) from None
         if not resume and self.begun:
-            raise RecipeError(f"--out {folder} holds another run. Resume it with --resume, or choose another folder")
+            raise RecipeError(
+                f"{folder} holds another run. Resume it with --resume (in Python: resume=True), or choose another "
+                "folder"
+            )
         foreign = [
             entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _is_facts_file(entry)
         ]
         if foreign and not self.begun:
-            raise RecipeError(
-                f"--out {folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder"
-            )
+            raise RecipeError(f"{folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder")
 
     @property
     def begun(self) -> bool:
@@ -220,15 +221,15 @@ class Records:
         done = newest(self.checkpoints)
         if done > now["rounds"]:
             raise RecipeError(
-                f"--resume: {self.folder} holds {done} rounds, the recipe says rounds = {now['rounds']}. Give at "
-                f"least {done}, or another --out folder"
+                f"cannot resume: {self.folder} holds {done} rounds, the recipe says rounds = {now['rounds']}. Give at "
+                f"least {done}, or another folder"
             )
         schedule = now.get("train", {}).get("lr_schedule", "constant")
         if before.get("rounds") != now["rounds"] and done and schedule in WHOLE_RUN_SCHEDULES:
             raise RecipeError(
-                f"--resume: {self.folder} holds a run of {before.get('rounds')} rounds, the recipe says "
+                f"cannot resume: {self.folder} holds a run of {before.get('rounds')} rounds, the recipe says "
                 f"{now['rounds']}, and train.lr_schedule = '{schedule}' spreads over all of them: the rounds run so "
-                "far had other learning rates. Use the rounds of the run, or another --out folder"
+                "far had other learning rates. Use the rounds of the run, or another folder"
             )
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
@@ -238,8 +239,8 @@ class Records:
         for path, old, new in _differences(before, now):
             if path.split(".")[0] not in (*MAY_CHANGE, "versions"):
                 raise RecipeError(
-                    f"--resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
-                    "Use the recipe of the run, or another --out folder"
+                    f"cannot resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
+                    "Use the recipe of the run, or another folder"
                 )
         self._check_engine(before.get("engine", {}).get("name"), now["engine"]["name"])
         self._check_rounds(before, now)
@@ -252,15 +253,15 @@ class Records:
         ):
             old, new = (facts.get(part, {}).get("sha256") for facts in (before, now))
             if old and new and old != new:
-                raise DataError(f"--resume: {what.format(self.folder)}. Restore it, or start in another --out folder")
+                raise DataError(f"cannot resume: {what.format(self.folder)}. Restore it, or start in another folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
         """Refuse a change from or to the engine `flower`, which stores the clients' local state in another place."""
         if before != now and FLOWER in (before, now) and self.checkpoints.exists():
             raise RecipeError(
-                f"--resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "
+                f"cannot resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "
                 f"local state is where '{before}' keeps it, and '{now}' would start without it. Resume with "
-                f"'{before}', or start in another --out folder"
+                f"'{before}', or start in another folder"
             )
 
 

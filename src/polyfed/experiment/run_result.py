@@ -273,7 +273,10 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder).expanduser()
     if not (folder / RESULT).exists() or not (folder / RECIPE).exists():
-        raise RecipeError(f"{folder} holds no finished run. Finish it with --resume, or give the folder of another run")
+        raise RecipeError(
+            f"{folder} holds no finished run. Finish it with --resume (in Python: resume=True), or give the "
+            "folder of another run"
+        )
     records, recipe = Records(folder, resume=True), load_recipe(folder / RECIPE)
     found = load_content(records.checkpoints, recipe.algorithm)
     if found is None or "federation" not in found[1]:

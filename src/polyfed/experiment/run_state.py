@@ -65,7 +65,8 @@ def _write_clients(folder: Path, facts: dict[str, Tensor]) -> dict[str, str]:
         sync(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the facts about clients could not be written to {folder}: {error}. Make room and run again with --resume"
+            f"the facts about clients could not be written to {folder}: {error}. Make room and run again with "
+            "--resume (in Python: resume=True)"
         ) from error
     return {"file": CLIENTS.format(sha[:16]), "sha256": sha}
 

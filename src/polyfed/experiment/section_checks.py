@@ -6,6 +6,7 @@ from typing import Any
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.core.schema import key_of
 from polyfed.model import Model
 from polyfed.privacy.limits import NO_LIMITS, Limits
@@ -16,13 +17,17 @@ def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None
     """Refuse a recipe file that trains nothing.
 
     Only a recipe made in Python may train nothing, to inspect an initial state.
+
+    Raises:
+        RecipeError: nothing would be trained; the text lists each key that causes this.
     """
+    problems = Problems()
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
         value = table.get(key)
         if isinstance(value, Real) and value == 0 and not (key == "epochs" and "steps" in train):
-            raise RecipeError(
-                f"{where}{key} = 0: must be 1 or more, as nothing would be trained", key_of(where.strip(), key)
-            )
+            text = f"{where}{key} = 0: must be 1 or more, as nothing would be trained"
+            problems.add(RecipeError(text, key_of(where.strip(), key)))
+    problems.raise_all()
 
 
 def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None = None, whose: str = "") -> None:

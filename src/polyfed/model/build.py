@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
@@ -16,6 +17,11 @@ from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
 
 _RESERVED = (SHARED, "labels")  # the shared block, and a row of the policy
+
+_FORM = (
+    "def __init__(self, embedding, head, classes, dropout), with the keys of fusion_options as more arguments; see "
+    "polyfed.model.Fusion"
+)
 
 
 def build_model(
@@ -62,15 +68,19 @@ def _check_identifiers(inputs: Mapping[str, Shape]) -> None:
 
 def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
     _check_identifiers(inputs)
+    problems = Problems()
     for name in inputs:
         if name not in spec.encoders:
-            raise ModelError(
+            text = (
                 f"[model.encoders] has no entry for the modality {name!r}; write e.g. {name} = "
                 f"{{ kind = 'mlp', hidden = [128] }}. It has: {', '.join(spec.encoders) or '(nothing)'}."
             )
+            problems.add(ModelError(text))
     for name in spec.encoders:
         if name not in inputs:
-            raise ModelError(f"[model.encoders] {name}: the data has no such modality; {did_you_mean(name, inputs)}.")
+            text = f"[model.encoders] {name}: the data has no such modality; {did_you_mean(name, inputs)}."
+            problems.add(ModelError(text))
+    problems.raise_all()
 
 
 def _block_factory(name: str, shape: Shape, spec: ModelSpec, width: int, rows: Rows) -> Callable[[], Block]:
@@ -99,7 +109,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -
 
     def own() -> Fusion:
         cls = fusion_class(spec.fusion)
-        return called(f"[model] fusion {spec.fusion}", cls, common, spec.fusion_options)  # type: ignore[no-any-return]
+        return called(f"[model] fusion {spec.fusion}", cls, common, spec.fusion_options, _FORM)  # type: ignore[no-any-return]
 
     def make() -> Fusion:
         fusion = makers.get(spec.fusion, own)()

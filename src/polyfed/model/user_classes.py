@@ -1,7 +1,8 @@
 """The user's own classes in `[model]`: a fusion, or a whole module."""
 
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -70,8 +71,17 @@ def found(where: str, given: Any, base: type) -> Any:
         raise ModelError(f"{where} = {error}") from error
 
 
-def called(where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+def called(
+    where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], options: Mapping[str, Any], form: str
+) -> Any:
     """Call the constructor of a user's class.
+
+    Args:
+        where: the option, for error texts.
+        make: the class.
+        args: its arguments.
+        options: its arguments by name.
+        form: the constructor that polyfed expects, for the error if this one takes other arguments.
 
     Raises:
         ModelError: the constructor raises an error; the text lists the arguments of the call.
@@ -82,7 +92,19 @@ def called(where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], op
         raise
     except Exception as error:
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in options.items())])
-        raise ModelError(f"{where}: calling it with ({given}) raised {type(error).__name__}: {error}.") from error
+        cure = f" Write {form}." if refusal(make, args, options) else ""
+        raise ModelError(f"{where}: calling it with ({given}) raised {type(error).__name__}: {error}.{cure}") from error
+
+
+def refusal(call: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None = None) -> str:
+    """Return why a function or a class cannot be called with these arguments; empty if it can."""
+    try:
+        inspect.signature(call).bind(*args, **(options or {}))
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a function of C has no signature
+        return ""
+    return ""
 
 
 def fusion_class(fusion: Any) -> type[Fusion]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.encoder_spec import Shape
 from polyfed.model.fusion import Features, Fusion, Parts, masked
@@ -32,11 +33,13 @@ from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
 from polyfed.model.spec import ModelSpec
-from polyfed.model.user_classes import called, described, found
+from polyfed.model.user_classes import called, described, found, refusal
 
 WHERE = "[model] module"
 
 _PATH = f"{SHARED}.module."
+
+_FORM = "def __init__(self, shapes, num_outputs), with the keys of module_options as more arguments"
 
 
 class WholeFusion(Fusion):
@@ -123,24 +126,19 @@ def build_whole(
     """Build the model of a whole module; see `build_model`.
 
     Raises:
-        ModelError: the module cannot be made, `[model.blocks]` does not match it, its logits have the wrong shape, or
-            they depend on the block of a modality that no row has.
+        ModelError: the module cannot be made, one of its methods takes other arguments, or `[model.blocks]` does not
+            match it. The error also occurs if its logits have the wrong shape, or depend on the block of a modality
+            that no row has.
     """
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
     read = [name for name in inputs if only is None or name in only]
-    for name in inputs:
-        if name not in spec.blocks:
-            raise ModelError(
-                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of "
-                "the names of the parameters that only this modality needs; [] if there are none."
-            )
-    for name in spec.blocks:
-        if name not in inputs:
-            raise ModelError(f"[model.blocks] {name}: the data has no such modality; {did_you_mean(name, inputs)}.")
+    _check_modalities(spec, inputs)
     make = _maker(spec, {name: shapes[name] for name in read}, num_outputs, rows)
     blocks = {name: tuple(spec.blocks[name]) for name in read}
-    _check_blocks(make().module, blocks)
+    fusion = make()
+    _check_methods(fusion, described(spec.module))
+    _check_blocks(fusion.module, blocks)
     model = WholeModel(make, rows, shapes, read, num_outputs, key, partial(_name, blocks))
     _check_logits(model, described(spec.module))
     return model
@@ -168,7 +166,7 @@ def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Row
         if isinstance(what, nn.Module):
             module = copy.deepcopy(what)
         else:
-            module = called(f"{WHERE} {described(what)}", what, (dict(shapes), outputs), spec.module_options)
+            module = called(f"{WHERE} {described(what)}", what, (dict(shapes), outputs), spec.module_options, _FORM)
         fusion = WholeFusion(module, shapes)
         adopt(fusion, rows, SHARED)
         return fusion
@@ -185,6 +183,42 @@ def _name(blocks: Mapping[str, Sequence[str]], path: str) -> str:
 
 def _begins(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _check_modalities(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
+    """Check that `[model.blocks]` has exactly the modalities of the data."""
+    problems = Problems()
+    for name in inputs:
+        if name not in spec.blocks:
+            text = (
+                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of "
+                "the names of the parameters that only this modality needs; [] if there are none."
+            )
+            problems.add(ModelError(text))
+    for name in spec.blocks:
+        if name not in inputs:
+            text = f"[model.blocks] {name}: the data has no such modality; {did_you_mean(name, inputs)}."
+            problems.add(ModelError(text))
+    problems.raise_all()
+
+
+def _check_methods(fusion: WholeFusion, what: str) -> None:
+    """Check that the methods of the module that polyfed calls take the arguments that polyfed gives them."""
+    methods = {"encode": ("modality", "x"), "fuse": ("z", "present")}
+    for name, arguments in (methods if fusion.encodes else {"forward": ("x", "present")}).items():
+        if why := refusal(getattr(fusion.module, name), arguments):
+            raise ModelError(
+                f"{WHERE} {what}: polyfed calls {name}({', '.join(arguments)}), and this method does not take these "
+                f"arguments ({why}). Write def {name}(self, {', '.join(arguments)}){_MEANING[name]}."
+            )
+
+
+_MEANING = {
+    "forward": ": x holds the samples (B, ...) of each modality, and present says which rows have it, bool (B,)",
+    "fuse": ": z holds the embeddings (B, E) of each modality, and present says which rows have it, bool (B,)",
+    "encode": ": x holds the samples (B, ...) of this modality",
+}
+"""The meaning of the arguments of each method of a module."""
 
 
 def _check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> None:

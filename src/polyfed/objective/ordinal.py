@@ -47,8 +47,8 @@ class Ordinal(OfClasses):
             raise DataError(
                 f"data '{columns.name}': [task] name = 'ordinal' needs the order of the levels, and the labels are "
                 f"words: {names}. Give all words from the lowest level to the highest: class_names=[...] in Python and "
-                "in [data] of a table, or an array 'label_name' in an .npz. Or use an ordered pandas Categorical, or "
-                "numbers from 0"
+                "in [data] of a table, --class-name WORD for each in `polyfed init`, or an array 'label_name' in an "
+                ".npz. Or use an ordered pandas Categorical, or numbers from 0"
             )
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
 

@@ -26,6 +26,10 @@ POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
 """The cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each run."""
 
 
+OWN_MODELS = "metrics.global_by_client."
+"""The beginning of the names of cells that a run has only if its clients' own models are tested on the server."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A number over the runs of a group.
@@ -132,9 +136,18 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return why a spread may mislead: the runs of a group have different data, or repeat a seed and fold."""
+        """Return why a number may mislead.
+
+        Three things mislead: scores of clients' own models beside those of a global model, runs of a group with
+        different data, and runs that repeat a seed and fold.
+        """
         found = []
         for group in self.groups:
+            if any(name.startswith(OWN_MODELS) for name in group.cells):
+                found.append(
+                    f"{group.name}: it has no global model. The scores on the server's test rows are the mean over the "
+                    "clients' own models"
+                )
             if names := group.other_data:
                 found.append(
                     f"{group.name}: not all runs have the same data; other rows or values in {', '.join(names)}"

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from polyfed.core.errors import DataError
-from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
+from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, STUDY
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.report.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.report.scores import Headline
@@ -31,6 +31,12 @@ class Folder:
 
     def __post_init__(self) -> None:
         if not (self.path / RECIPE).is_file():
+            if (self.path / STUDY).is_file():
+                raise DataError(
+                    f"{self.path} holds a study and no run. The page of the study is {self.path / 'index.html'}. To "
+                    f"compare its runs, write polyfed compare {self.path}. For one run, give its folder, "
+                    f"which {STUDY} names"
+                )
             inside = sorted(found.parent.name for found in self.path.glob(f"*/{RECIPE}"))
             more = (
                 f". It holds folders of runs; give {self.path}/{inside[0]}, or {self.path}/* for all" if inside else ""

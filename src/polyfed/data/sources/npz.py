@@ -20,7 +20,7 @@ from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.missing_rows import refuse_bare_rows, zero_nan_rows
 from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.sources.base import Facts, Source
-from polyfed.data.splits import drawn
+from polyfed.data.splits import drawn, drawn_note
 
 ROWS = "rows"
 """The value of `ids` that declares row numbers as sample ids."""
@@ -128,7 +128,7 @@ class Npz(Source):
             present=present or {},
             client=client,
             split_personal=codes["split_personal"],
-            notes=(label.note,) if label.note else (),
+            notes=(*((label.note,) if label.note else ()), *((drawn_note(self.test_share),) if split is None else ())),
         )
         refuse_leaked_labels(columns)
         return standardised(columns, self.standardise)

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from polyfed.cli.layout import plain_table, titled
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.experiment.check import Check, Planned
+from polyfed.experiment.check_result import CheckResult, Planned
 from polyfed.report.formatting import bytes_of
+from polyfed.report.text_layout import plain_table, titled
 
 PLURALS = {"raw": "raw samples", "statistic": "statistics", "ids": "sample ids"}
 """The kinds whose name in a sentence differs from their name in a table."""
@@ -18,7 +18,7 @@ Carrier = tuple[str, str]
 """(task, message.field)"""
 
 
-def crossing_table(check: Check) -> Group:
+def crossing_table(check: CheckResult) -> Group:
     """Return a table by modality, kind and destination: bytes, message fields, the policy's verdict."""
     table = plain_table("of", "kind", "to", "bytes a reply", "in (task)", "policy", left=6)
     order = [*grouped(check.planned)]
@@ -36,7 +36,7 @@ def crossing_table(check: Check) -> Group:
     return titled("Can cross", table)
 
 
-def in_short(check: Check) -> Group:
+def in_short(check: CheckResult) -> Group:
     """Return a sentence for each modality, for the shared block, and for labels."""
     table = plain_table("", "", left=2)
     blocks = dict.fromkeys([*check.facts["egress"], *(row.block for row in check.planned)])
@@ -45,7 +45,7 @@ def in_short(check: Check) -> Group:
     return titled("In short", table)
 
 
-def sentence(rows: Sequence[Planned], check: Check) -> str:
+def sentence(rows: Sequence[Planned], check: CheckResult) -> str:
     """Return a sentence about one block: what may leave, what may leave only after round 1, and what is refused."""
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
@@ -119,7 +119,7 @@ def carriers(rows: Iterable[Carrier]) -> str:
     return ", ".join(f"{message}.{', '.join(names)} ({', '.join(who)})" for (message, who), names in fields.items())
 
 
-def remarks(check: Check) -> Iterator[Text]:
+def remarks(check: CheckResult) -> Iterator[Text]:
     """Yield notes below the table: the source of the sizes, what a field reveals, and how to allow refused data."""
     yield Text(
         "Bytes are from the dry run of a first round on a few rows of a few clients; of several tasks, the largest.",
@@ -143,7 +143,7 @@ def remarks(check: Check) -> Iterator[Text]:
     yield from (Text(remark, "yellow") for remark in check.not_in_ledger)
 
 
-def failures(check: Check) -> Iterator[Text]:
+def failures(check: CheckResult) -> Iterator[Text]:
     """Yield why the dry run failed. A run may fail in the same way."""
     yield from (Text(remark, "bold red") for remark in check.remarks)
 

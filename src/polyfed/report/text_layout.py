@@ -1,8 +1,13 @@
-"""The layout of terminal output: tables without lines, titles, blank lines."""
+"""The layout of text output: tables without lines, titles, blank lines."""
 
-from rich.console import Group, JustifyMethod, RenderableType
+from io import StringIO
+
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+WIDE = 200
+"""The width of text, in characters, that does not go to a terminal, such as that in a file or a pipe."""
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
@@ -30,3 +35,10 @@ def stacked(*parts: RenderableType) -> Group:
     """The parts, separated by blank lines."""
     spaced = [entry for part in parts for entry in (Text(""), part)]
     return Group(*spaced[1:])
+
+
+def text_of(part: RenderableType) -> str:
+    """A part as plain text of the width `WIDE`, without a line break at its end."""
+    file = StringIO()
+    Console(file=file, highlight=False, width=WIDE, color_system=None).print(part)
+    return file.getvalue().removesuffix("\n")
