@@ -17,7 +17,7 @@ from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of
 from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.task_choice import needs_labels, prepared
-from polyfed.objective.targets import doubtful_targets
+from polyfed.objective.targets import doubtful_targets, looks_like, units_of
 
 FEW = 20
 """The least training rows that a client should have. If the data has too few rows, fewer clients are suggested."""
@@ -80,7 +80,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "[model.encoders]",
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
         "",
-        *(["[task]", f"name = {json.dumps(task)}", ""] if task else []),
+        *_task(columns, task),
         "[train]",
         "epochs = 2  # passes over a client's rows in each round",
         "batch_size = 32",
@@ -99,6 +99,21 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _task(columns: Columns, task: str | None) -> list[str]:
+    """Return the section [task], empty if the labels alone decide the task."""
+    units = units_of(columns) if (task or looks_like(columns.label)) == "regression" else None
+    if units is None:
+        return ["[task]", f"name = {json.dumps(task)}", ""] if task else []
+    shift, scale = (float(f"{number:.4g}") for number in units)
+    return [
+        "[task]",
+        'name = "regression"',
+        f"shift = {shift}  # mean of the training targets; the model learns (target - shift) / scale",
+        f"scale = {scale}  # their standard deviation",
+        "",
+    ]
 
 
 def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -23,8 +23,8 @@ from polyfed.experiment.overrides import SECTIONS, homes
 from polyfed.experiment.parts import PARTS
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
-from polyfed.objective import Objective
-from polyfed.objective.targets import doubtful_targets
+from polyfed.objective import Objective, Regression
+from polyfed.objective.targets import doubtful_targets, looks_like, units_of
 
 
 class DataOptions(TypedDict, total=False):
@@ -133,6 +133,8 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     # for data in files, each run warns anew, because a recipe's file can name them
     if made.task is None and isinstance(source, Memory) and (remark := doubtful_targets(columns)):
         warn(remark, PolyfedWarning, stacklevel=3)
+    if remark := _far_targets(made.task, columns):
+        warn(remark, PolyfedWarning, stacklevel=3)
     if columns.client is not None and "partition" not in section and "num" not in section:
         section["partition"] = "by-client"
         made = parse_recipe(table, name="memory")
@@ -211,6 +213,22 @@ def _section(name: str, value: Any) -> Any:
         return dict(value)
     rest = {key: option for key, option in value.items() if key not in objects}
     return ModelSpec(**checked("[model]", ModelSpec, rest), **objects)
+
+
+def _far_targets(task: Objective | None, columns: Columns) -> str:
+    """Return a remark on a regression whose targets are far from the outputs of a new model; else an empty text."""
+    plain = task is None and looks_like(columns.label) == "regression"
+    if not plain and not (isinstance(task, Regression) and (task.shift, task.scale) == (0.0, 1.0)):
+        return ""
+    units = units_of(columns)
+    if units is None:
+        return ""
+    shift, scale = units
+    return (
+        f"data '{columns.name}': the training targets have the mean {shift:.4g} and the standard deviation "
+        f"{scale:.4g}, and a new model predicts about 0. Training then spends its first rounds on the mean. Write "
+        f"task={{'name': 'regression', 'shift': {shift:.4g}, 'scale': {scale:.4g}}}, or give targets near 0"
+    )
 
 
 def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:

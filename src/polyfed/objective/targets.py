@@ -55,6 +55,23 @@ def doubtful_targets(columns: Columns) -> str:
     )
 
 
+def units_of(columns: Columns) -> tuple[float, float] | None:
+    """Return the mean and the standard deviation of the known training targets, if a regression should use them.
+
+    A model starts with outputs near 0. If the targets are far from 0 or have a large or small spread, the first rounds
+    only learn their mean. The result is None if the mean is at most three standard deviations from 0 and the standard
+    deviation is from 0.1 to 10. It is also None for several targets a row, because their units may differ.
+    """
+    label = as_matrix(columns.label)
+    known = label[columns.rows(0)].double()
+    known = known[~known.isnan()]
+    if label.shape[1] != 1 or len(known) < 2:
+        return None
+    mean, deviation = float(known.mean()), float(known.std())
+    near = abs(mean) <= 3 * deviation and 0.1 <= deviation <= 10
+    return None if near or deviation == 0 else (mean, deviation)
+
+
 def in_words(label: Tensor) -> str:
     """Return type and shape of labels as a text for error messages."""
     return f"{str(label.dtype).removeprefix('torch.')} {tuple(label.shape)}"
