@@ -19,6 +19,22 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.task_choice import needs_labels, prepared
 from polyfed.objective.targets import doubtful_targets, looks_like, units_of
 
+REST = (
+    "[train]",
+    "epochs = 2  # passes over a client's rows in each round",
+    "batch_size = 32",
+    'optimiser = "adam"',
+    "lr = 0.003",
+    "",
+    "[algorithm]",
+    'name = "fedavg"  # `polyfed algorithms` lists the others; some need [egress] rows, which --recipe prints',
+    "",
+    "[engine]",
+    "threads = 1  # small models are fastest with one",
+    "",
+)
+"""The last lines of every first recipe."""
+
 FEW = 20
 """The least training rows that a client should have. If the data has too few rows, fewer clients are suggested."""
 
@@ -81,18 +97,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
         "",
         *_task(columns, task),
-        "[train]",
-        "epochs = 2  # passes over a client's rows in each round",
-        "batch_size = 32",
-        'optimiser = "adam"',
-        "lr = 0.003",
-        "",
-        "[algorithm]",
-        'name = "fedavg"  # `polyfed algorithms` lists the others; some need [egress] rows, which --recipe prints',
-        "",
-        "[engine]",
-        "threads = 1  # small models are fastest with one",
-        "",
+        *REST,
     ]
     text = "\n".join(lines)
     made = parse_recipe(parse_toml(text))
