@@ -256,7 +256,8 @@ def main() -> None:
     recorded = json.loads(PAGE.with_suffix(".json").read_text())
     if options.tables_only:
         recorded["curves"] = {}
-    recorded["tables"] = {name: recorded["tables"][name] for name in options.setting or recorded["tables"]}
+    options.setting = options.setting or list(recorded["tables"])
+    recorded["tables"] = {name: recorded["tables"][name] for name in options.setting}
     if {**recorded["machine"], "load before": 0} != {**machine(), "load before": 0}:
         print(f"The recorded ratios are of another machine: {recorded['machine']}. Ratios may differ for this reason.")
     found = slower(ratios_of(recorded), ratios_of(measured(options)), options.tolerance)
