@@ -1,6 +1,6 @@
 """HFM where devices hold samples of their own: overlap by ids, several devices of a modality, labels at one party."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 import polyfed
 from algorithms.silo_world import Silos
-from algorithms.test_hfm import ENGINES, INSIDE, method, spied
+from algorithms.test_hfm import ENGINES, INSIDE, Unreached, method, spied
 from oracles.hfm import Party, Settings, hfm, hfm_by_id
 from polyfed.algorithms.hfm.samples import SiloSamples
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, TooFewReplies
@@ -16,7 +16,6 @@ from polyfed.data import ClientsSpec
 from polyfed.data.partitions.shards import Shards
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
-from polyfed.federation.replies import Answer
 from world import furthest, played, recipe, same
 
 TWO = [["a"], ["b"]]
@@ -185,7 +184,7 @@ def test_a_silo_that_drops_out_sits_out_and_comes_back(task: str) -> None:
     world = Silos([40, 23, 17], [TWO] * 3)
     algorithm = method()
     fed, runs = world.federation(algorithm)
-    fed.engine = Absent(runs, task, {2, 3})  # type: ignore[assignment]
+    fed.engine = Unreached(runs, task, {2, 3})  # type: ignore[assignment]
     fed.begin(0)
     state = algorithm.init(fed, world.initial)
     fed.begin(1)
@@ -196,23 +195,6 @@ def test_a_silo_that_drops_out_sits_out_and_comes_back(task: str) -> None:
     fed.begin(2)
     state = algorithm.round(state, fed)
     assert furthest(state.params, hfm(silos, first, 1, HOW)) < 2e-5
-
-
-@dataclass
-class Absent:
-    """An engine whose asks of this task do not reach some devices in the set-up and in round 1."""
-
-    engine: Any
-    task: str
-    devices: set[int]
-
-    def answer(self, request: Any, clients: Any, send: Any) -> Answer:
-        gone = {
-            c: "unreached" for c in clients if c in self.devices and request.name == self.task and request.round < 2
-        }
-        left = [c for c in clients if c not in gone]
-        answer = self.engine.answer(request, left, send) if left else Answer([], {})
-        return Answer(answer.parts, answer.missing | gone)
 
 
 def test_a_device_whose_ids_were_never_compared_does_not_train() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from polyfed.core.errors import ModelError, did_you_mean
-from polyfed.core.problems import Problems
+from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.model.checks import check_entries
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
 from polyfed.model.layer_replacement import adopt
@@ -68,19 +68,8 @@ def _check_identifiers(inputs: Mapping[str, Shape]) -> None:
 
 def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
     _check_identifiers(inputs)
-    problems = Problems()
-    for name in inputs:
-        if name not in spec.encoders:
-            text = (
-                f"[model.encoders] has no entry for the modality {name!r}; write e.g. {name} = "
-                f"{{ kind = 'mlp', hidden = [128] }}. It has: {', '.join(spec.encoders) or '(nothing)'}."
-            )
-            problems.add(ModelError(text))
-    for name in spec.encoders:
-        if name not in inputs:
-            text = f"[model.encoders] {name}: the data has no such modality; {did_you_mean(name, inputs)}."
-            problems.add(ModelError(text))
-    problems.raise_all()
+    cure = f"{{ kind = 'mlp', hidden = [128] }}. It has: {', '.join(spec.encoders) or '(nothing)'}."
+    check_entries("[model.encoders]", spec.encoders, inputs, lambda name: f"; write e.g. {name} = {cure}")
 
 
 def _block_factory(name: str, shape: Shape, spec: ModelSpec, width: int, rows: Rows) -> Callable[[], Block]:

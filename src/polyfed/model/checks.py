@@ -1,10 +1,11 @@
 """Checks of the values in `[model]`. All checks use the same wording of errors."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.problems import Problems
 
 
 def whole(where: str, value: Any) -> None:
@@ -41,3 +42,28 @@ def known_fields(where: str, given: Iterable[str], spec: type) -> None:
     for name in given:
         if name not in allowed:
             raise ModelError(f"{where} has no option {name!r}: {did_you_mean(name, allowed)}.")
+
+
+def check_entries(
+    section: str, entries: Mapping[str, Any], modalities: Collection[str], cure: Callable[[str], str]
+) -> None:
+    """Check that a section has one entry for each modality of the data, and no other.
+
+    Args:
+        section: the name of the section, for the messages.
+        entries: the entries of the section, by modality.
+        modalities: the modalities of the data.
+        cure: for the name of a modality, the end of the sentence about its missing entry.
+
+    Raises:
+        ModelError: entries are missing or have no modality. The messages of all of them are raised together.
+    """
+    problems = Problems()
+    for name in modalities:
+        if name not in entries:
+            problems.add(ModelError(f"{section} has no entry for the modality {name!r}{cure(name)}"))
+    for name in entries:
+        if name not in modalities:
+            text = f"{section} {name}: the data has no such modality; {did_you_mean(name, modalities)}."
+            problems.add(ModelError(text))
+    problems.raise_all()

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError, did_you_mean
-from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.model.checks import check_entries
 from polyfed.model.encoder_spec import Shape
 from polyfed.model.fusion import Features, Fusion, Parts, masked
 from polyfed.model.layer_replacement import adopt
@@ -187,19 +187,10 @@ def _begins(name: str, prefix: str) -> bool:
 
 def _check_modalities(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
     """Check that `[model.blocks]` has exactly the modalities of the data."""
-    problems = Problems()
-    for name in inputs:
-        if name not in spec.blocks:
-            text = (
-                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of "
-                "the names of the parameters that only this modality needs; [] if there are none."
-            )
-            problems.add(ModelError(text))
-    for name in spec.blocks:
-        if name not in inputs:
-            text = f"[model.blocks] {name}: the data has no such modality; {did_you_mean(name, inputs)}."
-            problems.add(ModelError(text))
-    problems.raise_all()
+    cure = (
+        "[...] with the first parts of the names of the parameters that only this modality needs; [] if there are none."
+    )
+    check_entries("[model.blocks]", spec.blocks, inputs, lambda name: f". Write {name} = {cure}")
 
 
 def _check_methods(fusion: WholeFusion, what: str) -> None:
