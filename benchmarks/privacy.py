@@ -40,7 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg, rows": {"unit": "example", "delta": 1e-4},
     "partialfl (embeddings unprotected)": {"unprotected": ["embeddings", "statistic", "raw"]},
     "fedpmr": {},
-    "cmsfed": {"unprotected": ["prototypes", "gradients", "statistic"]},
+    "cmsfed (gradients and prototypes unprotected)": {"unprotected": ["prototypes", "gradients", "statistic"]},
+    "cmsfed, no selection (prototypes unprotected)": {"unprotected": ["prototypes", "statistic"]},
 }
 """Row of the table -> what its section [privacy] has besides epsilon. The first word is the method."""
 
@@ -62,8 +63,10 @@ def table_of(name: str, method: str, epsilon: str, seed: int) -> dict[str, Any]:
     table["egress"]["shared"] = {"server": ["parameters", "gradients", "prototypes", "statistic"]}
     algorithm = re.split(r"[, ]", method)[0]
     table["algorithm"] = {"name": algorithm}
-    if algorithm != "cmsfed":
-        table["algorithm"]["aggregation"] = "uniform"
+    table["algorithm"]["aggregation"] = "uniform"
+    if algorithm == "cmsfed":
+        options = {"modality_selection": False} if "no selection" in method else {"gradient_split": "exact"}
+        table["algorithm"] |= options
     if algorithm == "partialfl":
         table["algorithm"] |= {"inputs": "raw", "beta": 0.1, "mu": 0.0, "local_hidden": [64], "server_hidden": [64]}
         table["model"]["head"] = [32]

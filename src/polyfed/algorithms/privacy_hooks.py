@@ -1,7 +1,9 @@
 """What a method declares about differential privacy."""
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from polyfed.privacy.differential import Privacy
 
 ALTERS: Mapping[str, tuple[str, ...]] = {
     "client": ("round", "merge"),
@@ -32,6 +34,16 @@ class PrivacyHooks:
     of a row depends on no other row."""
     spare: ClassVar[tuple[str, ...]] = ()
     """Fields `task.field` of replies that the server only logs. Under [privacy], clients fill them with zeros."""
+    private_options: ClassVar[Mapping[str, Any]] = {}
+    """Options with which the method can honour [privacy], if it cannot with its default options."""
+
+    def private_faults(self, spec: Privacy) -> Iterator[str]:
+        """Yield why this method cannot honour `unit = "client"` with its options. By default, nothing is yielded.
+
+        Args:
+            spec: the section [privacy].
+        """
+        yield from ()
 
     @classmethod
     def honours(cls, unit: str) -> tuple[str, ...]:

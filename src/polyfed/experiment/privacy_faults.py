@@ -50,6 +50,7 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
         deployed: whether the clients are real devices.
     """
     method: Any = recipe.algorithm
+    yield from method.private_faults(spec)
     if spec.amplification and deployed:
         yield (
             "amplification needs a secret cohort. In a deployment, every request holds the seed of the run, so each "

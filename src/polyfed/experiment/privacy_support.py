@@ -21,12 +21,21 @@ ANY = "any"
 def methods_that_honour(unit: str) -> str:
     """List the algorithms that can honour a unit of [privacy].
 
-    Algorithms that also send unprotected kinds come last.
+    Algorithms that need other options than their defaults, or that also send unprotected kinds, come last.
     """
-    able = {name: unprotected(cls(), unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
-    found = [name for name, kinds in able.items() if not kinds]
-    found += [f"{name} with unprotected = {_listed(kinds)}" for name, kinds in able.items() if kinds]
+    able = {name: _wanted(cls, unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
+    found = [name for name, wanted in able.items() if not wanted]
+    found += [f"{name} with {' and '.join(wanted)}" for name, wanted in able.items() if wanted]
     return ", ".join(found)
+
+
+def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
+    """List the options that an algorithm needs to honour a unit of [privacy], and its unprotected kinds of data."""
+    method = cls(**cls.private_options)
+    found = [f'{option} = "{value}"' for option, value in cls.private_options.items()]
+    if kinds := unprotected(method, unit):
+        found.append(f"unprotected = {_listed(kinds)}")
+    return found
 
 
 def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
@@ -73,14 +82,13 @@ def can_send(method: Algorithm, task: str, field: str) -> bool:
 
 
 def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
-    """Describe whether an algorithm, with its default options, can honour a unit of [privacy], and if not, why."""
+    """Describe whether an algorithm can honour a unit of [privacy], and with which options, or why it cannot."""
     if not cls.honours(unit):
         return f"no: {cls.dishonour(unit)}"
     method, wanted = cls(), []
     if unit == "client" and isinstance(method, Averaging) and method.aggregation != "uniform":
         wanted.append('[algorithm] aggregation = "uniform"')
-    if kinds := unprotected(method, unit):
-        wanted.append(f"unprotected = {_listed(kinds)}")
+    wanted += _wanted(cls, unit)
     return f"yes, with {' and '.join(wanted)}" if wanted else "yes"
 
 

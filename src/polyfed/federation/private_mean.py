@@ -45,6 +45,10 @@ class PrivateMean:
             mechanism = replace(mechanism, clip=Clip(float(moments[CLIP_NORM][CLIP_NORM])))
         return cls(mechanism, key)
 
+    def over(self, denominators: Mapping[str, float]) -> "PrivateMean":
+        """Return the mean with other denominators, by block. They must not depend on protected data."""
+        return replace(self, mechanism=replace(self.mechanism, denominators=denominators))
+
     def adapted(self, replies: Replies, name: str, sent: Mapping[str, Tensor], moments: Moments) -> Moments:
         """Return the moments with the clip norm of the next round. Without adaptive clipping, they do not change.
 

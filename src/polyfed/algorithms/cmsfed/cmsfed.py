@@ -68,6 +68,7 @@ class CmsFed(CmsFedOptions):
     """CMSFed and its ablations. `CmsFedOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("train_all.params", "train_alone.params")}
 
     # the round
 
@@ -144,7 +145,10 @@ class CmsFed(CmsFedOptions):
     def merge(self, state: CmsFedState, replies: Replies, fed: Federation) -> CmsFedState:
         """Average per block (step 6). The options choose the weights and how the classifier is averaged."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = aggregate(replies, "params", weights, state.params, self.server)
+        private = fed.private_mean(state.moments)
+        trained = {block: float(count) for block, count in state.choice.trained(fed.clients.modalities).items()}
+        rule = None if private is None else private.over(trained)
+        mean = aggregate(replies, "params", weights, state.params, self.server, rule)
         if self.client_weights == "clusters" and state.gradients is not None:
             rows = self.represented_rows(fed)
             weak = state.encoders.get(state.choice.weak)
@@ -152,7 +156,8 @@ class CmsFed(CmsFedOptions):
         if self.classifier_average == "cohort":
             mean = aggregation.with_whole_classifier(mean, state.params, replies, weights, fed)
         trainable = fed.context.model.trainable(state.params)
-        params, moments = self.server.apply(state.params, mean, state.moments, trainable)
+        moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)
+        params, moments = self.server.apply(state.params, mean, moments, trainable)
         return state.with_(params=params, moments=moments)
 
     def represented_rows(self, fed: Federation) -> Mapping[int, float]:

@@ -1,6 +1,6 @@
 """The options of CMSFed, with the values of the paper as a preset."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,6 +8,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
 from polyfed.objective import Classification, Objective
+from polyfed.privacy.differential import Privacy
 from polyfed.selection import Uniform
 
 
@@ -78,6 +79,7 @@ class CmsFedOptions(Averaging):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"ratio_rule": "threshold", "gradient_split": "exact", "feature_norm": 0.0}
     }
+    private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     def __post_init__(self) -> None:
@@ -93,3 +95,16 @@ class CmsFedOptions(Averaging):
                 f'[server] aggregate = "{self.server.aggregate}" has no effect with [algorithm] client_weights = '
                 '"clusters", whose weights belong to a mean: remove one of them'
             )
+
+    def private_faults(self, spec: Privacy) -> Iterator[str]:
+        """Yield the options under which the server reads single parameters, or under which epsilon is not counted."""
+        if self.modality_selection and self.gradient_split == "delta":
+            yield (
+                'gradient_split = "delta" lets the server compare the trained parameters of single clients. Set '
+                '[algorithm] gradient_split = "exact", so that the server compares gradients, which are unprotected, '
+                "or modality_selection = false"
+            )
+        if self.client_weights == "clusters":
+            yield 'client_weights = "clusters" gives some clients more influence: set client_weights = "samples"'
+        if spec.amplification:
+            yield "amplification does not count cohorts that cmsfed selects by their data, or blocks that only some train"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
 from polyfed.core import keys
+from polyfed.core.tree import SHARED
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.selection.submodular import AnySimilarity, Cover, Similarity, sample
 
@@ -32,6 +33,14 @@ class Choice:
     def train_weak(self) -> list[int]:
         """S_w: clients that train only the weak modality."""
         return [client for client, trained in self.train_alone.items() if trained == self.weak]
+
+    def trained(self, modalities: Sequence[str]) -> dict[str, int]:
+        """Return, for each modality and for the shared block, how many selected clients train it, if it is any."""
+        counts = dict.fromkeys([*modalities, SHARED], len(self.train_all))
+        for modality in self.train_alone.values():
+            counts[modality] += 1
+            counts[SHARED] += 1
+        return {block: count for block, count in counts.items() if count}
 
     @property
     def picked(self) -> set[int]:
