@@ -126,7 +126,8 @@ REFUSALS = [
     (EPSILON, text(LOCAL.replace("0.01", "0.3") + "epsilon = 2.0\n"), "at delta = 0.001, and the 2 rounds"),
     (EPSILON, text(LOCAL.replace("0.5", "1e-30") + NOISE), "clip_norm = 1e-30, where rounding errors"),
     (EPSILON + 'unit = "example"', text(EXAMPLE + NOISE, "epochs = 90"), "the 2 rounds of the recipe spend"),
-    (EPSILON, text(LOCAL + NOISE).replace('"fedavg"', '"cmsfed"').replace('aggregation = "uniform"', ""), "cmsfed"),
+    (EPSILON, text(LOCAL + NOISE).replace('"fedavg"', '"fedproto"').replace('aggregation = "uniform"', ""), "fedproto"),
+    (EPSILON, text(LOCAL + NOISE).replace('"fedavg"', '"cmsfed"'), 'gradient_split = "delta"'),
     (EPSILON + "secure_aggregation = true", text(LOCAL + NOISE), "the recipe has no section [secure_aggregation]"),
 ]
 

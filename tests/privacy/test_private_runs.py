@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import polyfed
+from laws.rows import ROWS
 from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS, Averaging, FedAvg
 from polyfed.algorithms.averaging import Update
@@ -41,6 +42,8 @@ from world import AWKWARD, algorithm, furthest, played, recipe, same, through
 CLIENT = {"unit": "client", "delta": 0.01, "noise_multiplier": 0.7, "clip_norm": 0.5}
 EXAMPLE = {"unit": "example", "delta": 0.001, "noise_multiplier": 0.9, "clip_norm": 0.5}
 
+CMSFED = ("prototypes", "statistic")
+
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "central": ("fedavg", {}, CLIENT),
     "central-per-block": (
@@ -54,6 +57,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "example-scaffold": ("scaffold", {}, EXAMPLE),
     "client-scaffold": ("scaffold", {}, CLIENT | {"unprotected": ("gradients",)}),
     "private-blocks": ("fedprox", {"private": ("a",)}, CLIENT),
+    "cmsfed": ("cmsfed", {"gradient_split": "exact"}, CLIENT | {"unprotected": (*CMSFED, "gradients")}),
+    "cmsfed-local": (
+        "cmsfed",
+        {"gradient_split": "exact"},
+        CLIENT | {"unprotected": (*CMSFED, "gradients"), "noise_at": "client"},
+    ),
+    "cmsfed-unselected": ("cmsfed", {"modality_selection": False}, CLIENT | {"unprotected": CMSFED}),
 }
 
 
@@ -61,7 +71,7 @@ def private(kind: str = "central", engine: Any = "sequential", **changes: Any) -
     name, options, privacy = KINDS[kind]
     privacy = privacy | {key: changes.pop(key) for key in list(changes) if key in Privacy.__dataclass_fields__}
     method = algorithm(name, **({"aggregation": "uniform"} | options | changes.pop("options", {})))
-    return recipe(method, engine, privacy=Privacy(**privacy), **changes)
+    return recipe(method, engine, privacy=Privacy(**privacy), egress=ROWS[name].egress, **changes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +94,7 @@ DECLARED = [
 @pytest.mark.parametrize(("name", "unit"), DECLARED)
 def test_every_method_that_declares_a_unit_runs_under_it(name: str, unit: str) -> None:
     options = {"clip_norm": 0.01, "unprotected": KINDS_OF_DATA}
-    made = law_world(name, aggregation="uniform")
+    made = law_world(name, aggregation="uniform", **ALGORITHMS[name].private_options)
     made = replace(made, rounds=1, privacy=Privacy(**(CLIENT if unit == "client" else EXAMPLE) | options))
     parts, seen = assemble(made), []
 
@@ -119,7 +129,7 @@ def test_the_number_of_workers_changes_no_bit(kind: str, monkeypatch: pytest.Mon
     assert same(found[0], found[2])
 
 
-@pytest.mark.parametrize("kind", ["central", "example"])
+@pytest.mark.parametrize("kind", ["central", "example", "cmsfed"])
 def test_a_resumed_run_draws_the_same_noise(kind: str, tmp_path: Path) -> None:
     uninterrupted(private(kind), tmp_path)
 
@@ -340,6 +350,11 @@ class Own(FedAvg):
             {"amplification": True, "options": {"selector": PowD(participation=2)}},
             "amplification needs the selector uniform",
         ),
+        ("cmsfed", {"options": {"gradient_split": "delta"}}, 'Set [algorithm] gradient_split = "exact"'),
+        ("cmsfed", {"options": {"client_weights": "clusters"}}, 'set client_weights = "samples"'),
+        ("cmsfed", {"amplification": True}, "the data decides which clients train which modalities"),
+        ("cmsfed", {"unprotected": CMSFED}, "Report.gradient (gradients of a, b, shared)"),
+        ("cmsfed-unselected", {"unprotected": ("statistic",)}, "Report.prototypes (prototypes of a, b)"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(kind: str, changes: dict[str, Any], words: str) -> None:
@@ -348,7 +363,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(kind: str, changes: 
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["cmsfed", "fedproto", "local", "splitfed", "fedgkt", "centralized"])
+@pytest.mark.parametrize("name", ["fedproto", "local", "splitfed", "fedgkt", "centralized"])
 def test_methods_that_declare_nothing_are_refused(name: str) -> None:
     assert not ALGORITHMS[name].honours("client")
     with pytest.raises(RecipeError, match=r"cannot be honoured: algorithm '.*Methods that can: fedavg") as error:
@@ -356,7 +371,8 @@ def test_methods_that_declare_nothing_are_refused(name: str) -> None:
     said = str(error.value)
     assert "its server does not only average the updates of the clients" in said
     assert "aggregation" not in said, "an option would not help"
-    assert 'moon, partialfl with unprotected = ["embeddings", "statistic"], scaffold with' in said
+    assert 'moon, cmsfed with gradient_split = "exact" and unprotected = ["gradients", "prototypes",' in said
+    assert 'partialfl with unprotected = ["embeddings", "statistic"], scaffold with' in said
     assert "protects" not in said, "the user did not write the class"
 
 

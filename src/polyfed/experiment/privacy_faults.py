@@ -30,6 +30,8 @@ def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         own = "" if name in ALGORITHMS else ". If your class keeps the rule of `protects`, declare `protects` in it"
         able = methods_that_honour(spec.unit)
         yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"
+    elif spec.unit == "client":
+        yield from recipe.algorithm.private_faults(spec)
 
 
 def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
@@ -50,7 +52,6 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
         deployed: whether the clients are real devices.
     """
     method: Any = recipe.algorithm
-    yield from method.private_faults(spec)
     if spec.amplification and deployed:
         yield (
             "amplification needs a secret cohort. In a deployment, every request holds the seed of the run, so each "

@@ -219,7 +219,7 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, deployed: bool) -> None:
     """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
     reasons = [*faults_of_method(recipe, spec)]
-    if not reasons:  # other options would not help a method that cannot honour the unit at all
+    if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
         reasons += faults_of_model(engine.model, engine.initial)
         if spec.unit == "client":
             reasons += faults_of_mean(recipe, spec, deployed=deployed)

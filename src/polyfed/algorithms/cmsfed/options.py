@@ -107,4 +107,4 @@ class CmsFedOptions(Averaging):
         if self.client_weights == "clusters":
             yield 'client_weights = "clusters" gives some clients more influence: set client_weights = "samples"'
         if spec.amplification:
-            yield "amplification does not count cohorts that cmsfed selects by their data, or blocks that only some train"
+            yield "amplification does not count that the data decides which clients train which modalities"
