@@ -3,7 +3,7 @@
     python benchmarks/bench.py [--runs 3] [--rounds 15]    # `make bench`: about 15 minutes on two cores
     python benchmarks/bench.py --check [--tolerance 0.25]    # `make bench-check`: exit code 1 if slower
 
-Every number is a ratio: how many times faster a program is than another program whose rounds alternate with its own.
+Every number is a ratio: how many times faster a program is than another program that takes turns with it.
 The page's part between the two markers is replaced, and the text around it stays.
 """
 

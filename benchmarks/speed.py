@@ -1,10 +1,10 @@
 """Seconds per round of federated averaging: a bare PyTorch loop, polyfed's two engines, pfl and Flower.
 
-Every program is a process of its own that waits between its rounds; rounds of different programs alternate, so that
-all run under the same conditions. Figures are medians over the repetitions, with quartiles. A framework that cannot be
-installed or fails is listed as such, without a figure.
+Every program is a process of its own. The programs take turns, so that all run under the same conditions. In each turn,
+a program runs some rounds in a row, as in a real run. Figures are medians over the rounds, with quartiles. A framework
+that cannot be installed or fails is listed as such, without a figure.
 
-    python benchmarks/speed.py [--setting food] [--threads 2] [--rounds 15] [--busy] [--json FILE]
+    python benchmarks/speed.py [--setting food] [--threads 2] [--rounds 15] [--turn 5] [--busy] [--json FILE]
 
 With --busy, one process for each core computes without end while the programs are measured, and a bare loop with one
 thread is measured too.
@@ -36,8 +36,12 @@ BARE, SINGLE = "bare loop", "bare loop, one thread"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyfed-benchmarks"
 """Keeps the environments of other frameworks and the data."""
 
+TURN = 5
+"""Rounds that a program runs in a row. After another program's turn, the caches of the processor are cold, which slows
+down the first round. With 1, every round is such a round."""
+
 REST = 0.05
-"""Seconds between two rounds: the OpenMP threads of a program keep spinning for some milliseconds after its last
+"""Seconds between two turns: the OpenMP threads of a program keep spinning for some milliseconds after its last
 operation, on cores that the next program needs."""
 
 
@@ -157,15 +161,16 @@ def busy_cores() -> Iterator[None]:
             process.wait()
 
 
-def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path) -> list[Program]:
-    """Run rounds in turns. The warm-up rounds of each program are not counted."""
+def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path, turn: int = TURN) -> list[Program]:
+    """Run rounds in turns of `turn` rounds. The warm-up rounds of each program are not counted."""
     arrays(setting, cache / "data")
     with tempfile.TemporaryDirectory() as logs:
         running = started(setting, cache, what, Path(logs))
         try:
-            for number in range(setting.warm_up + rounds):
+            for begin in range(0, setting.warm_up + rounds, turn):
                 for program in running:
-                    program.round(count=number >= setting.warm_up)
+                    for number in range(begin, min(begin + turn, setting.warm_up + rounds)):
+                        program.round(count=number >= setting.warm_up)
                     time.sleep(REST)
         finally:
             for program in running:
@@ -175,7 +180,7 @@ def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path) 
 
 def times_faster(program: Program, than: Program) -> float:
     """How many times faster a program is than another one."""
-    # the ratio of neighbours in time, then the median: a slow minute of the machine cancels out
+    # the ratio of rounds from the same turn, then the median: a slow minute of the machine cancels out
     return statistics.median(other / own for other, own in zip(than.seconds, program.seconds, strict=False))
 
 
@@ -207,6 +212,7 @@ def main() -> None:
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="default: food and small")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every program; default: all cores")
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds of each program")
+    parser.add_argument("--turn", type=int, default=TURN, help="rounds that a program runs in a row")
     parser.add_argument("--peers", nargs="*", default=["pfl", "flower"], help="pfl, flower; none: only our own")
     parser.add_argument("--busy", action="store_true", help="measure beside a busy process on every core")
     parser.add_argument("--json", type=Path, help="also write every single round here")
@@ -220,7 +226,7 @@ def main() -> None:
     what = wanted(options.threads, options.peers, busy=options.busy)
     for name in options.setting or ("food", "small"):
         with busy_cores() if options.busy else nullcontext():
-            running = measure(SETTINGS[name], what, options.rounds, CACHE)
+            running = measure(SETTINGS[name], what, options.rounds, CACHE, options.turn)
         print(table(SETTINGS[name], running) + "\n", flush=True)
         singles[name] = {p.name: {"seconds": p.seconds, "cpu": p.cpu, "failure": p.failure} for p in running}
     if options.json:

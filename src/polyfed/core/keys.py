@@ -51,6 +51,11 @@ def fold_in(base: int | Tensor, number: int | Tensor) -> int | Tensor:
     return _shift(_mix(base_t ^ _mix(number_t * _signed(_GOLDEN))), 1)
 
 
+def fold_in_all(bases: np.ndarray, number: int) -> np.ndarray:
+    """Return `fold_in(base, number)` for every base, uint32 (K,), as one operation for many keys."""
+    return _mix_array(bases ^ np.uint32(_mix_int(number * _GOLDEN & _MASK))) >> np.uint32(1)
+
+
 def bits(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
     """Uniform 32-bit integers, int32 of this shape; element i in row-major order is a hash of (key, i)."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -82,14 +87,16 @@ def permutation(base: int | Tensor, n: int, device: torch.device | str | None = 
     return torch.argsort(bits(base, n, device), stable=True)
 
 
-def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+def permutations(
+    bases: Sequence[int] | np.ndarray, counts: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
     """Several permutations at once, int64 (K, max(counts)).
 
     Row k begins with `permutation(bases[k], counts[k])`; the remaining numbers follow in ascending order. NumPy
     computes them on the CPU, because the overhead of tensor operations dominates for short rows.
     """
     longest = max(counts, default=0)
-    noise = _noise(np.array(bases, dtype=np.uint32)[:, None], longest)
+    noise = _noise(np.asarray(bases, dtype=np.uint32)[:, None], longest)
     if min(counts, default=0) < longest:
         behind = np.arange(longest) >= np.array(counts)[:, None]
         noise = np.where(behind, np.int64(1) << 40, noise)

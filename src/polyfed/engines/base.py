@@ -117,6 +117,7 @@ class Engine(ABC):
         self.answers = answers_of(algorithm)
         self._announcements: dict[tuple[str, ...], Announcement] = {}
         self.locals: dict[int, Tree] = {}
+        self._start_empty: set[int] = set()  # clients whose first local state is empty, so that it is made only once
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
@@ -167,8 +168,12 @@ class Engine(ABC):
         """Return the client's local state. The first call makes this state."""
         if client in self.locals:
             return self.locals[client]
+        if client in self._start_empty:
+            return {}
         made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
         self.keep({client: made})
+        if not made:
+            self._start_empty.add(client)
         return made
 
     def keep(self, locals: Mapping[int, Tree]) -> None:

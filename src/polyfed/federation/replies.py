@@ -149,9 +149,39 @@ class Replies(Mapping[int, Any]):
         for part in self.parts:
             for key, stack in getattr(part.message, name).items():
                 pieces.setdefault(key, []).append((part.clients, stack))
-        totals = {key: sum(weights[c] for clients, _ in found for c in clients) for key, found in pieces.items()}
-        assert all(total == total for total in totals.values()), "a weight is not a number"
-        return {key: _mean(found, weights, totals[key]) for key, found in pieces.items() if totals[key] > 0}
+        senders = {key: tuple(clients for clients, _ in found) for key, found in pieces.items()}
+        shares = {clients: Shares.of(clients, weights) for clients in dict.fromkeys(senders.values())}
+        wanted = {key: shares[clients] for key, clients in senders.items() if shares[clients].total > 0}
+        return {key: _mean(pieces[key], share) for key, share in wanted.items()}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The weights of the clients that sent a name, for a mean. Names from the same clients use the same object.
+
+    Attributes:
+        pieces: each client's share of the total weight, for each stack of replies.
+        total: the sum of the weights.
+        order: positions of the clients in ascending order of their numbers; None if they are in ascending order.
+        ascending: the shares in this order.
+    """
+
+    pieces: tuple[tuple[float, ...], ...]
+    total: float
+    order: Tensor | None
+    ascending: tuple[float, ...]
+
+    @classmethod
+    def of(cls, senders: Sequence[tuple[int, ...]], weights: Mapping[int, float]) -> "Shares":
+        """Divide the clients' weights by their sum. `senders` holds the clients of each stack."""
+        clients = [client for group in senders for client in group]
+        total = sum(weights[client] for client in clients)
+        assert total == total, "a weight is not a number"
+        pieces = tuple(tuple(weights[client] / total if total else 0.0 for client in group) for group in senders)
+        shares = [share for group in pieces for share in group]
+        order = sorted(range(len(clients)), key=clients.__getitem__)
+        sorted_already = order == list(range(len(order)))
+        return cls(pieces, total, None if sorted_already else torch.tensor(order), tuple(shares[i] for i in order))
 
 
 def joined(requests: Iterable[Replies]) -> Replies:
@@ -166,7 +196,7 @@ def listed(reasons: Mapping[int, str]) -> str:
     return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])
 
 
-def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:
+def _mean(pieces: list[Piece], shares: Shares) -> Tensor:
     """Return the weighted mean over all clients of the pieces, or the maximum for integers."""
     kinds = {stack.dtype for _, stack in pieces}
     if not any(kind.is_floating_point or kind.is_complex for kind in kinds):
@@ -174,9 +204,9 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
     one = pieces[0][1][0]
     wide = torch.promote_types(one.dtype, torch.float32)  # in a 16-bit type, a sum of hundreds loses half of its digits
     mean = torch.zeros_like(one, dtype=wide)
-    for clients, stack in _ascending(pieces) if one.nbytes <= SMALL else pieces:
-        share_K = [weights[client] / total for client in clients]
-        if len(clients) == 1:
+    stacks = [(share, stack) for share, (_, stack) in zip(shares.pieces, pieces, strict=True)]
+    for share_K, stack in _ascending(pieces, shares) if one.nbytes <= SMALL else stacks:
+        if len(share_K) == 1:
             mean.add_(stack[0], alpha=share_K[0])
         else:
             share = torch.tensor(share_K, dtype=wide, device=stack.device)
@@ -184,12 +214,10 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
     return mean.to(one.dtype)
 
 
-def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """Return the same stacked tensors in pieces of at most `MOST` clients, with the clients in ascending order."""
-    clients = [client for group, _ in pieces for client in group]
-    order = sorted(range(len(clients)), key=clients.__getitem__)
+def _ascending(pieces: list[Piece], shares: Shares) -> Iterator[tuple[tuple[float, ...], Tensor]]:
+    """Yield the shares and tensors of at most `MOST` clients at a time, with the clients in ascending order."""
     whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])
-    if order != list(range(len(order))):
-        whole = whole[torch.tensor(order, device=whole.device)]
-    starts = range(0, len(order), MOST)
-    return [(tuple(clients[i] for i in order[s : s + MOST]), whole[s : s + MOST]) for s in starts]
+    if shares.order is not None:
+        whole = whole[shares.order.to(whole.device)]
+    for start in range(0, len(whole), MOST):
+        yield shares.ascending[start : start + MOST], whole[start : start + MOST]

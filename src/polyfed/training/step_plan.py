@@ -6,11 +6,12 @@ Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.training.client_data import ORDER, stream_key
+from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from polyfed.training.step_counts import usable_rows
 
@@ -85,7 +86,7 @@ def make_plan(
     if train.steps is not None:
         shortest = min((-(-end // size) for end in ends if end), default=1)
         epochs = -(-train.steps // shortest)
-    order_keys = [stream_key(key, ORDER, stream) for key in client_keys]
+    order_keys = keys.fold_in_all(keys.fold_in_all(np.array(client_keys, dtype=np.uint32), ORDER), stream)
     parts = [_epoch_order(order_keys, first_epoch + epoch, stack, slots * size) for epoch in range(epochs)]
     shape = (len(client_keys), epochs * slots, size)
     rows = torch.stack(parts, 1).view(shape) if parts else n_K.new_zeros(shape)
@@ -102,8 +103,7 @@ def make_plan(
     return Plan(rows, ok, step.clamp(min=0) + 1, ok.any(-1).sum(1), full, live)
 
 
-def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> Tensor:
+def _epoch_order(order_keys: np.ndarray, epoch: int, stack: Rows, width: int) -> Tensor:
     """Return each client's random order of its rows in this epoch, int64 (K, width), padded with 0."""
-    folded = [keys.fold_in(key, epoch) for key in order_keys]
-    order = keys.permutations(folded, stack.counts, stack.index.device)
+    order = keys.permutations(keys.fold_in_all(order_keys, epoch), stack.counts, stack.index.device)
     return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]
