@@ -34,8 +34,9 @@ def test_without_clipping_and_almost_without_noise_it_is_cmsfed(options: dict[st
     assert furthest(plain.params, close.params) < 1e-4
 
 
-def test_a_block_is_divided_by_the_clients_that_were_asked_and_not_by_those_that_replied() -> None:
-    parts = assemble(private(1e-8, 100.0))
+@pytest.mark.parametrize("average", ["trained", "cohort"])
+def test_a_block_is_divided_by_the_clients_that_were_asked_and_not_by_those_that_replied(average: str) -> None:
+    parts = assemble(private(1e-8, 100.0, classifier_average=average))
     state = through(parts, 1)
     weak = state.choice.weak
     counts = state.choice.trained(parts.fed.clients.modalities)
@@ -50,20 +51,24 @@ def test_a_block_is_divided_by_the_clients_that_were_asked_and_not_by_those_that
     every, fewer = merged(parts, state, replies), merged(parts, state, without(replies, lost))
     own = replies[lost].params
     for name, value in own.items():
-        expected = every[name] - (value - state.params[name]) / counts[block_of(name)]
+        expected = every[name] - (value - state.params[name]) / divisor(parts, state, name)
         torch.testing.assert_close(fewer[name], expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_a_hostile_reply_changes_the_sum_by_at_most_the_clip_norm(scale: float) -> None:
-    parts = assemble(private(0.7, 0.3))
+@pytest.mark.parametrize("average", ["trained", "cohort"])
+@pytest.mark.parametrize(("scale", "blocks"), [(1.0, ("a", "b", SHARED)), (1e4, ("a",)), (1.0, ("b", SHARED))])
+def test_a_hostile_reply_changes_the_sum_by_at_most_the_clip_norm(
+    scale: float, blocks: tuple[str, ...], average: str
+) -> None:
+    """The reply may also lack blocks that the client was asked to train, or hold blocks that it was not."""
+    parts = assemble(private(0.7, 0.3, classifier_average=average))
     state = through(parts, 1)
-    counts = state.choice.trained(parts.fed.clients.modalities)
     replies = asked(parts.fed, parts.algorithm, state)
     for client in sorted(state.choice.picked):
-        liar = changed(replies, client, lambda name, value: state.params[name] + scale * torch.ones_like(value))
+        lie = {name: value + scale for name, value in select(state.params, blocks).items()}
+        liar = replaced(replies, client, lie)
         with_lie, without_it = merged(parts, state, liar), merged(parts, state, without(replies, client))
-        apart = [(with_lie[n] - without_it[n]).flatten() * counts[block_of(n)] for n in with_lie]
+        apart = [(with_lie[n] - without_it[n]).flatten() * divisor(parts, state, n) for n in with_lie]
         assert float(torch.cat(apart).norm()) <= 0.3 * (1 + 1e-3)
 
 
@@ -109,16 +114,25 @@ def merged(parts: Any, state: Any, replies: Replies) -> Tree:
     return params
 
 
+def divisor(parts: Any, state: Any, name: str) -> int:
+    """The number of clients over which a tensor is averaged."""
+    modalities, model = parts.fed.clients.modalities, parts.fed.context.model
+    counts: dict[str, int] = state.choice.trained(modalities)
+    of_classifier = name in {n for m in modalities for n in model.head_slice(m)}
+    return counts[SHARED if of_classifier and parts.algorithm.classifier_average == "cohort" else block_of(name)]
+
+
 def without(replies: Replies, client: int) -> Replies:
     return Replies([kept for part in replies.parts if (kept := part.without([client])) is not None])
 
 
 def changed(replies: Replies, client: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Replies:
     """The replies, in which one client sends other parameters."""
+    return replaced(replies, client, {name: change(name, value) for name, value in replies[client].params.items()})
 
-    own = replies[client]
-    lie: Report = map_fields(
-        own, lambda field, value: {n: change(n, v) for n, v in value.items()} if field == "params" else value
-    )
+
+def replaced(replies: Replies, client: int, params: Tree) -> Replies:
+    """The replies, in which one client sends these parameters."""
+    lie: Report = map_fields(replies[client], lambda field, value: params if field == "params" else value)
     parts: list[ReplyStack] = [*without(replies, client).parts, *stacked({client: lie})]
     return Replies(parts)

@@ -53,19 +53,31 @@ def mean_by_clusters(
     return mean
 
 
-def with_whole_classifier(
-    mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation
-) -> Tree:
-    """Average the blocks. For a modality that a client did not train, its received classifier columns enter the mean.
-
-    The average of the classifier omega therefore covers the whole cohort, as in the paper.
-    """
+def shares_that_trained(replies: Replies, weights: Mapping[int, float], fed: Federation) -> dict[str, float]:
+    """Return, by modality, the share of the total weight whose clients sent the modality's classifier columns."""
     total = sum(weights[client] for client in replies)
-    after = dict(mean)
+    shares = {}
     for modality in fed.clients.modalities:
         for name in fed.context.model.head_slice(modality):
             senders = [c for part in replies.parts if name in part.message.params for c in part.clients]  # type: ignore[attr-defined]
-            if name in mean and total:
-                share = sum(weights[client] for client in senders) / total
+            shares[modality] = sum(weights[client] for client in senders) / total if total else 1.0
+    return shares
+
+
+def with_whole_classifier(mean: Tree, sent: Tree, shares: Mapping[str, float], fed: Federation) -> Tree:
+    """Average the blocks. For a modality that a client did not train, its received classifier columns enter the mean.
+
+    The average of the classifier omega therefore covers the whole cohort, as in the paper.
+
+    Args:
+        mean: the mean over the clients that trained a block.
+        sent: the model that the cohort received.
+        shares: by modality, the share of the cohort that trained it.
+        fed: the federation.
+    """
+    after = dict(mean)
+    for modality, share in shares.items():
+        for name in fed.context.model.head_slice(modality):
+            if name in mean:
                 after[name] = torch.lerp(sent[name], mean[name], share)
     return after

@@ -154,7 +154,10 @@ class CmsFed(CmsFedOptions):
             weak = state.encoders.get(state.choice.weak)
             mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
         if self.classifier_average == "cohort":
-            mean = aggregation.with_whole_classifier(mean, state.params, replies, weights, fed)
+            shares = aggregation.shares_that_trained(replies, weights, fed)
+            if private is not None:  # a reply that is lost, or that lacks a block, must not change the other weights
+                shares = {m: trained[m] / trained[SHARED] for m in fed.clients.modalities if m in trained}
+            mean = aggregation.with_whole_classifier(mean, state.params, shares, fed)
         trainable = fed.context.model.trainable(state.params)
         moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)
         params, moments = self.server.apply(state.params, mean, moments, trainable)
