@@ -389,6 +389,18 @@ def test_a_class_that_overrides_what_its_parent_declared_has_to_declare_again() 
     assert "Leaky overrides merge" in Leaky.dishonour("client")
 
 
+@pytest.mark.parametrize(
+    ("name", "hook"), [("cmsfed", "learned"), ("cmsfed", "train_chosen"), ("partialfl", "server_train")]
+)
+def test_a_class_that_overrides_a_method_that_reads_replies_has_to_declare_again(name: str, hook: str) -> None:
+    parent = ALGORITHMS[name]
+    peeking = type("Peeking", (parent,), {hook: getattr(parent, hook)})
+    assert peeking.honours("client") == ()
+    assert f"Peeking overrides {hook}" in peeking.dishonour("client")
+    again = type("Again", (peeking,), {"protects": parent.protects})
+    assert again.honours("client") == parent.honours("client") != ()
+
+
 def test_personal_evaluation_needs_to_be_accepted() -> None:
     made = private(options={"evaluation": Evaluation(every=1, personal=True)})
     made = replace(made, clients=replace(made.clients, personal_test=0.2))

@@ -32,6 +32,9 @@ class PrivacyHooks:
     protects. With `client`, such a field holds trained parameters, and the server uses it only in the mean of
     `Averaging.merge`. With `example`, such a field is computed only from results of `ClientData.minimise`, and the loss
     of a row depends on no other row."""
+    reads_replies: ClassVar[tuple[str, ...]] = ()
+    """Server methods of the class besides those in `ALTERS` that read or make single replies. A subclass that overrides
+    one of them has to declare `protects` again, because it could use the protected fields outside of the mean."""
     spare: ClassVar[tuple[str, ...]] = ()
     """Fields `task.field` of replies that the server only logs. Under [privacy], clients fill them with zeros."""
     private_options: ClassVar[Mapping[str, Any]] = {}
@@ -48,19 +51,25 @@ class PrivacyHooks:
     @classmethod
     def honours(cls, unit: str) -> tuple[str, ...]:
         """Return the fields `task.field` that the mechanism protects; empty if the method cannot honour the unit."""
-        declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
-        below = cls.__mro__[: cls.__mro__.index(declaring)]
-        if any(hook in vars(base) for base in below for hook in ALTERS[unit]):
-            return ()
-        fields: Mapping[str, tuple[str, ...]] = vars(declaring)["protects"]
-        return fields.get(unit, ())
+        fields: Mapping[str, tuple[str, ...]] = vars(cls._declaring())["protects"]
+        return () if cls._altered(unit) else fields.get(unit, ())
 
     @classmethod
     def dishonour(cls, unit: str) -> str:
         """Return why the method cannot honour a unit, as a clause that begins with `its`."""
-        declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
-        below = cls.__mro__[: cls.__mro__.index(declaring)]
-        if unit in vars(declaring)["protects"]:
-            hook = next(hook for base in below for hook in ALTERS[unit] if hook in vars(base))
-            return f"{OTHERWISE[unit]} ({cls.__name__} overrides {hook})"
+        if unit in vars(cls._declaring())["protects"]:
+            return f"{OTHERWISE[unit]} ({cls.__name__} overrides {cls._altered(unit)[0]})"
         return OTHERWISE[unit]
+
+    @classmethod
+    def _declaring(cls) -> type["PrivacyHooks"]:
+        """Return the class whose `protects` is valid for this class."""
+        return next(base for base in cls.__mro__ if "protects" in vars(base))
+
+    @classmethod
+    def _altered(cls, unit: str) -> list[str]:
+        """List the hooks on which the declaration rests and that a class below the declaring class overrides."""
+        declaring = cls._declaring()
+        below = cls.__mro__[: cls.__mro__.index(declaring)]
+        hooks = (*ALTERS[unit], *(declaring.reads_replies if unit == "client" else ()))
+        return [hook for base in below for hook in hooks if hook in vars(base)]

@@ -79,6 +79,7 @@ class CmsFedOptions(Averaging):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"ratio_rule": "threshold", "gradient_split": "exact", "feature_norm": 0.0}
     }
+    reads_replies: ClassVar[tuple[str, ...]] = ("train_chosen", "learned", "_gradients")
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 

@@ -77,6 +77,7 @@ class PartialFL(PartialOptions):
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("client_train.params",)}
+    reads_replies: ClassVar[tuple[str, ...]] = ("server_train",)
     spare: ClassVar[tuple[str, ...]] = ()
 
     # the setup
