@@ -2,7 +2,7 @@
 protection checks it again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.tree import Tree
 from polyfed.engines.base import Engine
@@ -32,6 +33,28 @@ def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"
     elif spec.unit == "client":
         yield from recipe.algorithm.private_faults(spec)
+
+
+def refuse_app(recipe: Recipe) -> None:
+    """Refuse an app whose section [privacy] a deployment cannot honour, as far as the recipe alone shows it.
+
+    Raises:
+        RecipeError: with all reasons.
+    """
+    spec = recipe.privacy
+    if spec is None:
+        return
+    reasons = [*faults_of_method(recipe, spec)]
+    if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
+        client = spec.unit == "client"
+        reasons += faults_of_mean(recipe, spec, deployed=True) if client else faults_of_training(recipe)
+    refuse(spec, reasons)
+
+
+def refuse(spec: Privacy, reasons: Sequence[str]) -> None:
+    """Raise a `RecipeError` that lists why the section cannot be honoured, unless there are no reasons."""
+    if reasons:
+        raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
 
 
 def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:

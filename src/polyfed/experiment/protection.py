@@ -16,6 +16,7 @@ from polyfed.experiment.privacy_faults import (
     faults_of_method,
     faults_of_model,
     faults_of_rows,
+    refuse,
     share_rows,
 )
 from polyfed.experiment.privacy_support import withheld_of
@@ -225,5 +226,4 @@ def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, d
             reasons += faults_of_mean(recipe, spec, deployed=deployed)
         else:
             reasons += faults_of_rows(recipe, engine.model, shared=share_rows(fed, engine, deployed=deployed))
-    if reasons:
-        raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
+    refuse(spec, reasons)
