@@ -1,7 +1,7 @@
 """The two parts of the Gaussian mechanism of differential privacy: clipping to a norm, and Gaussian noise.
 
-Local training clips the gradients of single rows and adds noise to their sum. Clients and server clip the updates of
-clients and add noise to them. docs/privacy.md explains the mechanism.
+Local training applies both parts to the gradients of single rows. Clients and server apply both parts to the updates of
+clients. docs/privacy.md explains the mechanism.
 """
 
 import math

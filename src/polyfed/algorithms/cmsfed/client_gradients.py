@@ -117,8 +117,8 @@ def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
 def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy and the mean PCE of local training, 0-dim.
 
-    If training diverged, one of the two means is NaN: the mean of the term that had the larger value in the last step.
-    In reply validation, the server then names the client and this term.
+    If training diverged, one of the two means is NaN: the mean of the term that had the larger value in the last finite
+    step. In reply validation, the server then names the client and this term.
     """
     floats = [v for v in fit.params.values() if v.is_floating_point()]
     finite = torch.stack([torch.isfinite(fit.loss), *(torch.isfinite(v).all() for v in floats)]).all()
