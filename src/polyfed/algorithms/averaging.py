@@ -15,7 +15,7 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 | `merge` | server | after the replies have arrived | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | number of rows of each client, or 1 if `aggregation = "uniform"` |
 
-If `outgoing` or `reply` returns another message class, the method lists that class in its `sends` or `replies`. The
+If `outgoing` or `reply` returns another message class, set the class attribute `sends` or `replies` to that class. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 
 Private blocks (`private`) stay on the client, in its local state. The hooks see the complete model, but neither the

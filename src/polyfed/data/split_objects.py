@@ -53,10 +53,10 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 
 
 def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
-    """Refuse a dictionary `data` that does not hold arrays by modality, or labels that are not an array.
+    """Refuse a dictionary `data` with one path or dictionary for each split, and a name as `labels`.
 
-    An entry of the dictionary may be neither the path of a split's file nor a dictionary with the arrays of a split. As
-    the data is arrays, `labels` may not be the name of a column.
+    `data` must hold the arrays of each modality. `labels` must then hold one label for each row, because arrays have no
+    column that a name could select.
 
     Raises:
         RecipeError: the values of `data` are one file or one dictionary for each split, or `labels` is a name.

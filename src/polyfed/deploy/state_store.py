@@ -39,9 +39,9 @@ class Journal:
     """The progress of a client in a run.
 
     Attributes:
-        session: number of the newest session in which the client has answered a request. A session is one start of the
+        session: number of the newest session in which the client has begun a task. A session is one start of the
             server.
-        place: the place (round, number of the request) of the newest request of that session that the client has begun.
+        place: the place of the newest task in that session, as a pair (round, number of the request).
         floor: requests up to this place cannot be repeated, because the states before them have been deleted.
     """
 

@@ -37,7 +37,7 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 @dataclass(frozen=True)
 class ReplyTerms:
-    """The options of [engine] for requests to clients in other processes: deadlines, required replies and sizes.
+    """Settings for requests to clients in other processes: the session, and options of the [engine] section.
 
     Attributes:
         session: number of the current session. Each start of the server begins a session with a larger number.

@@ -29,9 +29,9 @@ _LINK = re.compile(r"http\S+")
 class CrisisMmd(ImageText):
     """`image` (1280,) and `text` (768,) of tweets, without their links; about 18,100 pairs, 8 classes, official split.
 
-    There are no natural clients. FedMultimodal makes 100 clients by a Dirichlet partition. In its released partition
-    script, each test image gets a text from the development file, which belongs to another image. In polyfed, every
-    image keeps its own text, so test results differ.
+    There are no natural clients. FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
+    script combines the test images with the texts of the development file. In polyfed, every image keeps its own text,
+    so test results differ.
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.
