@@ -162,7 +162,10 @@ class Timetable:
     deadline_s: float | None = None
 
     def barriers(self) -> float:
-        """Return the seconds of a round in which the server sends a request after all replies to the previous request."""
+        """Return the duration, in seconds, of a round in which clients wait for each other between requests.
+
+        The server sends each request after all replies to the previous request have arrived.
+        """
         return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
 
     def chains(self, waited_for: Iterable[int]) -> float:

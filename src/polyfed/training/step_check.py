@@ -32,13 +32,13 @@ def reproduces(
 def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:
     """Return whether two graphs take the same step in double precision.
 
-    In double precision, rounding is far below the tolerance. Only a wrong graph fails, whatever the numbers are, so the
-    answer is the same in every run. A rewritten graph that cannot run does not agree: a rule may give a tensor other
-    strides, and a view of it may then be impossible.
+    In double precision, rounding errors are far below the tolerance. The result is therefore False only for a wrong
+    graph, and it is the same in every run. The result is also False if the rewritten graph cannot run. This can happen
+    if a rewriting rule gives a tensor other strides, because a view of the tensor may then be impossible.
 
     Args:
-        graph: the operations of a step.
-        rewritten: the operations that may replace them.
+        graph: the operations of a training step.
+        rewritten: the operations that may replace those of `graph`.
         inputs: tensors of the state and the slices.
         outside: tensors that the step closes over.
     """

@@ -54,8 +54,8 @@ def public_rows(found: Capture) -> tuple[Tensor, str]:
 class Candidates:
     """Rows for which an attack guesses whether a model was trained on them.
 
-    Half of the rows are members: the model was trained on them. The other half are rows that were not used for
-    training. In tasks with classes, each class also has as many members as other rows.
+    Half of the rows are members: a client trained on them. The other half are rows that no client trained on. In tasks
+    with classes, each class also has as many members as other rows.
 
     Attributes:
         rows: row numbers, int64 (2n,), with the members first.
@@ -123,7 +123,10 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
 
 
 def _halves(score: Tensor, member: Tensor) -> Tally:
-    """Guess that each candidate with a score above the median is a member. A candidate at the median counts as half right."""
+    """Guess that each candidate with a score above the median is a member.
+
+    If the score of a candidate equals the median, its guess counts as half right.
+    """
     middle = score.double().median() if not len(score) else score.double().quantile(0.5)
     right = torch.where(member, score > middle, score < middle).double()
     return Tally.of(torch.where(score == middle, torch.full_like(right, 0.5), right), 0.5)

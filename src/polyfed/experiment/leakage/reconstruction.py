@@ -1,9 +1,9 @@
 """Reconstruction of samples: from gradients or changes of parameters, and from embeddings.
 
-The quality of a rebuilt row is 1 - (squared error of the rebuilt row) / (mean squared distance of the client's rows
-from the mean public row). An exact copy has quality 1, and the mean public row has quality 0. A gradient does not tell
-which rebuilt row belongs to which row of the client, so each rebuilt row is compared with the nearest row of the
-client. Shape letters: n rows, F entries of a sample, d size of an embedding.
+The quality of a rebuilt row is 1 - (squared error of the rebuilt row) / (mean squared distance of the true rows from
+the mean public row). An exact copy has quality 1, and the mean public row has quality 0. A gradient does not tell which
+rebuilt row belongs to which row of the client, so each rebuilt row is compared with the nearest row of the client.
+Shape letters: n rows, F entries of a sample, d size of an embedding.
 """
 
 from collections.abc import Callable, Iterator, Mapping
