@@ -51,10 +51,10 @@ class ClientsSpec:
         silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every remaining row goes to only
             one entry of `holdings`, drawn at random.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: Number of additional clients that the server asks, as a share of the number that `participation`
-            gives (0.3 in Bonawitz et al., 2019). The server closes the request when the number of replies reaches the
-            number that `participation` gives, so the round leaves out the slowest clients. If None, no additional
-            clients are asked.
+        overselect: How many additional clients the server asks, as a share of the number of clients that
+            `participation` gives (0.3 in Bonawitz et al., 2019). The server closes the request when it has received as
+            many replies as that number, so the round leaves out the slowest clients. If None, no additional clients are
+            asked.
         missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
             clients that hold another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality

@@ -11,8 +11,8 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""The largest number of different pairs of a client and the rest of a row that are counted before they are summed up.
-It limits the memory if every row has a different shape."""
+"""The largest number of different pairs (client, tail of a row) that are counted before they are summed up. It limits
+the memory if every row is different. The tail is the text of a row from the key "message" on."""
 
 CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
 """The texts that stand before the numbers of the client, the round and the request in a row."""
@@ -87,7 +87,7 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often each client has each tail of a row, and the number of the first line with each tail.
+    """How often each tail of a row occurs for each client, and the number of the first line with each tail.
 
     The tail is the text of a row from the key "message" to the end.
     """
@@ -101,7 +101,7 @@ def _evaluates(line: str, requests: Mapping[int, int]) -> bool:
     try:
         return int(_text(line, ASK)) >= requests.get(int(_text(line, ROUND)), LIMIT)
     except ValueError:
-        return False  # a damaged row, which is reported when its rest is parsed
+        return False  # a damaged row, which is reported when its tail is parsed
 
 
 def _text(line: str, key: str) -> str:

@@ -25,7 +25,7 @@ class Participation:
         num_rounds: number of rounds that the grid covers.
 
     Attributes:
-        asked: in each cell, the number of pairs in which the client was asked in this round.
+        asked: in each cell, the number of pairs in which the client was asked in the round.
         missing: in each cell, the number of pairs in which the client was asked but gave no usable reply.
         trained: block -> in each cell, the number of pairs in which the client sent parameters of this block.
     """

@@ -49,7 +49,7 @@ class Similarity:
 
     @classmethod
     def empty(cls, num: int, size: int, sketch: int = 0, key: int = 0) -> "Similarity":
-        """Return a similarity without any vectors.
+        """Return a similarity in which no client has sent a vector yet.
 
         Args:
             num: number of clients.
@@ -99,7 +99,7 @@ class BlockSimilarity:
 
     @classmethod
     def empty(cls, num: int, sizes: Mapping[str, int], sketch: int = 0, key: int = 0) -> "BlockSimilarity":
-        """Return a similarity without any vectors.
+        """Return a similarity in which no client has sent a vector yet.
 
         Args:
             num: number of clients.

@@ -32,9 +32,10 @@ def reproduces(
 def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:
     """Return whether two graphs take the same step in double precision.
 
-    In double precision, rounding errors are far below the tolerance. The result is therefore False only for a wrong
-    graph, and it is the same in every run. The result is also False if the rewritten graph cannot run. This can happen
-    if a rewriting rule gives a tensor other strides, because a view of the tensor may then be impossible.
+    In double precision, rounding errors are far below the tolerance. A correct rewritten graph therefore passes the
+    check whatever the numbers are, and the result is the same in every run. The result is False if the two graphs
+    compute different steps, or if the rewritten graph cannot run. The latter can happen if a rewriting rule gives a
+    tensor other strides, because a view of the tensor may then be impossible.
 
     Args:
         graph: the operations of a training step.

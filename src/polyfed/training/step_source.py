@@ -41,7 +41,8 @@ class Source:
 
     Args:
         read: everything that the step reads: functions such as the loss, options, models and tables.
-        classes: the tensor of class numbers among the tensors of `read`; None if the labels are not classes.
+        classes: the tensor of class numbers among the tensors of `read`; None if the labels are not classes. No class
+            number may be negative.
 
     Attributes:
         parts: the description of all values. The descriptions of two training runs whose steps perform the same
