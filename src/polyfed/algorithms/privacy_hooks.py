@@ -57,7 +57,10 @@ class PrivacyHooks:
 
     @classmethod
     def dishonour(cls, unit: str) -> str:
-        """Return why the method cannot honour a unit, as a clause that begins with `its`."""
+        """Return why the method cannot be used with this unit of [privacy].
+
+        For example, the text is "its clients may use several rows of a batch together".
+        """
         declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
         below = cls.__mro__[: cls.__mro__.index(declaring)]
         if unit in vars(declaring)["protects"]:
