@@ -1,7 +1,7 @@
 """Helpers for methods that train a second model besides the recipe's: one encoder per modality and a linear head.
 
-In FedGKT, the second model is the server's network. PartialFL has two second models: the tower of the server, and the
-local model of the clients.
+In FedGKT, the second model is the server's network. In PartialFL, the server has a second model, the tower, and every
+client has a second model, its local model.
 `embed` returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
 """
 

@@ -1,9 +1,10 @@
 """The server's steps: choose the devices that upload, mix their personalised copies, and learn the coefficients.
 
 A device's copy of a block is a mixture of the uploaded blocks, and the aggregation coefficients are the weights of this
-mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K`
-devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` entries of a
-block. The first `num_trainable` entries of a block are parameters.
+mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
+
+Shape letters: `K` devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round,
+`P` entries of a block. The first `num_trainable` entries of a block are parameters.
 """
 
 from collections.abc import Mapping
