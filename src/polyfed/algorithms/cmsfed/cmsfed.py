@@ -262,7 +262,7 @@ class CmsFed(CmsFedOptions):
         return received if self.prototypes == "global" else None
 
     def _report(self, scope: TrainingScope, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree) -> Report:
-        """Return the report. It sends the parameters `kept`; the model `at` gives its prototypes and ratios."""
+        """Return the report: the parameters `kept`, and prototypes and ratios that are computed with the model `at`."""
         g, h = client_gradients.mean_gradients(fit)
         own, rows = scope.own_prototypes(data, at)
         pooled = self.prototypes == "global"
