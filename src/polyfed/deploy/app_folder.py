@@ -87,7 +87,8 @@ def _refuse_another(folder: Path, name: str) -> None:
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Find errors that would end the run on the server, before the app is written.
 
-    Examples are an encoder that cannot be imported, a model that cannot be built, and a reply that is too large.
+    Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
+    too large.
     """
     refuse_app(recipe)
     for name, path in recipe.model.classes().items():
