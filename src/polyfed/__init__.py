@@ -93,7 +93,7 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and still report 
 class _FrontDoor(ModuleType):
     """The type of the module `polyfed`. It makes sure that `polyfed.run` is the function `run`.
 
-    The function is defined in a module that is also named `polyfed.run`.
+    A module is also named `polyfed.run`. Python would replace the function by this module when it imports the module.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -191,7 +191,7 @@ def clusters(z: Tensor, num_classes: int, seed: int) -> Tensor:
 
 
 def assigned(found: Tensor, labels: Tensor, num_classes: int, seed: int) -> Tally:
-    """Assign the clusters to classes one to one, such that the most rows are right, and compare with chance.
+    """Assign the clusters to classes one to one, so that as many rows as possible are right. Compare with chance.
 
     An attacker who knows the classes of a few rows can find this assignment. Chance is the larger of two numbers: the
     share of the most frequent class, and the share of rows that such an assignment gets right if the labels are in
