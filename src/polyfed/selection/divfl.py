@@ -98,7 +98,7 @@ class DivFl(Selector):
 
     @property
     def single_replies(self) -> str:
-        """Why the selector needs single replies: it compares the clients' updates."""
+        """Why the server has to read the reply of each client: the selector compares the clients' updates."""
         return "[selection] divfl compares the updates of single clients"
 
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
