@@ -91,7 +91,10 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and still report 
 
 
 class _FrontDoor(ModuleType):
-    """The type of this module. It keeps the function `polyfed.run` apart from the module that defines the function."""
+    """The type of the module `polyfed`. It makes sure that `polyfed.run` is the function `run`.
+
+    A module is also named `polyfed.run`. Python would replace the function by this module when it imports the module.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         # after Python has imported the module polyfed.run, it sets the attribute `run` of the package to that module

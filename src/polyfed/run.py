@@ -41,7 +41,7 @@ def run(
 
     Args:
         recipe: a recipe, or the path of one; None makes a recipe from `data` and `options`.
-        out: the folder for the files of the run; None writes none.
+        out: the folder for the files of the run. If None, the run writes no files.
         data: your own data, see `make_recipe`. If `recipe` is given too, `data` replaces the recipe's data.
         resume: continue the run in `out`; the result equals that of an uninterrupted run bit for bit.
         engine: an engine to use instead of the recipe's, or options of the section [engine] such as `{"debug": True}`.

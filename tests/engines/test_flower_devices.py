@@ -195,6 +195,24 @@ def test_an_app_whose_model_cannot_be_built_is_not_written(tmp_path: Path) -> No
     assert not (tmp_path / "app").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ('unit = "client"\namplification = true', "In a deployment, every request holds the seed"),
+        ('unit = "client"', "weights by rows give some clients more influence"),
+        ('unit = "example"', "[train] steps"),
+    ],
+)
+def test_an_app_whose_privacy_cannot_be_honoured_is_not_written(tmp_path: Path, options: str, words: str) -> None:
+    path = tmp_path / "recipe.toml"
+    changed = RECIPE.replace('"scaffold"', '"fedavg"').replace("lr = 0.1", "lr = 0.1\nsteps = 5")
+    path.write_text(f"{changed}\n[privacy]\nepsilon = 8.0\ndelta = 0.001\n{options}\n")
+    with pytest.raises(RecipeError) as refused:
+        write_app(path, tmp_path / "app")
+    assert words in str(refused.value)
+    assert not (tmp_path / "app").exists()
+
+
 def test_credentials_in_use_are_kept_and_only_missing_keys_added(tmp_path: Path) -> None:
     folder = write_credentials(tmp_path / "keys", 2)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -15,7 +15,7 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 | `merge` | server | after the replies have arrived | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | number of rows of each client, or 1 if `aggregation = "uniform"` |
 
-A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
+If `outgoing` or `reply` returns another message class, set the class attribute `sends` or `replies` to that class. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 
 Private blocks (`private`) stay on the client, in its local state. The hooks see the complete model, but neither the
@@ -184,7 +184,7 @@ class Averaging(Algorithm):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Return a function that changes the gradient of every step, with its first carry. None means no change.
+        """Return a function that changes the gradient in every step, and its first carry; None for no change.
 
         Args:
             context: the client context.

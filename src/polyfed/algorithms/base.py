@@ -193,7 +193,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         """Return warnings for the user: sentences about parts of the method that have had no effect so far.
 
         Args:
-            logged: what `observe` returned in every round so far. The hook runs after a third of the rounds.
+            logged: what `observe` returned, round by round. The hook runs once, after the first third of the rounds.
         """
         return []
 
@@ -202,9 +202,9 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         return {}
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Return whether clients can be asked for a task, given these hyper-parameters.
+        """Return whether the server may send a task to clients, given these hyper-parameters.
 
-        If not, `polyfed check` does not list the task's reply, and the egress gate refuses the reply.
+        If the result is False, `polyfed check` does not list the task's reply, and the egress gate refuses the reply.
 
         Args:
             task: the task's name.
@@ -217,7 +217,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Return whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
 
-        If not, `polyfed check` does not list that part of the reply, and the egress gate refuses it.
+        If the result is False, `polyfed check` does not list this part of the reply, and the egress gate refuses it.
 
         Args:
             task: the task's name.

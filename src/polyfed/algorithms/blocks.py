@@ -1,9 +1,9 @@
 """Helpers for methods in which every client keeps its own model and the server combines single blocks of these models.
 
-FedAMP, FedFomo and PFMML use them. For each block, the server stacks the clients' values into a matrix with one row per
-client. It computes the personal copies by multiplying this matrix with a small coefficient matrix, so no loop over
-pairs of clients is needed. In shapes, `K` is the number of clients, `S` the number of clients that sent a block, and
-`P` the number of entries in a block.
+The methods FedAMP, FedFomo and PFMML use these helpers. For each block, the server stacks the clients' values into a
+matrix with one row per client. It computes the personal copies by multiplying this matrix with a small coefficient
+matrix, so no loop over pairs of clients is needed. In shapes, `K` is the number of clients, `S` the number of clients
+that sent a block, and `P` the number of entries in a block.
 """
 
 from collections.abc import Mapping
@@ -50,8 +50,8 @@ class Layout:
     Attributes:
         names: names of the tensors, in the order of the vector.
         shapes: shapes of the tensors, in the same order.
-        num_trainable: how many of the leading numbers are parameters. Only parameters have gradients, and only they
-            enter distances.
+        num_trainable: number of entries of the vector that are parameters; they come before the buffers. Only
+            parameters have gradients, and distances between clients are computed from parameters alone.
     """
 
     names: tuple[str, ...]

@@ -4,7 +4,8 @@ The method has no paper. Every client sends its samples and labels once, before 
 policy must therefore allow `raw` and `labels`. The server then trains on the pooled rows, with rounds times epochs
 passes in total. One optimiser continues over all rounds.
 
-For training, clients send nothing else. Page: docs/algorithms/centralized.md.
+For training, clients send only these samples and labels, and no parameters or gradients. Page:
+docs/algorithms/centralized.md.
 """
 
 from dataclasses import dataclass, field

@@ -3,7 +3,8 @@
 Yu, Liu, Wang, Xu, Liu, "Multimodal Federated Learning via Contrastive Representation Ensemble", ICLR 2023. The server
 holds a public set of paired samples and a model of all modalities. A client trains its own model on its rows. Two
 contrastive terms keep its representations of the public set close to the global ones. The client uploads these
-representations. The server weights them sample by sample and distils the result into its model.
+representations. For each public sample, the server computes a weighted mean of the clients' representations. It then
+trains its own model towards these means by distillation.
 
 polyfed's choices: the public set is the pooled validation split with its labels ([clients] validation = 0.05). In every
 step, a client takes a batch of its rows and the same number of public rows, drawn at random. With more than two
@@ -48,7 +49,10 @@ previous representations of these samples. The last is a flag that is 1 after th
 
 @message
 class PublicSetWanted(Message):
-    """Asks the validation evaluation client for the server's own rows. Has no fields."""
+    """Asks for the server's own validation rows, which become the public set. Has no fields.
+
+    Only the evaluation client `VALIDATION` receives this message. It is part of the server and holds these rows.
+    """
 
 
 @message
@@ -167,7 +171,7 @@ class CreamFL(Algorithm):
 
     @task()
     def store(self, context: ClientContext, data: ClientData, local: Tree, got: PublicSamples) -> tuple[Stored, Tree]:
-        """Store the public samples, and the common initial model as the client's own."""
+        """Store the public samples, and start the client's own model from the common initial model."""
         size = next(iter(got.samples.values())).shape[0]
         kept = nested(WEIGHT, context.initial)
         kept |= nested(PUBLIC, got.samples)

@@ -81,8 +81,8 @@ class FedAmpState:
             last round.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
-        pull: mean proximal term of the last uploads, as a share of `train_loss`; None if none of the uploading clients
-            had just received a cloud block.
+        pull: mean proximal term of the clients that uploaded in the last round, as a share of `train_loss`. Only
+            clients that received a cloud block in the same round count. None if there was no such client.
     """
 
     params: Tree

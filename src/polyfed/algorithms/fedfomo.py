@@ -7,8 +7,8 @@ client's model at the start of the round, and L is the loss on the held-out rows
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
 measure a candidate, the client replaces only that block of the previous model. The client's own trained block is also a
-candidate. The client keeps this block if no candidate has a lower loss than `previous`. In every round, `uploads`
-owners of a block send the block, and all its owners receive these blocks.
+candidate. The client keeps this block if no candidate has a lower loss than `previous`. In every round, some owners of
+a block send the block (option `uploads`). All owners of the block receive these uploads as candidates.
 
 Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
 Page: docs/algorithms/fedfomo.md.
@@ -204,7 +204,7 @@ class FedFomo(Algorithm):
             pools: by block, the candidates as tensors with a leading axis of length N.
 
         Returns:
-            The loss of the previous model, and by block the losses (N,) of this model with one candidate in the block.
+            The loss of `previous`. By block, the losses (N,) of `previous` with this block taken from each candidate.
         """
         sizes = {block: len(next(iter(pool.values()))) for block, pool in pools.items()}
         zero = torch.zeros((), device=data.num_rows.device)

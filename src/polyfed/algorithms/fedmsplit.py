@@ -2,8 +2,8 @@
 
 Chen, Zhang, "FedMSplit: Correlation-Adaptive Federated Multi-Task Learning across Multimodal Split Networks", KDD 2022.
 Neither the paper's text nor its code is open, so this implementation follows third-party descriptions. The server keeps
-a model for each client. After every round, the server mixes the blocks of the cohort. The weight of another client's
-block grows with two things: the similarity of the parameters, and the number of modalities that the two clients share.
+a model for each client. After every round, the server mixes the blocks of the cohort. The block of another client has a
+larger weight if the parameters of the two clients are more similar, and if the two clients share more modalities.
 
 polyfed's choices: the default similarity is the cosine with a temperature, and `similarity = "dot"` is the dot product
 of the publication. With dot products of whole parameter vectors, each client would give all attention to itself, so
@@ -102,13 +102,16 @@ class FedMSplit(Averaging):
 
     @property
     def single_replies(self) -> str:
-        """Return why the server needs single replies: in `personal`, the server mixes the models of single clients."""
+        """Return why the server has to read the reply of each client, or an empty text if sums of replies are enough.
+
+        With `mode = "personal"`, the server mixes the models of individual clients.
+        """
         mixes = "mode = 'personal' mixes the models of single clients" if self.mode == "personal" else ""
         return mixes or super().single_replies
 
     @property
     def own_models(self) -> Literal["none", "server"]:
-        """Return "server" in `personal`, because the server then keeps the clients' models."""
+        """Return where the clients' own models are kept: with `mode = "personal"`, on the server."""
         return "server" if self.mode == "personal" else "none"
 
     def global_params(self, state: SplitState) -> Tree:

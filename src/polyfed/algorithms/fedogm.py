@@ -5,9 +5,10 @@ the method scales down the gradients of the convolutions of the modality that pr
 on-the-fly gradient modulation (OGM). It also adds Gaussian noise with the standard deviation of these gradients. This
 noise improves generalisation (generalisation enhancement, GE).
 
-As in the authors' code, the coefficient is computed from the ratio itself, not from the part above 1. The coefficient
-therefore jumps from 1 to 1 - tanh(alpha) when the ratio rises above 1. polyfed's choice: with more than two modalities,
-each is compared with the mean of the others.
+The gradients are multiplied by a coefficient. If the ratio of the modality's score to the score of the other modality
+is above 1, the coefficient is 1 - tanh(alpha * ratio) as in the authors' code, not 1 - tanh(alpha * (ratio - 1)). The
+coefficient therefore jumps from 1 to 1 - tanh(alpha) when the ratio rises above 1. polyfed's choice: with more than two
+modalities, each is compared with the mean of the others.
 
 The messages are the same as under FedAvg. Page: docs/algorithms/fedogm.md.
 """

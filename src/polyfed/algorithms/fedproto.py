@@ -185,11 +185,15 @@ class FedProto(Averaging):
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
     def evaluation_message(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
-        """Return the same message that a cohort receives."""
+        """Return the message for evaluation. It is the message that the clients of a round receive for training."""
         return self._shared(state)
 
     def own_params(self, got: Shared, local: Tree) -> Tree:
-        """Return the global model, or under `original` the client's own model with the global prototypes."""
+        """Return the model to evaluate.
+
+        Under `mm_fedavg`, this is the global model. Under `original`, it is the client's own model, to which the global
+        prototypes are added as entries.
+        """
         if self.mode == "mm_fedavg":
             return got.params
         return local | {m + PROTOTYPE: mean for m, mean in got.prototypes.items()}

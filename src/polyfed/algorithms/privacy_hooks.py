@@ -56,7 +56,10 @@ class PrivacyHooks:
 
     @classmethod
     def dishonour(cls, unit: str) -> str:
-        """Return why the method cannot honour a unit, as a clause that begins with `its`."""
+        """Return why the method cannot be used with this unit of [privacy].
+
+        For example, the text is "its clients may use several rows of a batch together".
+        """
         if unit in vars(cls._declaring())["protects"]:
             return f"{OTHERWISE[unit]} ({cls.__name__} overrides {cls._altered(unit)[0]})"
         return OTHERWISE[unit]

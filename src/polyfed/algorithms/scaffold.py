@@ -122,7 +122,11 @@ class Scaffold(Averaging):
         return ControlledUpdate(fit.params, change, fit.loss, data.num_rows), after
 
     def merge(self, state: ScaffoldState, replies: Replies, fed: Federation) -> ScaffoldState:
-        """Set x to the mean of y. Add to c the mean change times the share of the block's owners that took part."""
+        """Set x to the mean of y, and update the server's control variate c.
+
+        For each block, c grows by the mean change of the clients' control variates. This change is first multiplied by
+        the share of the block's owners that took part in the round.
+        """
         after: ScaffoldState = super().merge(state, replies, fed)
         mean = aggregate(replies, "control", dict.fromkeys(replies, 1.0), like(state.control), self.server)
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}

@@ -1,6 +1,7 @@
 """Helpers for methods that train a second model besides the recipe's: one encoder per modality and a linear head.
 
-FedGKT uses such a model as the server's network. PartialFL uses it for the tower and for the clients' local models.
+In FedGKT, the second model is the server's network. In PartialFL, the server has a second model, the tower, and every
+client has a second model, its local model.
 `embed` returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
 """
 

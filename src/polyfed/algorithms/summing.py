@@ -22,14 +22,16 @@ class Summing:
     def single_replies(self) -> str:
         """Return why the server needs the replies of single clients, or an empty text if sums are enough.
 
-        By default, this is the reason of the method's selector or server optimiser. A method whose messages are not
-        sum-only (`carries(sum_only=True)`) need not override this hook.
+        By default, this is the `single_replies` of the method's selector or server optimiser. A method whose messages
+        are not sum-only (`carries(sum_only=True)`) need not override this hook.
         """
         reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
         return next(filter(None, reasons), "")
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the field by which clients multiply a field before the sum, or None for no weight.
+        """Return the name of the field that holds a client's weight for `field`, or None if `field` is not weighted.
+
+        Before the sum, every client multiplies `field` by its weight.
 
         Args:
             field: a field of a sum-only message.

@@ -1,6 +1,6 @@
 """The `polyfed` command: it parses its arguments, calls the package and prints the result.
 
-The command:
+The command and its verbs, such as `run` in `polyfed run`:
 
 - `application`: the entry point of the command, errors as text or JSON, and exit codes.
 - `commands`: the verbs `run`, `check`, `report`. `comparison`: the verb `compare`. `sweep`: the verb `sweep`.
@@ -9,7 +9,7 @@ The command:
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`.
 
-The output of the verbs. A verb imports these files when it runs:
+The files below make the output of the verbs. They are imported only when a verb that needs them runs:
 
 - `tables`: results and comparisons as tables.
 - `sweep_progress`: the live table of `polyfed sweep`. `status_tables`: the output of `polyfed status`.

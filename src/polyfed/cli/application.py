@@ -72,7 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
     the same with and without it.
 
     Raises:
-        SystemExit: always, with 0, the exit code of a `PolyfedError`, or 2 for arguments that are not valid.
+        SystemExit: always. The exit code is 0 after success, `exit_code` of the error after a `PolyfedError`, and 2 if
+            the arguments are not valid.
     """
     warnings.formatwarning = _as_one_line
     words = list(sys.argv[1:] if args is None else args)

@@ -156,7 +156,10 @@ def algorithm_facts(name: str) -> dict[str, Any]:
 
 
 def protection(cls: type[Algorithm]) -> dict[str, str]:
-    """Map each section for protection to a text: whether the algorithm can use it by default, and if not, why."""
+    """Return whether the algorithm supports each unit of [privacy], and [secure_aggregation].
+
+    Each text is "yes", "yes, with ..." and the required options, or "no: ..." and the reason.
+    """
     units = {f'[privacy] unit = "{unit}"': privacy_in_words(cls, unit) for unit in ALTERS}
     return units | {"[secure_aggregation]": secure_in_words(cls)}
 

@@ -56,7 +56,9 @@ def examine() -> dict[str, Any]:
 
 
 def requirements(lines: list[str]) -> set[tuple[str, str]]:
-    """Pairs of an optional part (or `required`) and a package, from the requirements in polyfed's metadata.
+    """Return pairs (part, package) from the requirements in polyfed's metadata.
+
+    The part is an extra of polyfed, such as `video`, or `required` for a package that every installation needs.
 
     >>> sorted(requirements(["torch>=2.6", "av>=12; extra == 'video'", "ruff; extra == 'dev'"]))
     [('required', 'torch'), ('video', 'av')]
@@ -134,7 +136,7 @@ def problem_of(module: str) -> str | None:
 
 
 def _modules() -> dict[str, str]:
-    """Return distribution -> its module: the module of the same name, or else the first public module."""
+    """Map each installed package to a module to import: the module of the same name, or else the first public one."""
     found: dict[str, list[str]] = {}
     for module, distributions in packages_distributions().items():
         for name in distributions:

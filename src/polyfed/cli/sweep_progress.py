@@ -64,7 +64,7 @@ class SweepProgress:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether the reported runs of a cell are not known, although the study does not leave out the cell."""
+        """Return whether a cell still has no list of reported runs. Cells that the study leaves out do not count."""
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)
 
@@ -136,7 +136,7 @@ def results_table(board: Board, most: int | None = None) -> Group:
 
 
 def _text(board: Board, number: int) -> str:
-    """Return the text of a cell: the numbers of its runs, or the reason why there are no numbers yet."""
+    """Return the text of a cell: mean and deviation of the scores of its runs, or why there are no scores yet."""
     if board.cells[number].skip:
         return "left out"
     entries = board.reported.get(number)

@@ -1,13 +1,13 @@
-"""Words that agree with a number, for messages."""
+"""The singular or plural of a word after a number, for texts such as error messages."""
 
 
 def counted(count: int, one: str, many: str) -> str:
-    """Return a count with the word that fits it.
+    """Return a count, followed by the word in the singular or plural.
 
     Args:
         count: the count.
-        one: the word for one thing, with a verb if the sentence has one.
-        many: the word for any other count.
+        one: the word in the singular. If a verb follows in the sentence, the verb too, as in `row has`.
+        many: the same in the plural, for any other count.
 
     >>> counted(1, "row has", "rows have"), counted(1200, "row", "rows")
     ('1 row has', '1,200 rows')

@@ -14,7 +14,7 @@ class PolyfedError(Exception):
 
     Attributes:
         key: the wrong entry of a recipe, such as `("train", "lr")`; empty if it is not known.
-        several: the single faults, if this exception reports several faults at once.
+        several: the individual errors, if this exception reports several errors at once.
     """
 
     exit_code = 2

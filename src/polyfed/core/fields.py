@@ -111,7 +111,7 @@ def carries(
             class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
-        tells: information that the field reveals beyond its kind; `polyfed check` prints this text.
+        tells: what the field reveals in addition to what its kind suggests. `polyfed check` prints this text.
         blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all modalities of the client or,
             if `whole` is set, all modalities of the federation), `read` (only the modalities that the model reads),
             `shared` and `labels`. Default: `HELD_BY_DEFAULT`.

@@ -1,7 +1,7 @@
 """The two parts of the Gaussian mechanism of differential privacy: clipping to a norm, and Gaussian noise.
 
-Training uses them for the gradients of single rows, and clients and server use them for the updates of clients.
-docs/privacy.md explains the mechanism.
+Local training applies both parts to the gradients of single rows. Clients and server apply both parts to the updates of
+clients. docs/privacy.md explains the mechanism.
 """
 
 import math
@@ -81,7 +81,7 @@ class Clip:
 
         Args:
             stack: K trees, tensors (K, ...) by name.
-            count: K, which a stack without entries does not tell.
+            count: K. It is given separately, because K cannot be read from a stack without tensors.
         """
         inside = torch.ones(count, dtype=torch.bool)
         for group, norm in self._norms(stack).items():

@@ -104,7 +104,7 @@ def permutations(
 
 
 def choice(base: int, n: int, k: int) -> list[int]:
-    """`k` distinct members of range(n), ascending, in O(k) time for any n (R. Floyd, CACM 30(9), 1987)."""
+    """`k` distinct members of range(n), ascending, in O(k) time for any n (Robert Floyd, CACM 30(9), 1987)."""
     assert 0 <= k <= n, f"cannot draw {k} of {n}"
     chosen: set[int] = set()
     for step, top in enumerate(range(n - k, n)):
@@ -132,7 +132,10 @@ def _below(base: int, step: int, limit: int) -> int:
 
 @lru_cache(maxsize=4)
 def _positions(count: int) -> np.ndarray:
-    """Return positions 0 to `count` - 1 after the first round of mixing of `bits`, which does not depend on the key."""
+    """Apply the first of the two mixing rounds of `bits` to the positions 0 to `count` - 1.
+
+    The key enters only after this round, so the result is the same for all keys.
+    """
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))
 

@@ -23,7 +23,7 @@ number of bits that the recipe sets."""
 def sum_only(kind: type[Message]) -> bool:
     """Return whether the server needs only sums of a message.
 
-    A message without fields contains no data, so the answer is True.
+    For a message without fields, the result is True, because such a message contains no data.
     """
     return all(said.sum_only for said in kind.declared.values())
 

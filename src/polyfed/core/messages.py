@@ -75,7 +75,7 @@ class Message:
         kinds: the kind of each field.
         owners: the modality of each tensor field. None for trees and for tensors that belong to no modality.
         counts: for each field with one entry per row, the field that holds the number of rows.
-        tells: for some fields, the information that they reveal beyond their kind.
+        tells: for some fields, a text on what the field reveals in addition to what its kind suggests.
         whole: the fields that are sent with all their blocks.
         masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`); else None.
     """

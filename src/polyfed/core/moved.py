@@ -107,11 +107,11 @@ class MovedModules(MetaPathFinder):
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing, and raise an error with an explanation if the module has moved.
+        """Return None: Python then reports a missing module. For a moved module, raise an error with the new place.
 
         Raises:
-            ModuleNotFoundError: the module is in `MODULES`. The error has no `name`, because Python would otherwise
-                replace the error's text if a script writes `from polyfed import algorithm`.
+            ModuleNotFoundError: `MODULES` lists the module as moved. The error has no `name`, because Python would
+                otherwise replace the error's text if a script writes `from polyfed import algorithm`.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:

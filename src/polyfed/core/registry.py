@@ -67,8 +67,8 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""The allowance in force. It is None outside of `only`, where everything is allowed, because the user chose the
-recipe."""
+"""The allowance in force. It is None outside of a `with only(...)` block. Everything is allowed there,
+because the user of this machine chose the recipe."""
 
 
 @contextmanager
@@ -82,7 +82,9 @@ def only(allowance: Allowance) -> Iterator[None]:
 
 
 def check_import(path: str) -> None:
-    """Refuse to import a class that the owner of this device has not allowed. Outside of `only`, nothing is refused.
+    """Refuse to import a class that the owner of this device has not allowed.
+
+    This check has an effect only inside of a `with only(...)` block.
 
     Raises:
         NotAllowed: the class is not allowed; the text holds the line that would allow it.
@@ -96,7 +98,9 @@ def check_import(path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Refuse a saved model that the owner of this device has not allowed. Outside of `only`, nothing is refused.
+    """Refuse a saved model that the owner of this device has not allowed.
+
+    This check has an effect only inside of a `with only(...)` block.
 
     Raises:
         NotAllowed: the model is not allowed; the text holds the line that would allow it.
@@ -170,11 +174,11 @@ def name_of(part: Any, registered: Mapping[str, type]) -> str:
 
 
 def _parsed(path: str) -> tuple[str, str]:
-    """Split a path into module and class, before anything is imported.
+    """Split a path `package.module:Class` into module and class, before anything is imported.
 
     Raises:
-        RecipeError: the text is not such a path, or its module belongs to Python's standard library or is a command
-            (`__main__`).
+        RecipeError: the path does not have this form, or its module belongs to Python's standard library or is a
+            command (`__main__`).
     """
     match = _PATH.fullmatch(path)
     if match is None:

@@ -28,10 +28,10 @@ class Scaling(NamedTuple):
 
     @classmethod
     def read(cls, value: Mapping[str, Any], shape: tuple[int, ...]) -> "Scaling":
-        """Read `as_lists`, or the same entries as tensors.
+        """Return a `Scaling` with these values. `as_lists` is the inverse function.
 
         Args:
-            value: the entries `shift` and `scale`.
+            value: the entries `shift` and `scale`, as nested lists or as tensors.
             shape: the shape of one sample.
 
         Raises:

@@ -23,10 +23,10 @@ class TaskInfo:
     """The options given to `@task`.
 
     Attributes:
-        scope: how far replies may travel: `server` or `silo`.
+        scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
         loop_because: why the task cannot run under vmap. Empty if the task can.
-        once: the block of the local state that the task must not use for two different messages. Empty if there is no
-            such block.
+        once: the block of the local state that holds secrets of the task. A device refuses to answer two different
+            messages with the same secrets. Empty if the task has no such block.
     """
 
     scope: str = "server"
@@ -38,11 +38,11 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
     """Mark a method as a client task.
 
     Args:
-        scope: how far replies may travel: to the `server`, or only to the edge of the client's `silo`.
+        scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
         loop_because: why the task cannot run under vmap. The vectorised engine then runs the clients one after another,
             and reports this reason in an event.
-        once: a block of the local state. For each content of this block, a device answers only one message, even if a
-            server goes back to an earlier round.
+        once: the block of the local state that holds secrets of the task. A device refuses to answer two different
+            messages with the same secrets, even if a server goes back to an earlier round.
     """
 
     def mark(method: _F) -> _F:
@@ -85,9 +85,9 @@ def info_of(task: Callable[..., Any]) -> TaskInfo:
 def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     """Return the types of the messages that a bound task receives and replies with.
 
-    The types come from the task's annotations. If a task is annotated with plain `Message`, as in a base class, they
-    come from the class attributes `sends` and `replies` of its object. Under secure aggregation, the reply is masked if
-    its type is sum-only (`core/masked.py`).
+    The types come from the task's annotations. If an annotation is plain `Message`, as in a base class, the type comes
+    from the class attribute `sends` or `replies` of the object whose method the task is. Under secure aggregation, the
+    reply is masked if its type is sum-only (`core/masked.py`).
 
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.
@@ -117,7 +117,7 @@ def masks(owner: object) -> bool:
 
 
 def answers_of(algorithm: Any) -> dict[str, tuple[type[Message], str]]:
-    """Return, by task name, the type of the task's reply and how far the reply may travel."""
+    """Return, by task name, the type of the task's reply and who may receive the reply (`scope` in `TaskInfo`)."""
     return {name: (types_of(task)[1], info_of(task).scope) for name, task in tasks_of(algorithm).items()}
 
 

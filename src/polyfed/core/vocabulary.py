@@ -64,7 +64,7 @@ PLACES = {word: place for place, words in MEANINGS.items() for word in words.spl
 
 
 def place_of(word: str) -> str | None:
-    """Return the key of a recipe that a word of another framework means. Return None for an unknown word.
+    """Return the recipe key with the same meaning as a word of another framework, or None for an unknown word.
 
     >>> place_of("learning-rate"), place_of("numClients"), place_of("aubergine")
     ('train.lr', 'clients.num', None)
@@ -74,7 +74,9 @@ def place_of(word: str) -> str | None:
 
 
 def advice_for(word: str, section: str = "") -> str | None:
-    """Return the part of an error text that names the key of the same meaning. Return None if there is no such key.
+    """Return a hint for an unknown key: the recipe key that has the same meaning. None if there is no such key.
+
+    Within the same section, the hint names only the key. For a key of another section, it also names the section.
 
     Args:
         word: the unknown key.

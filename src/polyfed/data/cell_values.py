@@ -28,13 +28,13 @@ def is_list(cell: Any) -> bool:
 def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_], str]:
     """Return all cells as one array.
 
-    Lists of numbers must have one shape. Two kinds of lists may differ in length, and are padded with zeros at their
-    end: lists of whole numbers (token ids) and lists of lists (time series). Encoders ignore time steps that hold only
-    zeros.
+    If the cells are lists of numbers, all of them must have the same shape. Only lists of whole numbers (token ids) and
+    lists of lists (time series) may differ in length. The shorter ones are then padded with zeros at the end. Encoders
+    ignore time steps that hold only zeros.
 
     Args:
         cells: the cells; None where a row lacks the modality.
-        where: the name of the column in messages.
+        where: the name of the column, for error messages.
 
     Returns:
         Three values: the array (N, ...), which is zero in rows that lack the modality; a mask, bool (N,), which is True

@@ -28,11 +28,12 @@ class ClientsSpec:
     Attributes:
         partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
             "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
-            Your own partition is a dataclass that extends `polyfed.data.Partition`. Its fields take the values of the
-            keys of this section with the same names. In Python, you can also give an object with the method `split`.
+            Your own partition is a dataclass that extends `polyfed.data.Partition`. A field `x` of this dataclass takes
+            the value of the key `x` of this section. In Python, you can also give an object with the method `split`.
         num: Number of clients; 10 if a recipe does not give it. "by-client" and "silos" do not accept it, because their
             number follows from the data and from `silos`.
-        alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
+        alpha: Concentration of the Dirichlet partitions. With "by-client" and `shards` above 1, also the concentration
+            of the Dirichlet distribution by which each natural client is divided into shards.
         min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
@@ -42,17 +43,18 @@ class ClientsSpec:
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
-            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to the devices of
-            these entries.
+            `holdings`, or per modality. If several entries list the same modalities, their devices divide the silo's
+            rows among themselves, so each row is on one of these devices.
         silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
             with the options of this section. With "by-client", each natural client is a silo.
         silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
-        silo_overlap: With "silos": share of a silo's rows that all its devices hold. Each other row belongs to a single
-            random entry of `holdings`.
+        silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every remaining row goes to only
+            one entry of `holdings`, drawn at random.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: How many more clients are asked than `participation` says, as a share of them (0.3 in Bonawitz et
-            al., 2019). The request closes when as many clients as `participation` says have replied, so the round
-            leaves out the slowest clients. If None, no additional clients are asked.
+        overselect: How many additional clients the server asks, as a share of the number of clients that
+            `participation` gives (0.3 in Bonawitz et al., 2019). The server closes the request when it has received as
+            many replies as that number, so the round leaves out the slowest clients. If None, no additional clients are
+            asked.
         missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
             clients that hold another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality
@@ -61,19 +63,19 @@ class ClientsSpec:
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
         ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
-            An adapter whose rank is already lower keeps its rank. None gives every client the rank of the model's
+            An adapter whose rank is already lower keeps its rank. If None, every client has the rank of the model's
             adapters.
         personal_test: Each client's own test rows. A share is taken from the client's training rows. "split_personal":
             the rows that the data marks as test rows; guard rows are left out. "matched": drawn from the global test
-            set in the proportions of the client's labels, about the client's share of this set; clients may overlap.
-            None: no own test rows.
-        seed: Seed of the partition, the validation split and the modality assignment. None uses the run's own seed.
-            If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
+            set in the proportions of the client's labels. The client's share of the global test set is about its share
+            of the training rows, and a test row may go to several clients. If None, clients have no own test rows.
+        seed: Seed of the partition, the validation split and the modality assignment. If None, the run's own seed is
+            used. If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
             "by-client", it is taken from each natural client before the client is cut into shards.
         measure_on: "validation" uses no test rows. The pooled validation rows then replace the global test set, and a
             `validation` share of each client's training rows replaces its own test rows. `polyfed sweep` uses this to
-            choose options. None measures on the test rows.
+            choose options. If None, the run is evaluated on the test rows.
     """
 
     partition: Any = "iid"
@@ -129,8 +131,8 @@ class ClientsSpec:
         """Return the chosen partition, with the values of this section's keys as its options.
 
         Raises:
-            RecipeError: `num` is missing, or is given to a partition that determines the number of clients itself. Or
-                the class of the recipe's own partition has a field that is not a key of this section.
+            RecipeError: `num` is missing, or is given to a partition that determines the number of clients itself. The
+                same error is raised if a user's own partition class has a field that is not a key of this section.
         """
         if not isinstance(self.partition, str):
             given: Partition = self.partition

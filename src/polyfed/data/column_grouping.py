@@ -49,7 +49,7 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
 
 
 def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return the groups under valid names of modalities.
+    """Return the groups of columns, renamed so that each group name is valid as the name of a modality.
 
     Raises:
         DataError: a name has no letter or digit that is allowed, or two names become equal.

@@ -67,11 +67,11 @@ class Guess:
 def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
     """Guess the columns of each modality from the names and types of the columns that are not in `special`.
 
-    Columns of texts and columns without a name of their own are left out. An unnamed column without values is not
-    mentioned, because a comma at the end of each row of a file makes one.
+    Columns that hold text and columns without a name in the header are left out. If a file has a comma at the end of
+    each row, pandas reads an unnamed column without values. The result does not mention such an empty column.
 
     Raises:
-        DataError: no valid name of a modality follows from the names of some columns.
+        DataError: the names of some columns cannot be made into a valid name for a modality.
     """
     found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": []}
     for column in frame.columns:
@@ -87,7 +87,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
     """Return what the cells of a column hold: single numbers, several numbers, or words.
 
-    Mixed numbers and words count as numbers. Reading the column then raises an error that names the faulty cell.
+    A column that mixes numbers and words counts as numbers. Reading it then raises an error that names the faulty cell.
     """
     if column.dtype.kind in "iufb":
         return "number"

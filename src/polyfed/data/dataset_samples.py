@@ -24,8 +24,9 @@ class SampleForm:
 
     Attributes:
         modalities: names of the modalities. For a tuple, one name for each part except the label, in order. For a
-            dictionary, the keys to read. If None, every key of a dictionary that has no other meaning is read.
-        keys: role -> the dictionary key under which a sample holds this fact of its row. The roles are `labels`,
+            dictionary, the keys to read. If None, all keys of the dictionary are modalities, except those that hold
+            the label, the client or the split.
+        keys: role -> the dictionary key under which a sample holds the value for this role. The roles are `labels`,
             `clients` and `split`.
         labelled: whether the samples have a label.
     """
@@ -36,7 +37,7 @@ class SampleForm:
 
     @classmethod
     def of(cls, modalities: Any, keys: Mapping[str, str], labelled: bool) -> "SampleForm":
-        """Check the `modalities` that the caller gave, and return the form.
+        """Check the `modalities` that the caller gave, and return a `SampleForm` with them.
 
         Raises:
             RecipeError: `modalities` is not a list of distinct names.
@@ -54,7 +55,7 @@ class SampleForm:
 
 
 def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Return the cells of each modality and the cells of each fact of the rows, all in the order of the samples.
+    """Return the cells of each modality and of each role (labels, clients, split), in the order of the samples.
 
     Args:
         samples: the samples, at least one.
@@ -65,7 +66,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
         second is role -> cells, where a cell is None if the label is not read.
 
     Raises:
-        DataError: no sample has one of the named modalities, or a sample lacks the key of a fact.
+        DataError: no sample has one of the named modalities, or a sample lacks the key of a role.
         RecipeError: the samples do not have a form that `SampleForm` describes, or their parts need names.
     """
     rows = [_read(sample, form, row) for row, sample in enumerate(samples)]
@@ -83,7 +84,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
 
 
 def _read(sample: Any, form: SampleForm, row: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modalities of one sample by name, and the facts of its row by role."""
+    """Return the modalities of one sample by name, and its label, client and split by role."""
     if isinstance(sample, Mapping):
         return _of_keys(sample, form, form.keys, row)
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes) or len(sample) < 1 + form.labelled:
@@ -115,7 +116,7 @@ def _read(sample: Any, form: SampleForm, row: int) -> tuple[dict[str, Any], dict
 def _of_keys(
     sample: Mapping[str, Any], form: SampleForm, keys: Mapping[str, str], row: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modalities that a dictionary holds, and the facts that are stored under `keys`, by role."""
+    """Return the modalities that a dictionary holds, and the values under `keys` by role."""
     parts = {str(name): value for name, value in sample.items()}
     for role, key in keys.items():
         if key in (form.modalities or ()):
@@ -193,7 +194,10 @@ def _has_labels(sample: Any, given: Given) -> bool:
 
 
 def _usual_keys(samples: Sequence[Any], given: Given) -> dict[str, str]:
-    """Return role -> key, for clients and splits that samples hold under the usual keys and no argument names."""
+    """Find clients and splits under the usual keys `client` and `split` of the samples. Return role -> key.
+
+    A role is skipped if the caller gives a key for it, or if its usual key is the name of a modality.
+    """
     found = {}
     for role, key in (("clients", "client"), ("split", "split")):
         free = not isinstance(getattr(given, role), str) and key not in (given.modalities or ())
@@ -203,7 +207,7 @@ def _usual_keys(samples: Sequence[Any], given: Given) -> dict[str, str]:
 
 
 def _parts(sample: Any) -> Any:
-    """Return the dictionary of a sample, if it is or begins with one; otherwise the sample."""
+    """Return the first part of a sample that is a tuple or a list, and any other sample unchanged."""
     return sample[0] if isinstance(sample, tuple | list) and sample else sample
 
 
@@ -211,7 +215,7 @@ def _refuse_other_cells(name: str, cells: Sequence[Any]) -> None:
     """Refuse cells of a modality that hold a word or a dictionary.
 
     Raises:
-        DataError: such a cell exists; the message says what its key may be.
+        DataError: a cell holds a word or a dictionary. The message says how to correct this.
     """
     for row, cell in enumerate(cells):
         where = f"data: modality '{name}', row {row}"

@@ -109,7 +109,10 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
 def _groups(
     frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
 ) -> tuple[Mapping[str, Sequence[str]], list[str]]:
-    """Return the columns of each modality, which the user named or polyfed guesses, and sentences about the guess."""
+    """Return the columns of each modality, and notes for the user.
+
+    If the user has not named the columns, polyfed guesses them, and the notes describe the guess.
+    """
     columns, special = list(frame.columns), {*roles.meaning}
     groups: Mapping[str, Sequence[str]]
     guess = Guess({})
@@ -202,7 +205,7 @@ class _Read:
     Attributes:
         values: (N, ...).
         there: bool (N,), which rows have the modality.
-        note: a sentence about the reading, or empty.
+        note: a sentence that tells the user how the cells were read, for example that lists were padded; may be empty.
         cut: bool (N,), the rows whose values were left out, because the row has only some of them; None if there are
             none.
     """

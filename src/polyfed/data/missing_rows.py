@@ -37,14 +37,16 @@ def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
-    """Set the rows of one modality that are all NaN to zero, in place, so that memory-mapped values are not copied.
+    """Set every row of a modality that contains only NaN to zero.
+
+    The function changes `values` in place, so that memory-mapped values are not copied.
 
     Args:
-        values: samples (N, ...) with at least two axes, which nobody else uses.
-        where: the name of the values in messages.
+        values: samples (N, ...) with at least two axes. No other code may use this tensor, because it is changed.
+        where: the name of the values in error messages.
 
     Returns:
-        bool (N,), false for these rows; None if there are none.
+        bool (N,), false for the rows that were set to zero; None if there was no such row.
 
     Raises:
         DataError: every row is NaN.
@@ -74,8 +76,8 @@ def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str
 
     Args:
         present: modality -> bool (N,), which rows have it, with an entry for every modality.
-        where: the name of the data in messages.
-        cut: modality -> bool (N,), the rows whose values were left out, because the row has only some of them.
+        where: the name of the data in error messages.
+        cut: modality -> bool (N,), true for each row whose values were left out because only some of them were given.
 
     Raises:
         DataError: some rows lack every modality.

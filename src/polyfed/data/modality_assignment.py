@@ -14,8 +14,8 @@ def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> 
     """Return which modalities each client may hold. Every client holds at least one.
 
     Args:
-        spec: `[clients]`. One of its options `holdings`, `keep_both`, `only` and `missing` decides, or its partition
-            `silos`.
+        spec: `[clients]`. The modalities of the clients follow from its option `holdings`, `keep_both`, `only` or
+            `missing`, or from its partition `silos`.
         modalities: The M modalities of the data, in order.
         num: Number of clients K.
         key: Key of the random numbers.

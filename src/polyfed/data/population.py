@@ -32,7 +32,8 @@ class Population:
         test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
             clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
-        limited: Clients of a deployment that reported more rows than count for them ([engine] rows_cap).
+        limited: Clients of a deployment that reported more rows than [engine] rows_cap allows. Their weight is the
+            largest allowed number.
     """
 
     columns: Columns
@@ -202,7 +203,10 @@ def _rounded(share: Tensor, size: Tensor) -> Tensor:
 
 
 def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
-    """Return which rows may be own test rows, and which may be training rows, bool (N,). Guard rows are neither."""
+    """Return two masks of rows, bool (N,): possible own test rows of clients, and possible training rows.
+
+    Guard rows are in neither mask.
+    """
     train = columns.split.cpu() == TRAIN
     if clients.personal_test != "split_personal":
         return torch.zeros_like(train), train

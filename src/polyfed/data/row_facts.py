@@ -1,4 +1,4 @@
-"""Reads the label, natural client and split of each row of a table from numbers, floats or words."""
+"""Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
 
     Args:
         values: (N,) or (N, T). Words, whole numbers and booleans of the shape (N, 1) are read like (N,).
-        where: the name of the labels in messages.
+        where: the name of the labels, for error messages.
         names: names of the classes in order of their numbers; None if they are not known.
 
     Raises:
@@ -142,7 +142,7 @@ def splits_of(values: Any, where: str) -> Tensor:
 
 
 def _whole(array: NDArray[Any], where: str, wanted: str = "integers") -> NDArray[Any]:
-    """Return the array, unless it holds floats that say how to correct it.
+    """Return the array, or raise an error that tells the user how to correct a column of floats.
 
     Raises:
         DataError: Entries are NaN, or all entries are whole numbers of a float type.

@@ -14,11 +14,11 @@ from polyfed.data.row_facts import SPLITS
 
 
 def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
-    """Refuse splits that have different columns, unless polyfed would not read the columns in which they differ.
+    """Refuse splits that have different columns. Only columns that polyfed reads are compared.
 
     Args:
         data: split -> a data frame or another data set.
-        modalities: the caller's columns of each modality. None reads all columns of numbers.
+        modalities: the caller's columns of each modality. If None, polyfed reads all columns of numbers.
         named: the caller's labels and clients. If one of them is the name of a column, this column is read too.
 
     Raises:
@@ -53,10 +53,13 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 
 
 def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
-    """Refuse a dictionary whose values are files or dictionaries for each split, and a name as the labels of arrays.
+    """Refuse a dictionary `data` with one path or dictionary for each split, and a name as `labels`.
+
+    `data` must hold the arrays of each modality. `labels` must then hold one label for each row, because arrays have no
+    column that a name could select.
 
     Raises:
-        RecipeError: `data` is such a dictionary, or `labels` is a name.
+        RecipeError: the values of `data` are one file or one dictionary for each split, or `labels` is a name.
     """
     by_split = all(str(name).lower() in SPLITS for name in data)
     name, part = next(iter(data.items()))

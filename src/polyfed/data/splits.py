@@ -44,7 +44,7 @@ def drawn(label: Tensor, share: float, seed: int) -> Tensor:
 
 
 def drawn_note(share: float) -> str:
-    """Return the sentence that tells that `drawn` gave the splits."""
+    """Return a sentence that informs the user that `drawn` chose the test set."""
     return f"no split is given: a share of {share:g} of the rows is drawn as the test set (test_share)"
 
 

@@ -27,14 +27,14 @@ class Draft:
 
     Attributes:
         name: Name of the data set.
-        where: The name of the data in messages, such as `'my.csv'`.
+        where: The name of the data in error messages, such as `'my.csv'`.
         modalities: Modality -> array or tensor (N, ...), or (N,), which becomes (N, 1). A row whose entries are all NaN
             lacks the modality.
         labels: (N,) or (N, T); see `labels_of`. None if there are no labels.
         clients: Natural client of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
-        cut: Modality -> bool (N,), the rows whose values were left out, because the row has only some of them.
+        cut: Modality -> bool (N,), true for each row whose values were left out because only some of them were given.
         faulty: Modalities that could not be read. Their faults are known.
         class_names: Names of the classes or targets, or None.
         ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers

@@ -2,13 +2,13 @@
 
 Files:
     app_folder: writes the Flower app of a recipe, and folders of data for a demonstration.
-    credentials: writes the server's certificate, and keys of devices for trials.
+    credentials: writes the server's certificate. Also writes device keys, but only for trials on one machine.
     launch: starts the SuperLink of a server and the SuperNode of a device.
     server: the main function of the ServerApp, which waits for clients and runs the recipe.
     enrolment: decides which clients take part, and checks the facts that they report.
     membership: stores which device has which client number.
     device_process: on a device, the process that answers messages, with installed code only.
-    handlers: answer packets for clients, on a device and in a simulation.
+    handlers: answers the packets that the server sends, on a device and in a simulation.
     device: what a device's owner configures: the data, the policy, and the code that recipes may use.
     device_check: checks a recipe on a device before a run.
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.

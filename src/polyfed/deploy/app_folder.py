@@ -18,6 +18,7 @@ from polyfed.data.columns import OWN_TEST, TEST
 from polyfed.deploy.device import used_on
 from polyfed.experiment.assembly import assemble, model_of, population_of
 from polyfed.experiment.check import refuse_large
+from polyfed.experiment.privacy_faults import refuse_app
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.task_choice import task_of
 from polyfed.model import Custom, user_classes
@@ -86,8 +87,10 @@ def _refuse_another(folder: Path, name: str) -> None:
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Find errors that would end the run on the server, before the app is written.
 
-    Examples are an encoder that cannot be imported, a model that cannot be built, and a reply that is too large.
+    Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
+    too large.
     """
+    refuse_app(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():

@@ -42,8 +42,8 @@ class ClientRuntime:
 
     Attributes:
         engine: holds the clients' data and policy.
-        folder: folder of local states and ledgers. It has a subfolder for every run, and this has a subfolder for each
-            client.
+        folder: folder of local states and ledgers. It has a subfolder for every run. The subfolder of a run has a
+            subfolder for each client.
         relay: whether replies to the client's silo may pass through the server.
         limit: size in bytes of the largest message that the client reads.
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
@@ -126,7 +126,8 @@ class ClientRuntime:
         """Decode the server's message.
 
         Raises:
-            BadReply: the message is malformed or holds NaN or infinity. The server caused this error, not the client.
+            BadReply: the server's message is malformed, or holds NaN or infinity. The exception is named after replies,
+                but here the server caused the error, not the client.
         """
         got: Message = decode(packet, request.got, limit=self.limit)
         for field, name, value in tensors(got):
@@ -243,7 +244,7 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
     """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
 
     Args:
-        population: the data, with the client under its number.
+        population: the device's data. Its clients have the same numbers as in the federation.
         policy: the client's policy. It must allow statistics of the `shared` block to go to the server.
         client: the client's number in the federation.
         limits: the limits that the client's device sets.

@@ -88,10 +88,10 @@ def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) 
     Args:
         folder: folder of the credentials.
         there: the files of `SERVER` that exist in the folder.
-        hosts: names and addresses that the certificate must hold.
+        hosts: names and addresses that the certificate must be valid for.
 
     Raises:
-        RecipeError: a file is missing, the certificate has expired, or it lacks a host.
+        RecipeError: a file is missing, or the certificate has expired or is not valid for one of `hosts`.
     """
     fix = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
     if not there:

@@ -282,7 +282,7 @@ def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bo
 
 
 def _only(client: int, rows: torch.Tensor) -> Shards:
-    """Give all rows to one client, and none to the clients with smaller numbers."""
+    """Give all rows to the client with this number, and no rows to clients 0 to `client` - 1."""
     offsets = torch.zeros(client + 2, dtype=torch.int64)
     offsets[-1] = len(rows)
     return Shards(offsets, rows)

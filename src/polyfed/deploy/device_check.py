@@ -42,8 +42,8 @@ class Inspection:
         shapes: shape of a sample, by modality.
         num_classes: the largest label plus one, or the number of targets of a row.
         planned: the parts of replies that the recipe's tasks would send from this device, allowed or refused.
-        breaches: limits of the device or of the recipe that the recipe would break here, and protection that the device
-            demands and the recipe lacks.
+        breaches: sentences that say why the device would not run the recipe. Either training on this device would
+            exceed one of `limits`, or the recipe lacks protection that the device demands.
         limits: the limits on this device, each with its origin, device or recipe.
         required: the protection that the device demands.
     """
@@ -70,7 +70,8 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     Args:
         given: the recipe of the run, or its path. A recipe at a path is read as on the device.
         text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
-        overrides: changes `section.key=value` to a recipe at a path.
+        overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
+            `given` is a path.
 
     Raises:
         NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.

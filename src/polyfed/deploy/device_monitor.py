@@ -47,7 +47,7 @@ class DeviceMonitor:
         self.latest = time.time()
 
     def wait(self, seconds: float) -> None:
-        """Answer requests for this number of seconds."""
+        """Wait for HTTP requests and answer them, until this number of seconds has passed."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.socket.settimeout(left)

@@ -112,7 +112,7 @@ def enrolment_in(answer: Packet) -> Enrolment:
 
     Raises:
         EgressError: the client's policy refused to enrol.
-        BadReply: the answer is not a valid enrolment, for another reason.
+        BadReply: the client's policy did not refuse, but the answer is not a valid enrolment.
     """
     if answer.header.get("verdict") == REFUSED:
         raise EgressError(one_line(answer.header.get("reason")))
@@ -275,10 +275,11 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
 
 
 def _classes_of_most(reported: list[int]) -> int:
-    """Return the smallest number of classes that covers the labels of more than half of the clients, or 0.
+    """Return the smallest number of classes that is large enough for more than half of the clients, or 0.
 
-    Among three or more clients, no single client can raise the number. The result is 0 if there are no clients, or if
-    there are two clients with different numbers.
+    With three or more clients, at least two clients report the result or a larger number. A single client therefore
+    cannot raise the result alone. The result is 0 if there are no clients, or if there are two clients with different
+    numbers.
     """
     if not reported or (len(reported) == 2 and len({*reported}) == 2):
         return 0

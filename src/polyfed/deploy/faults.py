@@ -24,8 +24,8 @@ class Fault(Exception):
 def blamed(what: str) -> Iterator[None]:
     """Turn every error in the block into a `Fault` with this text.
 
-    Three types of errors pass unchanged: errors in the server's message (`BadReply`), uses that the device's owner has
-    not allowed, and refusals (`EgressError`).
+    Three types of errors pass unchanged: errors in the server's message (`BadReply`), refusals (`EgressError`), and
+    recipes that name code or a model file that the device's owner has not allowed (`NotAllowed`).
     """
     try:
         yield
@@ -44,7 +44,7 @@ def in_short(error: Exception) -> str:
 def log_fault(who: str, fault: Fault) -> None:
     """Write a fault with its cause to this device's log.
 
-    If the cause is a user's mistake, the log shows its text. Otherwise the log shows a traceback.
+    If the cause is a user's mistake, the log shows the error's message. Otherwise the log shows a traceback.
     """
     cause = fault.__cause__
     if isinstance(cause, PolyfedError | OSError) or cause is None:

@@ -147,7 +147,10 @@ def supernode(
 
 
 def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
-    """Start the process that runs the tasks. It ends when the SuperNode, which replaces this process, has ended."""
+    """Start the worker, which is the process that runs the tasks.
+
+    The current process then becomes the SuperNode (`os.execv`). The worker ends when the SuperNode has ended.
+    """
     # -P: Python imports nothing from the current folder
     words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port), str(os.getpid())]
     worker = subprocess.Popen(words, stdin=subprocess.PIPE)

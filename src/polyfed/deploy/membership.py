@@ -28,8 +28,8 @@ class Membership:
         folder: the run folder, which must exist.
 
     Attributes:
-        session: number of this start of the server. It is larger than the number of every earlier start, even if the
-            clock was set back.
+        session: the number of the server's current session. A new session begins each time the server starts. Its
+            number is larger than the numbers of all earlier sessions, even if the clock was set back.
         left_out: clients that may not take part in this session, each with the reason.
 
     Raises:

@@ -1,7 +1,8 @@
 """The privacy budget of a device: epsilon of everything that it has sent with noise, in all runs together.
 
-A server could begin one run after the other, or give a run a new name. So the device counts over all runs, in a file in
-its state folder. A repeated request counts again, because its reply has new noise.
+If the device counted each run separately, a server could start many runs, or rename a run, and get the full budget each
+time. So the device counts over all runs, in a file in its state folder. A repeated request counts again, because its
+reply has new noise.
 """
 
 import fcntl
@@ -60,10 +61,11 @@ def spend(required: Requirements, release: Release | None, folder: Path, client:
 
 
 def admit_state(release: Release | None, folder: Path, has_state: bool, client: int) -> None:
-    """Refuse local state that was not trained under the protection of single rows, if this protection counts.
+    """Refuse local state that was trained without noise for rows, if the recipe now says `unit = "example"`.
 
-    A server may change the recipe within a run. Under `unit = "client"`, the local state is trained without noise.
-    Noise for single rows would not hide what such a state tells about other rows.
+    A server may change the recipe within a run. With `unit = "client"`, the client trains its local state without noise
+    for rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply does not hide the
+    rows that the state was trained on. The check is made only if the device limits epsilon.
 
     Args:
         release: what a reply costs, or None if the device does not limit epsilon.
@@ -72,7 +74,7 @@ def admit_state(release: Release | None, folder: Path, has_state: bool, client: 
         client: the client's number.
 
     Raises:
-        EgressError: the recipe protects single rows, and the run has local state from another protection.
+        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit.
         CheckpointError: the file is damaged.
     """
     unit = "" if release is None else release.unit
@@ -90,7 +92,8 @@ def _read(folder: Path) -> dict[str, int]:
     """Return the counts of the file.
 
     Raises:
-        CheckpointError: the file is damaged. A wrong noise such as NaN would count as epsilon 0.
+        CheckpointError: the file is damaged. For example, a noise in the file is NaN, with which the accountant would
+            compute epsilon 0.
     """
     path = folder / SPENT
     counts = read_notes(path, lambda value: value)
@@ -109,7 +112,7 @@ def _is_noise(text: str) -> bool:
 
 
 def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
-    """Return the counts with one more reply. A reply that uses no row, as with no training, adds nothing."""
+    """Return the counts with one more reply. A reply without training uses no rows, and adds nothing."""
     if not release.uses:
         return spent
     key = f"{release.unit} {release.noise!r}"

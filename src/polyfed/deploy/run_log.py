@@ -1,7 +1,7 @@
 """Progress of a server's run: lines in the server's log, and a status file for `polyfed status` and the metrics.
 
-The events of the run update both. The status file holds counts, times, and reasons for missing replies. It reveals
-nothing about labels: it holds no class, no accuracy and no loss.
+The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
+replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
 """
 
 import json

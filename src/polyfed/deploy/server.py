@@ -39,7 +39,8 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
 
     Args:
         spec: the section.
-        session: number of this start of the server. The default is the time in milliseconds.
+        session: a number that identifies this start of the server; later starts have larger numbers. The default is the
+            time in milliseconds.
     """
     return ReplyTerms(
         session=int(time.time() * 1000) if session is None else session,
@@ -61,7 +62,8 @@ def engine_by(
     Args:
         transport: carries packets.
         spec: the section [engine].
-        session: number of this start of the server. The default is the time in milliseconds.
+        session: a number that identifies this start of the server; later starts have larger numbers. The default is the
+            time in milliseconds.
         deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
             for the audit log, and noise comes from the operating system's generator.
     """

@@ -1,7 +1,8 @@
 """Health, metrics and status of a server, for this machine and for other machines.
 
-A web application without a password serves them on loopback. A second one, with a token over TLS, serves other
-machines. Both run in the SuperLink's process. Neither listens on the port that devices use.
+Two web applications serve this information. The first listens on loopback, so that only this machine can reach it, and
+needs no password. The second serves other machines over TLS, and every request needs a token. Both applications run in
+the SuperLink's process. Neither listens on the port that devices use.
 """
 
 import asyncio

@@ -39,8 +39,9 @@ class Journal:
     """The progress of a client in a run.
 
     Attributes:
-        session: the newest session (start of the server) that the client has answered.
-        place: the newest place in that session.
+        session: number of the newest session in which the client has begun a task. A session is one start of the
+            server.
+        place: the place of the newest task in that session, as a pair (round, number of the request).
         floor: requests up to this place cannot be repeated, because the states before them have been deleted.
     """
 
@@ -97,7 +98,7 @@ class Store:
                     shutil.rmtree(old._path(place))
 
     def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
-        """Begin a task: delete the states of later places, and load the state before the task.
+        """Begin a task: delete the states of this request and of later requests, and load the state before them.
 
         Returns:
             The state and the modalities that the client had when the state was written, or None if the client has no
@@ -128,9 +129,9 @@ class Store:
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state that a task returned, and delete states that no request can need any more.
 
-        A round is settled if the server will never repeat it. The server can repeat its newest request, and can resume
-        from the end of any round that is not settled. So the store keeps three kinds of states: the previous state, the
-        last state of every round that is not settled, and the last state of the settled rounds.
+        A round is settled if the server will never repeat it. The server can repeat its newest request. It can also
+        resume from the end of the last settled round or of any later round. So the store keeps three kinds of states:
+        the previous state, the last state of every round that is not settled, and the last state of the settled rounds.
 
         Args:
             request_id: id of the request.

@@ -14,8 +14,9 @@ KEPT = 2**29
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next training step.
 
-    By default, glibc returns the memory of a step's gradients to the system. The page faults of the next step then take
-    a sixth of the time of a vectorised round with large models (docs/performance.md).
+    By default, glibc returns the memory of a step's gradients to the system, and the next step allocates the memory
+    again. Each new page of memory causes a page fault. In a round with the engine `vectorised` and large models, about
+    a sixth of the time is spent on these page faults (docs/performance.md).
 
     Returns:
         Whether the C library accepted the settings. The result is False if it is not glibc on Linux.

@@ -166,10 +166,8 @@ class Engine(ABC):
 
     def local(self, request: Request, client: int) -> Tree:
         """Return the client's local state. The first call makes this state."""
-        if client in self.locals:
-            return self.locals[client]
-        if client in self._start_empty:
-            return {}
+        if client in self.locals or client in self._start_empty:
+            return self.locals.get(client, {})
         made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
         self.keep({client: made})
         if not made:

@@ -68,7 +68,8 @@ class InProcess(Engine):
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         """Divide the clients into units: stacks for `run_stack`, and single clients.
 
-        The division depends only on the recipe, not on the machine, because the division affects the rounding.
+        Stacks of different sizes give slightly different results, because floating-point sums are rounded differently.
+        The units therefore depend only on the recipe, not on the machine.
         """
 
     @abstractmethod

@@ -174,7 +174,7 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
 
     Args:
         header: header of the packet.
-        here: the reader of the packet, for the error text, as in "the server".
+        here: who reads the packet, for the error text. Example: "the server".
 
     Raises:
         BadReply: the versions differ, or the header has no versions.

@@ -1,8 +1,9 @@
 """The engine for clients in other processes or on other machines. A `Transport` carries the packets.
 
-The server computes as with the sequential engine. It merges replies in ascending order of the clients, not in the order
-of arrival, so the parameters do not depend on the clients' speed. The server's ledger records the messages that the
-server sent and the replies that it accepted. Each client keeps its own ledger, which also lists the refused parts.
+The server's computations are the same as with the sequential engine. The server merges replies in ascending order of
+the clients, not in the order of arrival, so the parameters do not depend on the clients' speed. The server's ledger
+records the messages that the server sent and the replies that it accepted. Each client keeps its own ledger, which also
+lists the refused parts.
 """
 
 import math
@@ -36,10 +37,10 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 @dataclass(frozen=True)
 class ReplyTerms:
-    """The terms of requests to clients in other processes, from the [engine] section.
+    """Settings for requests to clients in other processes: the session, and options of the [engine] section.
 
     Attributes:
-        session: number of this start of the server. A later start has a larger number.
+        session: number of the current session. Each start of the server begins a session with a larger number.
         reply_seconds: deadline of a request, in seconds.
         close_at: share of the asked clients whose replies close the request.
         min_replies: number of replies for which the server waits until the deadline, even for clients that are often

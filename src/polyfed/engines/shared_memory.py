@@ -51,7 +51,7 @@ class Arena:
     def write(self, tensors: Iterable[Tensor]) -> list[Place]:
         """Copy tensors into the arena, overwrite its previous content, and return their places.
 
-        A tensor that occurs several times is copied once, and its places are equal.
+        A tensor that occurs several times is copied once. The result then holds the same place several times.
         """
         given = list(tensors)
         starts: dict[int, int] = {}

@@ -266,10 +266,10 @@ def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> 
 
 
 def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Sequence[int]) -> None:
-    """Refuse a new entry of the local state that has an entry for each row, because it may contain padding.
+    """Refuse a new tensor of the local state whose length follows the number of rows, because it may contain padding.
 
     Raises:
-        RecipeError: the length of the new entry equals the padded number of rows.
+        RecipeError: the length of a new tensor equals the padded number of rows.
     """
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
@@ -282,5 +282,8 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether clients have different numbers of rows, and axis 1 of `value` is as long as the largest number."""
+    """Return whether axis 1 of `value` may contain padded rows.
+
+    It may if clients have different numbers of rows, and the axis is as long as the largest of these numbers.
+    """
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

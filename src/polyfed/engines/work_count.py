@@ -58,12 +58,12 @@ class MeteredClientData(ClientData):
         return self._view.batch(train, number, model=model, stream=stream)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Count one forward pass over all rows and fold; see `ClientData.fold`."""
+        """Count one forward pass over all rows, and return the result of `ClientData.fold`."""
         self._count(sum(self._model.flops(block) for block in (*self._modalities, SHARED)), self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
     def at(self, rows: Tensor) -> ClientData:
-        """Return the dataset of these rows, which also counts work; see `ClientData.at`."""
+        """Return the dataset of these rows; see `ClientData.at`. The new dataset also counts the work of the client."""
         view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
         return MeteredClientData(view, sizes, self._modalities, self._model, self._count)
 
@@ -76,6 +76,6 @@ class MeteredClientData(ClientData):
     def test(self) -> ClientData:
         """The client's test rows; see `ClientData.test`.
 
-        Evaluation takes no simulated time, so the use of these rows is not counted.
+        Evaluation takes no simulated time, so the work on test rows is not counted.
         """
         return self._view.test

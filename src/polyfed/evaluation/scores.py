@@ -140,9 +140,9 @@ class Predictor:
     """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return the logits (B, C) of the model with parameters `w`, or other scores whose largest one is predicted.
+        """Return scores (B, C). This class returns the logits of the model with parameters `w`.
 
-        This method runs under vmap.
+        The class with the largest score is predicted. This method runs under vmap.
         """
         return model.logits(w, batch)
 

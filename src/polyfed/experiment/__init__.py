@@ -1,11 +1,11 @@
 """The experiment: reads a recipe, assembles the parts of the run, runs the rounds, and stores the results.
 
-From the recipe to the parts:
+These modules read the recipe and make the parts of the run from it:
 
 - `recipe`: the recipe as a file and as objects. `overrides`: the recipe's sections, and `--set section.key=value`.
 - `settings`: the sections [engine] and [checkpoint]. `machine`: the cores and the memory that a run may use.
 - `assembly`: makes data, clients, model, policy, engine and federation from a recipe.
-- `privacy_support`: which algorithms can honour [privacy] and [secure_aggregation].
+- `privacy_support`: which algorithms support [privacy] and [secure_aggregation].
 - `check`: lists, before the run, what a recipe allows to leave the clients.
   - `check_result`: the facts that a check finds. `check_tables` and `egress_tables` show them as text.
   - `dry_run`: measures how large the replies will be.

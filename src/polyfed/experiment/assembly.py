@@ -127,7 +127,8 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
-        one_device: whether only the device that checks the recipe is known. Checks of all clients are then left out.
+        one_device: whether `population` holds only the device that checks the recipe. Checks that need the facts of all
+            clients are then left out.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -261,8 +262,8 @@ def device_of(recipe: Recipe) -> torch.device:
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
     """Return the facts of run.json: data, clients (at most `limit`), bytes of each block, and the resolved policy.
 
-    If the partition is `classes-per-client` or `main-class`, the facts include the classes of each of these clients
-    (docs/partitions.md).
+    If the partition is `classes-per-client` or `main-class`, the facts of each client include the classes that the
+    partition assigned to this client (docs/partitions.md).
     """
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     population, columns = assembly.population, assembly.population.columns

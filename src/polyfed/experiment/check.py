@@ -69,7 +69,11 @@ def check(recipe: Recipe | str | Path) -> Check:
 
 
 def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
-    """Say which modality's row forbids `shared` to send a part, and how to train blocks that may not leave."""
+    """Yield sentences that explain the refused parts.
+
+    If the policy has no row for `shared`, the rows of the modalities decide what `shared` may send. The sentences name
+    the row that forbids a part of `shared`, and explain how to train blocks that may not leave.
+    """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
     method = assembly.algorithm
@@ -84,7 +88,7 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
 
 
 def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
-    """Say what a simulation gives the server without a message."""
+    """Yield sentences on data of the clients that the server has in a simulation, although no message carries them."""
     if recipe.clients.validation:
         yield (
             f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
@@ -114,10 +118,10 @@ def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ..
 def warn_unmeasured(assembly: Assembly) -> None:
     """Warn before training if the run will evaluate nothing, so that `metrics` would be empty.
 
-    The algorithm's own `evaluate` is called on an engine without clients. If `evaluate` sends a request, the call
-    fails, so the algorithm does evaluate something. If `evaluate` returns no metrics, it evaluates nothing. This check
-    also works for the user's own algorithms. It uses a policy that allows everything, because an algorithm itself warns
-    if the recipe's policy keeps it from an evaluation.
+    The check calls the algorithm's `evaluate` with an engine that has no clients. An error means that `evaluate` sent a
+    request. The algorithm then evaluates something, and there is no warning. If `evaluate` returns no metrics, it
+    evaluates nothing. This check also works for the user's own algorithms. It uses a policy that allows everything,
+    because an algorithm itself warns if the recipe's policy keeps it from an evaluation.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
@@ -152,7 +156,9 @@ class _NoClients:
 
 
 def check_before_run(assembly: Assembly) -> None:
-    """Refuse a run that the policy or the size of its messages would end later, and warn if it will evaluate nothing.
+    """Refuse a run that would fail later, because of the policy or of a message that is too large.
+
+    Warn if the run will evaluate nothing.
 
     Raises:
         PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.

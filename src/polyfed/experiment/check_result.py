@@ -12,14 +12,14 @@ class Planned:
     """One part of a message that a task can send: an `Announced` part, with its size.
 
     Attributes:
-        task: the task that sends it.
+        task: the task that sends the message.
         message: the class of the message.
         field: the field of the message.
         kind: the kind of content, one of `KINDS`.
         block: the block of the model that the part belongs to.
         destination: where the part goes, one of `DESTINATIONS`.
-        bytes: the size in one reply, as the dry run saw it. If the dry run did not send the part, this is the size of
-            the block for parameters and gradients, and None for other kinds.
+        bytes: the size in one reply, as the dry run saw it. If the dry run did not send the part, parameters and
+            gradients have the size of their block, and other kinds have None.
         allowed: whether the policy allows the part.
         fix: the line of a policy that would allow the part; empty if the part is allowed.
         bytes_per_row: the additional size for each row that the reply covers.
@@ -27,7 +27,7 @@ class Planned:
             of the run or on the data may be sent later, or never.
         tells: what the part reveals in addition to what its kind says; empty for most parts.
         masked: whether the part is masked, so that the server reads only the sum over several clients.
-        random: whether the part holds only random numbers that depend on no data, such as public keys.
+        random: whether the part holds only random numbers, such as public keys, which do not depend on any data.
     """
 
     task: str
@@ -55,10 +55,11 @@ class CheckResult:
         facts: the clients, the bytes of each block, and the resolved policy, as in run.json.
         planned: all parts of messages that the tasks can send, allowed or not.
         remarks: why the dry run failed, if it did. Sizes may then be missing.
-        why: which modality's row forbids `shared` to send a part, if no row for `shared` does; and how to train blocks
-            that may not leave.
+        why: sentences that explain the refused parts. If the policy has no row for `shared`, they name the modality
+            whose row forbids `shared` to send a part. They also explain how to train blocks that may not leave.
         fixes: lines of a policy that would allow the refused parts.
-        not_in_ledger: what a simulation gives the server without a message, such as rows of clients.
+        not_in_ledger: data that the server has in a simulation although no message carries them, such as rows of
+            clients.
         private: block -> bytes of the parameters in this block that never leave a client, whatever the policy allows.
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.

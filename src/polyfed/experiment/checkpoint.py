@@ -40,7 +40,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
         folder: the run's `checkpoint` folder.
         round: the round of the checkpoint.
         content: nested dataclasses, dictionaries, lists, tuples, tensors and plain values.
-        modules: dataclasses of these modules and of polyfed may occur in `content`; see `modules_of`.
+        modules: `content` may contain dataclasses of polyfed and of these modules, but of no others; see `modules_of`.
 
     Raises:
         CheckpointError: the disk is full or not writable, or `content` holds a value that could not be read again. The
@@ -93,7 +93,8 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
 
     Args:
         folder: the run's `checkpoint` folder.
-        modules: dataclasses of these modules and of polyfed may occur; see `modules_of`.
+        modules: the checkpoint may contain dataclasses of polyfed and of these modules, but of no others; see
+            `modules_of`.
         device: the device for the tensors.
 
     Returns:
@@ -140,17 +141,18 @@ def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
-    """Return the modules of an algorithm and its parts. Dataclasses of these modules may occur in its checkpoints."""
+    """Return the modules of an algorithm and its parts. Its checkpoints may contain dataclasses of these modules."""
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
 
 
 def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None = None) -> Any:
-    """Convert nested values to a JSON skeleton, and collect their tensors under running numbers.
+    """Convert nested values to a JSON structure, the skeleton, which holds a number in place of each tensor.
 
     Args:
         value: the nested values.
-        tensors: the dictionary to which the function adds the tensors, under the names that the skeleton uses.
-        modules: dataclasses of these modules and of polyfed may occur. If None, all dataclasses may occur.
+        tensors: the dictionary to which the function adds the tensors. The keys are the numbers that the skeleton
+            holds, as text: "0", "1", and so on.
+        modules: `value` may contain dataclasses of polyfed and of these modules. If None, it may contain any dataclass.
 
     Raises:
         CheckpointError: a checkpoint cannot hold one of the values, or the value is a dataclass of another module.
@@ -187,7 +189,7 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
-    """Return the nested values of a skeleton. This function is the inverse of `pack`.
+    """Return the nested values that `pack` converted to this skeleton and these tensors.
 
     Raises:
         ValueError: the skeleton is not one that `pack` writes. Some faults raise a KeyError, TypeError, IndexError or
@@ -214,7 +216,8 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
 def digest(content: Any) -> str:
     """Return the SHA-256 of nested values. It covers their structure, the plain values and the bytes of every tensor.
 
-    It does not cover the names of classes and of their fields, so that renaming code does not change a digest.
+    The digest does not depend on the names of classes and of their fields, so renaming them in the code does not change
+    it.
     """
     tensors: dict[str, Tensor] = {}
     sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
@@ -263,7 +266,7 @@ def _class(path: str, modules: Collection[str]) -> Any:
 
 
 def _known(module: str, modules: Collection[str]) -> bool:
-    """Return whether dataclasses of this module may occur."""
+    """Return whether a checkpoint may contain dataclasses of this module."""
     return module in modules or module.split(".")[0] == "polyfed"
 
 

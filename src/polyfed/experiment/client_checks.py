@@ -65,8 +65,8 @@ def refuse_overselect(recipe: Recipe) -> None:
     """Refuse over-selection if it would have no effect, or not the described effect.
 
     Raises:
-        RecipeError: the algorithm does not send its cohort a single request, as `Averaging` does; or no time passes in
-            the run, so no client can be slow.
+        RecipeError: the algorithm does not work like `Averaging`, which sends its cohort one request in each round. Or
+            the run has neither simulated nor real time, so no client can be slow.
     """
     if recipe.clients.overselect is None:
         return

@@ -17,7 +17,7 @@ _WHOLE = (torch.int16, torch.int32, torch.int64)
 
 
 def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
-    """Return the recipe with an encoder for every modality of the data. Encoders that the recipe names do not change.
+    """Return the recipe with an encoder for every modality of the data. Encoders in the recipe stay as they are.
 
     If the model is one whole module, it has no encoders, and the recipe is returned unchanged.
 
@@ -109,7 +109,8 @@ def _toml(value: object) -> str:
 def _check_tokens(data: str, name: str, column: Column, vocabulary: int | None, cure: str) -> None:
     """Check that the token ids of a modality fit its encoder.
 
-    In `cure`, `{}` stands for a vocabulary that is large enough.
+    `cure` is the advice in the error text. `{}` in it is replaced by the smallest vocabulary size that covers all token
+    ids.
     """
     if vocabulary is None:
         return

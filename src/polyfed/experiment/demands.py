@@ -17,7 +17,10 @@ from polyfed.privacy.requirements import Release, Requirements
 
 
 def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[str]:
-    """Yield why a recipe lacks protection that a device demands, as sentences with the cure, without a full stop.
+    """Find every protection that a device demands and a recipe lacks.
+
+    Each result is a text that states the reason and then what to change in the recipe. The text has no full stop at its
+    end.
 
     Args:
         required: the section [require] of the device.
@@ -31,11 +34,11 @@ def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[s
 
 
 def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial: Tree) -> Iterator[str]:
-    """Yield why the model of a recipe breaks the guarantee of [privacy], as `unmet` does.
+    """Yield each reason why the model of a recipe breaks the guarantee of [privacy], as a text like those of `unmet`.
 
     Args:
         required: the section [require] of the device.
-        recipe: the recipe, which fulfils `unmet`.
+        recipe: the recipe. It lacks no protection that the device demands, because `unmet` has found none.
         model: the model.
         initial: the initial parameters.
     """
@@ -48,7 +51,10 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
 
 
 def release_of(required: Requirements, recipe: Recipe) -> Release | None:
-    """Return what one protected reply to a task of this recipe costs. None if the device does not limit epsilon."""
+    """Return the privacy cost of one protected reply to a task of this recipe.
+
+    None if the device does not limit epsilon, or if the device adds no noise itself.
+    """
     spec = recipe.privacy
     if required.max_epsilon is None or spec is None or spec.central:
         return None
@@ -107,7 +113,7 @@ def _faults_of_sharing(spec: Privacy, *, shared: bool) -> Iterator[str]:
 
 
 def _faults_of_data(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    """Yield why the recipe's options for the device's own file would tell more than epsilon counts."""
+    """Yield each option for the device's own file that would reveal information that epsilon does not cover."""
     if not isinstance(recipe.data, Npz):
         return
     if spec.unit == "example" and recipe.data.standardise:

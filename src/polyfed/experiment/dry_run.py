@@ -2,9 +2,9 @@
 
 A message declares kinds but no shapes. The declaration therefore does not say how many numbers a statistic holds, so
 the dry run executes the tasks. Clients with the same modalities and LoRA rank form a group, and a few clients of each
-group run the tasks. All other clients count as missing, which every algorithm must handle anyway. Devices that belong
-to silos are an exception: all of them run the tasks. Two passes with different numbers of rows show which sizes grow
-with the number of rows. The dry run sends nothing.
+group run the tasks. All other clients count as missing, which every algorithm must handle anyway. If the devices belong
+to silos, all of them run the tasks. Two passes with different numbers of rows show which sizes grow with the number of
+rows. The dry run sends nothing.
 """
 
 import itertools
@@ -102,8 +102,8 @@ class RecordingGate(EgressGate):
 class DryRunEngine(Sequential):
     """An engine on which only a few clients of each group run a request, namely the clients with the most rows.
 
-    A client may run a second task although another client of its group ran the first task. The client then uses the
-    local state of its group. `ranks` are the LoRA ranks of `[clients]`.
+    Two tasks may run on different clients of the same group. A client without a local state then gets the local state
+    that the last client of its group has left. `ranks` are the LoRA ranks of `[clients]`.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ def _run_round(parts: Assembly) -> None:
 
 
 def _shortened(population: Population, most: int) -> Population:
-    """Return the same clients with at most their first `most` rows."""
+    """Return the same clients, each with its first `most` rows. A client with fewer rows keeps all of them."""
     return replace(
         population,
         train=population.train.first(most),

@@ -86,7 +86,7 @@ def size(rows: Sequence[Planned], *, known: bool = True) -> str:
     """Return the size of the largest reply of a group, as text.
 
     Args:
-        rows: the parts of the group.
+        rows: the message parts in one of the groups that `grouped` returns.
         known: whether the dry run succeeded. If it failed, sizes may be unknown.
     """
     totals: dict[str, tuple[float, int]] = {}

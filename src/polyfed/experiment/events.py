@@ -44,5 +44,5 @@ class EventLines:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a tensor to lists, and any other object that JSON cannot hold to text."""
+    """Convert a tensor to lists. If JSON cannot represent an object of another type, convert the object to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

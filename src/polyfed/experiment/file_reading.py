@@ -178,7 +178,10 @@ def _roles(
     notes: list[str],
     remarks: list[str],
 ) -> dict[str, Any]:
-    """Return the names of labels, natural clients and splits, given or found. Add the guesses to the lists."""
+    """Return the column names of labels, natural clients and splits, given in `options` or guessed from `names`.
+
+    Each guess adds a note to `notes`. If a guessed name is not the usual one, `remarks` asks the user to confirm it.
+    """
     table = {key: value for key, value in options.items() if value is not None}
     picked: dict[str, str] = {}
     for role, candidates in (("label", LABELS), ("client", CLIENTS), ("split", SPLITS)):

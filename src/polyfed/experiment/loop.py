@@ -275,7 +275,7 @@ class _Loop:
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:
-        """Collect the facts that the round's row takes from events."""
+        """Collect facts from an event for this round's row in rounds.jsonl."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
         if event == "evaluated":  # an algorithm without a global model evaluates several models: add their matrices

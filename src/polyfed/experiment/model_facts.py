@@ -14,7 +14,9 @@ from polyfed.federation.backdoor import Trigger
 
 
 def facts_of_models(models: Models, recipe: Recipe, population: Population) -> dict[str, Any]:
-    """Return the groups of result.json about the trained models and the attack on them, without unknown groups.
+    """Return the groups of result.json about the trained models and the attack on them.
+
+    A group is left out if the run has no values for it.
 
     Args:
         models: the trained models.
@@ -43,9 +45,10 @@ def backdoor_of(models: Models, attack: Attack, population: Population, seed: in
         seed: the seed of the run.
 
     Returns:
-        The target, the modality, the number of rows, and the share of rows that the model assigns to the target with
-        the trigger (`success`) and without it (`without_trigger`). The result is None if there is no test row of
-        another class, or no model to measure.
+        The target class, the modality of the trigger, the number of rows, and two shares of these rows. `success` is
+        the share that the model assigns to the target class if the rows have the trigger. `without_trigger` is the
+        share that it assigns to this class without the trigger. The result is None if there is no test row of another
+        class, or no model to measure.
     """
     columns, trigger = population.columns, attack.trigger(population)
     rows = population.test_rows.cpu()

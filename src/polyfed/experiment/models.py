@@ -36,10 +36,10 @@ class Models:
         own: whether clients have models of their own; otherwise each predicts with its part of the global model.
         model_for: who has a model of its own: each `client`, or each `silo`, whose devices share it.
         class_names: the name of each class, if the data has names.
-        elsewhere: why the clients' own models are not here; empty if they are here.
+        elsewhere: why this machine does not have the clients' own models; empty if it has them.
         scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
             and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
-            own rows, or because an older version wrote the files. Then these take samples that are already scaled.
+            own rows, or because an older version wrote the files. With None, samples must already be scaled.
     """
 
     algorithm: str
@@ -80,7 +80,7 @@ class Models:
         """The clients' own models, by client number.
 
         Raises:
-            RecipeError: the clients keep their models, so they are not here.
+            RecipeError: the clients' own models are not on this machine, because each client keeps its model.
         """
         self.check_here()
         return Personal(self)
@@ -142,7 +142,7 @@ class Models:
 
         Raises:
             UnknownClient: there is no such client.
-            RecipeError: the clients keep their models, so they are not here.
+            RecipeError: the clients' own models are not on this machine, because each client keeps its model.
         """
         self.check_here()
         if isinstance(client, bool) or not isinstance(client, Integral) or client not in self.clients:

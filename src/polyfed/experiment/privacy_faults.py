@@ -2,7 +2,7 @@
 protection checks it again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.tree import Tree
 from polyfed.engines.base import Engine
@@ -34,8 +35,30 @@ def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield from recipe.algorithm.private_faults(spec)
 
 
+def refuse_app(recipe: Recipe) -> None:
+    """Refuse an app whose section [privacy] a deployment cannot honour, as far as the recipe alone shows it.
+
+    Raises:
+        RecipeError: with all reasons.
+    """
+    spec = recipe.privacy
+    if spec is None:
+        return
+    reasons = [*faults_of_method(recipe, spec)]
+    if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
+        client = spec.unit == "client"
+        reasons += faults_of_mean(recipe, spec, deployed=True) if client else faults_of_training(recipe)
+    refuse(spec, reasons)
+
+
+def refuse(spec: Privacy, reasons: Sequence[str]) -> None:
+    """Raise a `RecipeError` that lists why the section cannot be honoured, unless there are no reasons."""
+    if reasons:
+        raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
+
+
 def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
-    """Yield why clients would send entries of the model that are not trained parameters."""
+    """Yield a fault if the model has entries that are not trained parameters, because clients would send these too."""
     if buffers := [name for name in initial if name not in model.trainable(initial)]:
         yield (
             f"the model has buffers that follow the rows of a batch, such as {buffers[0]} (BatchNorm). Use layers "
@@ -44,7 +67,10 @@ def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
 
 
 def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator[str]:
-    """Yield why a client could change the server's mean by more than the clip norm, or why a cohort is no secret.
+    """Yield the reasons why [privacy] cannot protect clients in the server's mean.
+
+    Either a client could change the mean by more than the clip norm, or the recipe sets `amplification` but the cohort
+    would not be secret.
 
     Args:
         recipe: the recipe.
@@ -73,7 +99,10 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
 
 
 def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
-    """Return whether several clients hold the same rows. In a deployment, nobody knows more than who is in a silo."""
+    """Return whether several clients hold the same rows.
+
+    In a deployment, the server does not know the rows. It assumes that the clients share rows if they are in silos.
+    """
     if deployed:
         return fed.clients.silo is not None
     rows = engine.population.train.rows
@@ -81,7 +110,10 @@ def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
 
 
 def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[str]:
-    """Yield why a row could be used more often than counted, or in a gradient that is no mean over rows.
+    """Yield the reasons why [privacy] cannot protect single rows.
+
+    Either a row could be used more often than epsilon counts, or a gradient would not be a mean over the rows of a
+    batch.
 
     Args:
         recipe: the recipe.

@@ -19,7 +19,7 @@ ANY = "any"
 
 
 def methods_that_honour(unit: str) -> str:
-    """List the algorithms that can honour a unit of [privacy].
+    """List the algorithms that support [privacy] with this unit, `client` or `example`.
 
     Algorithms that need other options than their defaults, or that also send unprotected kinds, come last.
     """
@@ -30,7 +30,7 @@ def methods_that_honour(unit: str) -> str:
 
 
 def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
-    """List the options that an algorithm needs to honour a unit of [privacy], and its unprotected kinds of data."""
+    """List the options with which an algorithm supports a unit of [privacy], and the kinds that stay unprotected."""
     method = cls(**cls.private_options)
     found = [f'{option} = "{value}"' for option, value in cls.private_options.items()]
     if kinds := unprotected(method, unit):

@@ -1,4 +1,4 @@
-"""From the section [privacy] to the mechanism and the guarantee of a run; refuses what cannot be honoured."""
+"""Computes the mechanism and the guarantee of a run from [privacy], and refuses recipes that cannot honour it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +16,7 @@ from polyfed.experiment.privacy_faults import (
     faults_of_method,
     faults_of_model,
     faults_of_rows,
+    refuse,
     share_rows,
 )
 from polyfed.experiment.privacy_support import withheld_of
@@ -38,11 +39,12 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
         recipe: the recipe, with its task.
         fed: the federation, for facts about the clients.
         engine: the engine; an engine of a deployment draws noise from the operating system.
-        one_device: whether the registry holds only the device that checks the recipe. The numbers that depend on the
-            other clients are then left out: the denominators, adaptive clipping and the check of delta.
+        one_device: whether the registry holds only the device that checks the recipe. Then this function computes no
+            denominators and no adaptive clipping, and does not check delta, because all three depend on other clients.
 
     Raises:
-        RecipeError: the recipe cannot honour its section, or data crosses that it neither protects nor accepts.
+        RecipeError: the recipe cannot honour the section, or clients would send data that the section neither protects
+            nor names in `unprotected`.
     """
     spec = recipe.privacy
     if spec is None:
@@ -69,10 +71,11 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
 
 
 def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federation) -> Mechanism:
-    """Return the mechanism with the denominators and adaptive clipping, which only the server knows.
+    """Return the server's mechanism: the clients' mechanism, with the denominators and adaptive clipping added.
 
     Raises:
-        RecipeError: the noise of the count does not fit the noise multiplier or the cohort.
+        RecipeError: `count_noise`, the noise in the number of updates below the clip norm, does not fit the noise
+            multiplier or the cohort.
     """
     if spec.unit == "client":
         mechanism = replace(mechanism, denominators=_denominators(recipe, fed))
@@ -85,7 +88,7 @@ def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federat
 
 
 def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | None, *, secure: bool) -> Mechanism:
-    """Return the mechanism as a client knows it, without the denominators of the server.
+    """Return the mechanism that a client uses. It lacks the denominators, which only the server needs.
 
     Args:
         recipe: the recipe.
@@ -118,12 +121,12 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
 
 
 def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population) -> None:
-    """Refuse scores on the clients' own test rows that nobody has accepted as unprotected.
+    """Refuse to test the global model on the clients' own test rows, unless `unprotected` contains "statistic".
 
-    Data without a test set has no other rows for the test of the global model.
+    The server tests on these rows if the data has no test set. [privacy] does not protect the scores.
 
     Raises:
-        RecipeError: the server would test on such rows.
+        RecipeError: the server would test on the clients' own test rows, and `unprotected` does not allow it.
     """
     own = population.test
     if own is None or "statistic" in spec.unprotected or not recipe.algorithm.evaluation.every:
@@ -139,7 +142,7 @@ def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population)
 def privacy_after(guarantee: Guarantee | None, round: int, state: Any) -> dict[str, Any]:
     """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy].
 
-    Under adaptive clipping, also the clip norm of the next round.
+    Under adaptive clipping, the entry also contains the clip norm of the next round.
     """
     if guarantee is None:
         return {}
@@ -193,9 +196,9 @@ def noise_and_rounds(recipe: Recipe, spec: Privacy, accounting: Accounting) -> t
 
 
 def _denominators(recipe: Recipe, fed: Federation) -> dict[str, float]:
-    """Return, for each block, the expected number of cohort members that hold it, and at least 1.
+    """Return the denominator of each block: the expected number of clients in a cohort that hold the block.
 
-    The number follows from the client registry alone, never from the replies.
+    A denominator is at least 1. It depends on the client registry and the selector, never on the replies.
     """
     selector: Any = getattr(recipe.algorithm, "selector", None)
     clients, num = fed.clients, len(fed.clients.eligible)
@@ -206,7 +209,10 @@ def _denominators(recipe: Recipe, fed: Federation) -> dict[str, float]:
 
 
 def _refuse_delta(spec: Privacy, fed: Federation) -> None:
-    """Refuse a delta with which publishing the data of one random client or row would count as private."""
+    """Refuse a delta that is not below 1 / (number of clients or rows).
+
+    With a larger delta, a run that publishes all data of one random client or row would count as private.
+    """
     units = len(fed.clients.eligible) if spec.unit == "client" else int(fed.clients.num_rows.sum())
     if units and spec.delta * units >= 1:
         what = "clients with training rows" if spec.unit == "client" else "training rows of all clients together"
@@ -217,7 +223,10 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 
 
 def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, deployed: bool) -> None:
-    """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
+    """Refuse a recipe that cannot honour the section, with all reasons in one error.
+
+    If the method does not honour the unit, the model and the other options are not checked.
+    """
     reasons = [*faults_of_method(recipe, spec)]
     if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
         reasons += faults_of_model(engine.model, engine.initial)
@@ -225,5 +234,4 @@ def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, d
             reasons += faults_of_mean(recipe, spec, deployed=deployed)
         else:
             reasons += faults_of_rows(recipe, engine.model, shared=share_rows(fed, engine, deployed=deployed))
-    if reasons:
-        raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
+    refuse(spec, reasons)

@@ -83,7 +83,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int | N
 
 
 def _unfit(recipe: Recipe, model: Model, way: str) -> str:
-    """Return why the other sections do not allow clients to have their own ranks, or "" if they do."""
+    """Return the reason if another section forbids that clients have ranks of their own. Otherwise, return ""."""
     method = recipe.algorithm
     kind = type(method)
     name = name_of(method, ALGORITHMS)
@@ -110,7 +110,10 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
 
 
 def rank_facts(ranks: ClientRanks) -> dict[str, Any]:
-    """Return the fact `ranks` of run.json: for each rank, the bytes of each block at a client. Empty without ranks."""
+    """Return the entry `ranks` of run.json; empty without ranks.
+
+    For each rank, the entry holds the size in bytes of each block of a client with this rank.
+    """
     if not ranks.ranks:
         return {}
     found: dict[str, dict[str, int]] = {}

@@ -49,7 +49,7 @@ class Recipe(ShownRecipe):
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].
-        task: the section [task], or None if the labels decide.
+        task: the section [task]. With None, polyfed chooses the task by the type of the labels.
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
@@ -144,7 +144,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a recipe's file as a table and apply overrides. Classes that the file names are not imported.
+    """Read a recipe's file as a table and apply overrides. This imports none of the classes named in the file.
 
     Raises:
         RecipeError: the file cannot be read or is not valid TOML, or an override does not fit the file.

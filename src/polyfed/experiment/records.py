@@ -42,7 +42,7 @@ class Log(Protocol):
         ...
 
     def resumed(self, round: int) -> None:
-        """Note that the run continues after this round. -1 means that the run starts again."""
+        """Record that the run continues after `round`, or that it starts again if `round` is -1."""
         ...
 
 
@@ -131,7 +131,7 @@ class Records:
         The recipe in the folder determines which rounds had a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoints are gone. The text contains the number of these rounds.
+            CheckpointError: the checkpoints are gone. The text says how many rounds had a checkpoint.
         """
         if not self.begun:
             return
@@ -148,7 +148,7 @@ class Records:
         """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint, and note this in the audit log.
 
         Args:
-            places: file name -> size in bytes. A file without an entry is emptied.
+            places: file name -> its size in bytes at the checkpoint. A file without an entry is emptied.
             round: the round of the checkpoint, or 0 for a run that starts.
 
         Returns:
@@ -195,8 +195,8 @@ class Records:
     def places(self) -> dict[str, int]:
         """The sizes of `rounds.jsonl` and `egress.jsonl` in bytes, after flushing both to the disk.
 
-        Both files are flushed, because otherwise a power failure could remove lines that the sizes in a checkpoint
-        include.
+        A checkpoint stores these sizes. Without the flush, a power failure could leave a file that is shorter than the
+        checkpoint says.
         """
         there = {name: path for name in (ROUNDS, EGRESS) if (path := self.folder / name).exists()}
         for path in there.values():
@@ -204,7 +204,7 @@ class Records:
         return {name: path.stat().st_size for name, path in there.items()}
 
     def rounds(self, size: int | None = None) -> list[dict[str, Any]]:
-        """Return the rows of all rounds, or of the first `size` bytes, without a last line that was cut short."""
+        """Return the rows in the first `size` bytes, or in the whole file. An incomplete last line is left out."""
         path = self.folder / ROUNDS
         return _read(path, lambda text: _rounds(text.encode()[:size])) if path.exists() else []
 
@@ -283,7 +283,7 @@ def _read(path: Path, parse: Callable[[str], _T]) -> _T:
 
 
 def _rounds(text: bytes) -> list[dict[str, Any]]:
-    """Return the rows of `rounds.jsonl`, without a last line that was cut short."""
+    """Return the rows of `rounds.jsonl`. An incomplete last line is left out."""
     rows = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:

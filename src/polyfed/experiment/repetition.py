@@ -13,10 +13,11 @@ and `begun` is the newest round that has begun."""
 
 
 class Repetitions:
-    """Counts the rounds that epsilon has to count in addition to the rounds of the run.
+    """Counts the rounds that were repeated or interrupted. Epsilon counts them in addition to the rounds of the run.
 
-    A deployed run draws its noise from the operating system. A repeated round therefore releases a second result, and
-    epsilon counts both. An interrupted round counts too, because its result may have been released.
+    A deployed run draws its noise from the operating system. A repeated round therefore releases a second result with
+    other noise, and epsilon counts both results. An interrupted round counts too, because its result may have been
+    released.
 
     Args:
         records: the records of the run, or None if the run writes no files.
@@ -32,7 +33,7 @@ class Repetitions:
         self.rounds = 0
 
     def begin(self, round: int) -> None:
-        """Note that a round begins, before its first request is sent."""
+        """Record the start of a round in the file, before the first request of the round is sent."""
         if self._path is not None:
             replace_text(self._path, json.dumps({"rounds": self.rounds, "begun": round}))
 

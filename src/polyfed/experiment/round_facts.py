@@ -1,4 +1,4 @@
-"""Facts about rounds and runs: facts that follow from the ledger, times, logged numbers and tables, and versions."""
+"""Facts about rounds and runs: what the ledger shows, the times, the logged numbers and tables, and the versions."""
 
 import platform
 import statistics

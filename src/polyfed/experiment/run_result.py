@@ -109,8 +109,8 @@ class Run:
     def scaling(self) -> Mapping[str, Scaling] | None:
         """Modality -> `shift` and `scale` of the input, which `predict` and the exported models apply.
 
-        For a modality that polyfed standardised, they are the means and deviations of the training rows. None means
-        that they are unknown; see `Models.scaling`.
+        For a modality that polyfed standardised, `shift` and `scale` are the means and standard deviations of the
+        training rows. None means that the scaling is unknown; see `Models.scaling`.
         """
         return self.models.scaling
 
@@ -173,7 +173,7 @@ def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES)
 
     Args:
         rounds: rows of rounds.jsonl.
-        objective: the task, whose `BEST` is the score.
+        objective: the task. Its attribute `BEST` is the name of the score.
     """
     metric = objective.BEST
     evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]

@@ -163,7 +163,7 @@ def _are_facts(value: Any) -> bool:
 
 
 def _is_scaling(value: Any, shapes: dict[str, list[int]]) -> bool:
-    """Whether the value holds a shift and a scale for some of the modalities, or is None because they are unknown."""
+    """Return whether the value is valid: None (unknown scaling), or a shift and a scale for some of the modalities."""
     if value is None:
         return True
     try:

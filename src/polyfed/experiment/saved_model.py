@@ -150,8 +150,8 @@ def load_model(
 ) -> Models:
     """Load the models that `Run.export` wrote. A client's own model is read only when it is accessed.
 
-    The folder may come from somebody else. The function therefore imports no module and reads no other model that
-    `model.json` names, unless the caller allows it.
+    The folder may come from somebody else, and `model.json` may name modules to import and pretrained models to read.
+    The function refuses them, unless the caller allows them with `imports` and `backbones`.
 
     Args:
         folder: the folder of the models.
@@ -184,7 +184,8 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
     """Refuse code and pretrained models that the caller of `load_model` has not allowed.
 
     Raises:
-        NotAllowed: the caller has not allowed them. The text contains the argument that would allow them.
+        NotAllowed: the caller has not allowed a class or a pretrained model that `model.json` names. The text contains
+            the argument that would allow it.
     """
     encoders = list(said["model"]["encoders"].values())
     classes = [str(encoder["kind"]) for encoder in encoders]

@@ -16,7 +16,7 @@ from polyfed.training.optimisers import Train
 def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
     """Refuse a recipe file that trains nothing.
 
-    Only a recipe made in Python may train nothing, to inspect an initial state.
+    A recipe that is built in Python may train nothing. This is useful to inspect the initial state of an algorithm.
 
     Raises:
         RecipeError: nothing would be trained; the text lists each key that causes this.
@@ -48,7 +48,9 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
 
 
 def check_model(method: Algorithm, model: Model) -> None:
-    """Refuse a model that the algorithm cannot use, or whose logits `unimodal = "head"` cannot split by modality.
+    """Refuse a model that the algorithm or the option `[evaluate] unimodal` cannot use.
+
+    The value "head" of this option needs a model whose logits are a sum of one term for each modality.
 
     Raises:
         RecipeError: the model does not fit. The text lists what is allowed.

@@ -16,10 +16,10 @@ class EngineSpec:
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
         workers: the number of processes that train clients on a CPU; 0 means one process for each core, but small
             requests run in this process alone. The result does not depend on the number. Worker processes need Linux.
-        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. 0 means
-            one thread for requests that worker processes could share, and PyTorch's default for all other work of this
-            process. On small operations, several threads lose more time by waiting than they save, above all on a busy
-            machine.
+        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
+            a request that is large enough for several worker processes uses one thread in each process. All other work
+            of this process uses PyTorch's default number. On small operations, several threads lose more time by
+            waiting than they save, above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
             number by a memory budget. On a CPU, it then does not stack models with large 2-d convolutions, because
             these run more slowly in a stack.
@@ -37,16 +37,18 @@ class EngineSpec:
         enrol_seconds: flower: how long to wait for clients before the first round, in seconds. If `on_refusal` is
             `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
         classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 means the
-            smallest number that covers the labels of more than half of the clients, and also those of the server's own
-            rows. Set the number if some clients lack classes.
+            smallest number that is sufficient for more than half of the clients and for the server's own rows. Set the
+            number if some clients lack classes.
         shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another shape
-            is left out. The shape of a modality that is not listed is that of the server's own rows, or else that of
-            more than half of the clients that have the modality.
-        rows_cap: flower: the server limits the number of rows that a client reports to this many times the median of
-            all clients, because the numbers are weights and the server cannot check them; 0 removes the limit.
-        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. The server
-            asks a client that missed a deadline again. But for the next 2 requests (then 4, ..., 64 if the client
-            misses again), it waits for this client only a tenth longer than the others took.
+            is left out. A modality that is not listed has the shape of the server's own rows. If the server has no
+            rows, it is the shape that more than half of the clients with this modality report.
+        rows_cap: flower: the limit on the number of rows that a client reports, as a multiple of the median over all
+            clients. The server reduces larger numbers to the limit, because the numbers are weights and the server
+            cannot check them; 0 removes the limit.
+        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. A client that
+            missed a deadline still receives later requests. For its next 2 requests, however, the server waits for this
+            client only a tenth longer than the other clients took. Each further miss in a row doubles the number of
+            these requests, up to 64.
         close_at: flower: the server closes a request as soon as this share of the asked clients has replied. If the
             share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more clients
             than needed.

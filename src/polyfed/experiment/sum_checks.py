@@ -16,12 +16,14 @@ HONEST_FORMS = ("label-flip",)
 
 
 def refuse_single_replies(recipe: Recipe, population: Population) -> None:
-    """Refuse secure aggregation for a method that needs the replies of single clients.
+    """Refuse secure aggregation if the server would have to read the reply of a single client.
 
-    The method and its selector declare this: by `single_replies`, and by messages with fields that are not sum-only.
+    A method has to read such replies if `single_replies` of the method or its selector gives a reason, or if a message
+    has a field that is not declared as sum-only.
 
     Raises:
-        RecipeError: with the task and the field, and the reason.
+        RecipeError: the server would have to read such a reply, or another section does not fit secure aggregation. The
+            text contains the reason, or the task and the field.
     """
     method = recipe.algorithm
     secure = method.secure_aggregation
@@ -47,10 +49,10 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
 
 
 def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
-    """Refuse options of [privacy] that do not hold if the server reads only sums.
+    """Refuse options of [privacy] that cannot be used if the server reads only sums.
 
     Raises:
-        RecipeError: with the option and the reason.
+        RecipeError: [privacy] has such an option. The text contains the option and the reason.
     """
     if privacy.amplification:
         raise RecipeError(
@@ -78,7 +80,7 @@ def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
 
 
 def _advice(task: str) -> str:
-    """Return what switches a task of every method off."""
+    """Return the end of an error text: the option that switches a task off, or "" if there is no such option."""
     return {"class_means": "; [evaluate] unimodal = 'auto' does without"}.get(task, "")
 
 
@@ -88,7 +90,7 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
     Only the server can call this function, because a device that checks a recipe does not know the other clients.
 
     Raises:
-        RecipeError: with the size of the cohort.
+        RecipeError: the cohort has fewer than `min_clients` clients. The text contains the size of the cohort.
     """
     secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
     if secure is None or not isinstance(selector, Selector):

@@ -96,7 +96,7 @@ def task_facts(recipe: Recipe, size: int, *, was_guessed: bool) -> dict[str, Any
     Args:
         recipe: the recipe, with its task.
         size: the number of classes or targets.
-        was_guessed: whether the labels decided, because the recipe names no task.
+        was_guessed: whether polyfed chose the task by looking at the labels, because the recipe names no task.
     """
     objective = task_of(recipe)
     facts = {"guessed": was_guessed, "outputs": objective.num_outputs(size), "options": as_table(objective)}

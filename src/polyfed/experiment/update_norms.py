@@ -15,11 +15,11 @@ from polyfed.federation.replies import Replies
 
 
 def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
-    """Return the 2-norm of `new - old` in each block, over the floating-point tensors of both. Empty without a model.
+    """Return the 2-norm of `new - old` in each block, over the floating-point tensors; empty if a model is None.
 
     Args:
         new: the global model after a round.
-        old: the global model before it.
+        old: the global model before this round.
     """
     if new is None or old is None:
         return {}

@@ -36,8 +36,8 @@ def padded(
         centre: the server's parameters.
 
     Returns:
-        The padded replies, and the shapes of the largest parts that clients with a weight above 0 sent. If nothing was
-        padded, these are the given replies and an empty dictionary.
+        The padded replies, and for each padded parameter the largest shape that a client sent. Clients with weight 0 do
+        not count for this shape. If nothing was padded: the given replies and an empty dictionary.
     """
     trees = [(part.clients, getattr(part.message, name)) for part in replies.parts]
     small = {key for _, tree in trees for key, stack in tree.items() if stack.shape[1:] != centre[key].shape}
@@ -103,7 +103,10 @@ def hetlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tens
 
 
 def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of the R largest singular values of the mean of the products B_k A_k: B = U S and A = V^T.
+    """Average the products B_k A_k over the clients, and factorise this mean into a new B and A of rank R.
+
+    A singular value decomposition gives U S V^T, of which the R largest singular values are kept. B is U S, and A is
+    V^T.
 
     The first r rows of A and columns of B are the best approximation of rank r, which a client of rank r receives.
     Source: Bai et al., 2024. Their released code multiplies B by S as well. If the mean has a lower rank than R, the

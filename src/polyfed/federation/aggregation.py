@@ -31,7 +31,7 @@ SMOOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one block that the same clients sent, as one matrix.
+    """Tensors of one block, as a matrix with one row for each client. Every client of the group sent all of them.
 
     Attributes:
         block: name of the block, for error messages.
@@ -63,8 +63,8 @@ def aggregate(
             `krum` give all other clients the same influence.
         centre: the tree that the clients started from. `norm-clip` limits the distance of a reply from this tree.
         server: the options.
-        private: the private mean, which replaces the rule and the weights under [privacy]. None if the recipe has no
-            [privacy].
+        private: the private mean of a recipe with [privacy]. It replaces the rule and the weights. None if the recipe
+            has no [privacy].
 
     Returns:
         The combined tree, without names that no client sent. For integers, such as counters, the value is the median of
@@ -193,7 +193,7 @@ def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
 
     An update is the difference between a reply and the model that the server sent. If `max_norm` is 0, the limit is the
     median norm of the updates. Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?",
-    2019, Section 4. The median as the limit is polyfed's own choice.
+    2019, Section 4. The paper does not use the median norm as the limit; this is polyfed's own choice.
     """
     updates = group.values - group.centre
     norms = updates.norm(dim=1)

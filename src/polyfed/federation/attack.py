@@ -93,9 +93,9 @@ class Attack:
         """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. The labels
-                are no classes, which `label-flip` exchanges. The backdoor does not fit the data (`Trigger.of`,
-                `poisoned`). The attackers are wrong (`attackers`).
+            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. The attack
+                is `label-flip`, which exchanges classes, but the labels are no classes. The backdoor does not fit the
+                data (`Trigger.of`, `poisoned`). The attackers are wrong (`attackers`).
         """
         attackers = self.attackers(population.num_clients, seed)
         if self.name == "alie" and len(attackers) == 1:
@@ -150,7 +150,10 @@ class Attack:
         return sent + factor * (own - sent)
 
     def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:
-        """Return the change to mean - z x deviation of the attackers' parameters (Baruch et al., Algorithm 3)."""
+        """Return a function that gives the false parameters mean - z * deviation (Baruch et al., Algorithm 3).
+
+        Mean and standard deviation are those of the attackers' own parameters.
+        """
         num, lying = sum(len(part.clients) for part in answer.parts), len(there)
         supporters = num // 2 + 1 - lying
         share = (num - lying - supporters) / max(num - lying, 1)

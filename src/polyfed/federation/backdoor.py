@@ -86,7 +86,7 @@ class Trigger:
         return replace(column, values=flat.view(values.shape), index=None)
 
     def planted(self, column: Column, rows: Tensor) -> Column:
-        """Return the whole column, in which these rows have the trigger. The given column does not change."""
+        """Return a copy of the column in which these rows have the trigger. The given column does not change."""
         stamped = self.stamped(column, rows).values
         if column.index is None:
             values = column.values.clone()
@@ -102,7 +102,7 @@ def poisoned(
 ) -> Population:
     """Return the population in which some training rows of the attackers have the trigger and the target class.
 
-    An attacker without the modality of the trigger keeps its rows.
+    The rows of an attacker that does not hold the modality of the trigger stay unchanged.
 
     Args:
         population: the honest population.

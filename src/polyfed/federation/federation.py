@@ -133,7 +133,7 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has, and adapters of its own LoRA rank.
-            quorum: whether too few replies end the run. For joined requests, pass False and call `require_quorum`.
+            quorum: if True, too few replies end the run. For joined requests, pass False and call `require_quorum`.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
@@ -187,7 +187,7 @@ class Federation:
         return replies
 
     def _check_clients(self, request: Request, clients: Sequence[int]) -> None:
-        """Raise a RecipeError if the clients of a request are not numbers of clients."""
+        """Raise a RecipeError if a request names a client that does not exist."""
         last = len(self.clients) - 1
         for client in clients:
             if type(client) is not int or not (client in self.evaluation_clients or 0 <= client <= last):

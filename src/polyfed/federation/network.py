@@ -162,7 +162,10 @@ class Timetable:
     deadline_s: float | None = None
 
     def barriers(self) -> float:
-        """Return the duration, in seconds, of a round in which each request follows all replies to the one before."""
+        """Return the duration, in seconds, of a round in which clients wait for each other between requests.
+
+        The server sends each request after all replies to the previous request have arrived.
+        """
         return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
 
     def chains(self, waited_for: Iterable[int]) -> float:
@@ -259,7 +262,7 @@ class Clock:
     def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
         """Close a request when `enough` of the clients have replied, in the order of their simulated times.
 
-        From then on, the times of the round leave out this request for slower clients.
+        For slower clients, `times` then no longer counts the time of this request.
 
         Args:
             request: the number of the request.

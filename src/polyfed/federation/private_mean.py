@@ -1,4 +1,4 @@
-"""The server's half of client-level differential privacy: a sum of bounded updates with noise, over constants.
+"""The server's part of client-level differential privacy: (sum of clipped updates + noise) / constant, by block.
 
 McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018: the estimator
 with a fixed denominator. docs/privacy.md has the argument about its sensitivity.
@@ -40,17 +40,19 @@ class PrivateMean:
 
     @classmethod
     def after(cls, mechanism: Mechanism, key: int, moments: Moments) -> "PrivateMean":
-        """Return the mean of a round, with the clip norm that the moments hold under adaptive clipping."""
+        """Return the mean of a round. Under adaptive clipping, its clip norm is the one in `moments`."""
         if CLIP_NORM in moments:
             mechanism = replace(mechanism, clip=Clip(float(moments[CLIP_NORM][CLIP_NORM])))
         return cls(mechanism, key)
 
     def over(self, denominators: Mapping[str, float]) -> "PrivateMean":
-        """Return the mean with other denominators, by block. They must not depend on protected data."""
+        """Return the same mean with these denominators, by block. They must not depend on protected data."""
         return replace(self, mechanism=replace(self.mechanism, denominators=denominators))
 
     def adapted(self, replies: Replies, name: str, sent: Mapping[str, Tensor], moments: Moments) -> Moments:
-        """Return the moments with the clip norm of the next round. Without adaptive clipping, they do not change.
+        """Return the moments, in which the entry `CLIP_NORM` now holds the clip norm of the next round.
+
+        Without adaptive clipping, the moments do not change.
 
         Args:
             replies: the replies, with updates that the clients did not clip.
@@ -102,14 +104,14 @@ class PrivateMean:
         return found
 
     def _from_replies(self, replies: Replies, name: str, sent: Mapping[str, Tensor]) -> Tree:
-        """Return the sum of the updates, clipped unless they have noise already."""
+        """Return the sum of the updates. Each update is clipped first, unless its client has already added noise."""
         updates = Replies([self._updates(part, name, sent) for part in replies.parts])
         means = updates.mean(name, dict.fromkeys(replies, 1.0))
         senders = self._senders(replies, name)
         return {key: mean * senders[key] for key, mean in means.items()}
 
     def _updates(self, part: ReplyStack, name: str, sent: Mapping[str, Tensor]) -> ReplyStack:
-        """Return the stack with updates in the place of parameters, clipped unless they have noise already."""
+        """Return the stack with updates in place of parameters, clipped unless the clients have already added noise."""
         stacks = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
         if self.mechanism.central:
             factors = self.mechanism.clip.factors(stacks)
@@ -139,8 +141,9 @@ def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor]) ->
 def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
     """Return by how much rounding can enlarge the norm of one client's part of the sum.
 
-    A client rounds its parameters to float32 and then to integers. The server cannot clip the result again, so the
-    noise has to cover both errors. The factor 2 covers neighbours that both have rounding errors.
+    A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again, so
+    the noise has to be large enough for both rounding errors. Differential privacy compares the results on two
+    neighbouring data sets. Both results can have these errors, hence the factor 2.
     """
     summed = [(key, start) for key, start in sent.items() if (name, key) in replies.errors]
     whole = math.sqrt(sum(replies.errors[name, key] ** 2 * start.numel() for key, start in summed))

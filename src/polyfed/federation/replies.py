@@ -136,10 +136,10 @@ class Replies(Mapping[int, Any]):
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree, name by name, over the clients that sent the name.
 
-        The weights are renormalised over those clients. The result lacks names that no client sent, and names whose
-        senders all have weight 0. For integers, such as counters, the result is the maximum instead of the mean
-        (docs/algorithms/conventions.md). For a tensor of at most `SMALL` bytes, the result does not depend on how the
-        replies are stacked. For a larger tensor, the stacking changes the rounding.
+        For each name, the weights of these clients are divided by their sum. The result lacks names that no client
+        sent, and names whose senders all have weight 0. For integers, such as counters, the result is the maximum
+        instead of the mean (docs/algorithms/conventions.md). For a tensor of at most `SMALL` bytes, the result does not
+        depend on how the replies are stacked. For a larger tensor, the stacking changes the rounding.
 
         Args:
             name: a field of the message that holds a tree.
@@ -197,7 +197,7 @@ def listed(reasons: Mapping[int, str]) -> str:
 
 
 def _mean(pieces: list[Piece], shares: Shares) -> Tensor:
-    """Return the weighted mean over all clients of the pieces, or the maximum for integers."""
+    """Return the weighted mean of one tensor over all clients in `pieces`. For integers, return the maximum instead."""
     kinds = {stack.dtype for _, stack in pieces}
     if not any(kind.is_floating_point or kind.is_complex for kind in kinds):
         return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)

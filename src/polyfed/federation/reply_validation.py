@@ -222,9 +222,9 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return a name's block, and whether the tensor is a buffer.
+        """Return the group of a name: its block, and whether the tensor is a buffer.
 
-        A client sends all names of such a group or none.
+        A client sends either all names of a group or none of them.
         """
         return block_of(name), self.model.is_buffer(name)
 

@@ -53,7 +53,8 @@ def check_entries(
         section: the name of the section, for the messages.
         entries: the entries of the section, by modality.
         modalities: the modalities of the data.
-        cure: for the name of a modality, the end of the sentence about its missing entry.
+        cure: a function that takes the name of a modality without an entry. It returns the end of the error text, which
+            says what to write.
 
     Raises:
         ModelError: entries are missing or have no modality. The messages of all of them are raised together.

@@ -1,8 +1,9 @@
 """Fusions, which compute logits from the embeddings of the modalities that a client has.
 
-A fusion is the block `shared`. Some fusions have a part for each modality. Such a part is a module of the modality's
-block, made by `part`. A fusion leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the
-fusion treats the row's embedding as zero.
+The parameters of a fusion form the block `shared` of the model. In some fusions, a part of the first layer belongs to
+each modality. The method `part` makes this part, and its parameters belong to the block of the modality. A fusion
+leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the fusion treats the row's embedding
+as zero.
 
 Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
 """
@@ -51,7 +52,7 @@ class Fusion(nn.Module):
     def part(embedding: int, width: int) -> nn.Module | None:
         """Make the part of the first fusion layer that belongs to one modality, from E to `width`.
 
-        Returns None for a fusion without such parts.
+        Returns None if no part of the fusion belongs to a single modality.
         """
         raise NotImplementedError
 

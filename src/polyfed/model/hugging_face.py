@@ -43,7 +43,7 @@ class HuggingFace(EncoderSpec):
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        """Check, on a device, that the model may be read.
+        """Check the options. On a device, also check that the owner has allowed polyfed to read the pretrained model.
 
         Raises:
             NotAllowed: the owner of this device has not allowed the model.
@@ -96,7 +96,8 @@ def _tower(backbone: Any, kind: "type[_Reader]") -> Any:
 class _Reader(nn.Module):
     """Base class of the readers. It keeps the library's layers in evaluation mode.
 
-    If the backbone trains, the replacement layers that `adopt` has inserted follow the mode of the batch.
+    The exceptions are the layers for dropout and batch normalisation that `adopt` has inserted. If the backbone has
+    trainable parameters, these layers follow `train()` and `eval()`.
     """
 
     reads = ""
@@ -128,7 +129,10 @@ class _Text(_Reader):
         self.causal = self._is_causal(torch.arange(shape[0]) % config.vocab_size)
 
     def _is_causal(self, ids: Tensor) -> bool:
-        """Whether tokens attend to no later token, found by comparing results with those of the library's own mask.
+        """Return whether the model uses a causal mask, with which a token attends only to itself and earlier tokens.
+
+        The method computes results with and without a causal mask, and compares them with the results of the library's
+        own mask.
 
         Raises:
             ModelError: the library's mask is neither causal nor bidirectional.

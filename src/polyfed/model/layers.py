@@ -24,7 +24,8 @@ class Rows:
         key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
-        bound: whether the modules use the parameters of this call only until the call ends.
+        bound: whether the modules hold the parameters of this call only until the call ends. False inside of
+            `Model.live`, where the modules keep them for all calls.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Rows:
         self.draws = {}
 
     def clear(self) -> None:
-        """Return to evaluation mode; called in the `finally` of the call that called `see`."""
+        """Return to evaluation mode. The function that calls `see` calls this method in a `finally` block."""
         self.key = self.ok = None
 
     def dropout_key(self, stream: int) -> Tensor | int:
@@ -55,10 +56,11 @@ class Rows:
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe & Szegedy 2015) of (B, C, ...) that leaves out padded rows.
 
-    The result equals that of `torch.nn.BatchNorm1d/2d/3d` if every row is real. Training batches with at least two
+    The result equals that of `torch.nn.BatchNorm1d/2d/3d` if no row is padding. Training batches with at least two
     values per channel update the running statistics in place, in the tensors that are bound to the module. A single
-    value has no variance. There is no `num_batches_tracked`, because clients cannot average an integer. A first axis of
-    B * r entries means r consecutive entries for each row (the frames of a clip).
+    value has no variance. There is no `num_batches_tracked`, because clients cannot average an integer. The input may
+    also hold several entries for each row, such as the r frames of a clip. Its first axis then has B * r entries, and
+    the entries of a row follow one another.
     """
 
     running_mean: Tensor

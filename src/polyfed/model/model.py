@@ -138,7 +138,7 @@ class Model(Named):
 
     @property
     def joint_size(self) -> int:
-        """Width J of the joint representation; 0 for `concat` without a head, where it is identical to the logits."""
+        """Width J of the joint representation; 0 if the logits are that representation (`concat` without a head)."""
         return self._fusion.joint_size
 
     # numbers
@@ -154,12 +154,12 @@ class Model(Named):
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Copy `w` into the model's own tensors and lend these for training in place.
+        """Copy `w` into the model's own tensors, and yield these tensors, so that training can change them in place.
 
-        Inside the `with` block, calls with the lent Tree run as fast as a plain PyTorch training loop. Calls with any
-        other Tree also work. The lent parameters require gradients. The next `live` overwrites the lent tensors, so
-        clone the tensors that you want to keep. If a tensor of `w` has another shape than the model's own, as the
-        adapters of a client with a small LoRA rank do, the method lends a copy of `w` instead.
+        Inside the `with` block, calls with the yielded Tree run as fast as a plain PyTorch training loop. Calls with
+        any other Tree also work. The yielded parameters require gradients. The next `live` overwrites the yielded
+        tensors, so clone what you want to keep. If a tensor of `w` does not have the shape of the model's own tensor (a
+        small LoRA rank), the method yields a copy of `w`.
         """
         assert self._live is None, "the model's own tensors are lent out already"
         self._slots.place(next(iter(w.values())).device)

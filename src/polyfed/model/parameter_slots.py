@@ -1,9 +1,10 @@
 """Runs modules on the tensors of a Tree.
 
-For every name of a model, `Slots` knows which entries of which modules hold the tensor. It replaces these entries for
-the duration of a call. `torch.func.functional_call` does the same for one module. `Slots` does it for several blocks at
-once, at the cost of one dictionary write per tensor. `Slots` needs no root module around the blocks. The attributes of
-a root module could clash with the names of modalities.
+`Slots` knows where the modules of a model hold the tensor of each name: in which dictionary (such as `_parameters`) of
+which module, and under which key. During a call, `Slots` puts the Tree's tensors in these places.
+`torch.func.functional_call` does the same for one module. `Slots` does it for several blocks at once, at the cost of
+one dictionary write per tensor. `Slots` needs no root module around the blocks. The attributes of a root module could
+clash with the names of modalities.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ def as_it_is(path: str) -> str:
 
 
 class Slots:
-    """The places of the parameters and float buffers of some blocks.
+    """For some blocks, the modules and keys that hold each parameter and float buffer.
 
     A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`) and some buffers: those that
     are not saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation
@@ -126,7 +127,7 @@ class Slots:
         return [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
 
     def place(self, device: torch.device) -> None:
-        """Move the modules and their constants to the device of the Trees on which they run."""
+        """Move the modules and their constants to `device`, where the tensors of the next calls are."""
         if device != self.device:
             # a call inside `grad` would otherwise leave wrapped tensors in the modules
             with torch._C._DisableFuncTorch():

@@ -73,7 +73,8 @@ def write_onnx(module: PlainModule, path: Path) -> None:
 
     The file has one input for each modality, with the modality's name, and the output `logits`.
 
-    The file applies the scaling of the module. The number of rows is dynamic.
+    The inputs are samples that are not scaled yet, because the exported graph also contains the module's `scaling`. The
+    number of rows is dynamic.
 
     Raises:
         ModelError: PyTorch cannot export this model, or a package that the export needs is not installed.

@@ -27,7 +27,7 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
-        ModelError: `given` is of another type.
+        ModelError: `given` is neither such a path nor such a class or object.
     """
     if isinstance(given, str) and ":" in given:
         try:
@@ -55,7 +55,7 @@ def described(given: Any) -> str:
 
 
 def found(where: str, given: Any, base: type) -> Any:
-    """Return the class that `read` returned, or the class at the path that `read` returned.
+    """Return the class for a result of `read`. If this result is a path, import the class from there.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
@@ -81,7 +81,7 @@ def called(
         make: the class.
         args: its arguments.
         options: its arguments by name.
-        form: the constructor that polyfed expects, for the error if this one takes other arguments.
+        form: the text of a constructor with the right arguments. The error shows it if `make` takes other arguments.
 
     Raises:
         ModelError: the constructor raises an error; the text lists the arguments of the call.

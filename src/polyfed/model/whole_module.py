@@ -10,9 +10,10 @@ block of this modality. All other parameters belong to the block `shared`. A cli
 modalities. The logits of a row must therefore not depend on the block of a modality that the row lacks. polyfed checks
 this before the run.
 
-A module can also have embeddings. It then has an attribute `embedding`, their width E, and two methods.
-`encode(modality, x)` returns an embedding (B, E). `fuse(z, present)` returns the logits for a dict of embeddings.
-polyfed calls these two methods instead of `forward`, and algorithms that work with embeddings can train the module.
+A module can also have embeddings. It then has two methods, and an attribute `embedding`, which is the width E of the
+embeddings. `encode(modality, x)` returns an embedding (B, E). `fuse(z, present)` returns the logits for a dict of
+embeddings. polyfed calls these two methods instead of `forward`, and algorithms that work with embeddings can train the
+module.
 """
 
 import copy
@@ -43,7 +44,10 @@ _FORM = "def __init__(self, shapes, num_outputs), with the keys of module_option
 
 
 class WholeFusion(Fusion):
-    """Uses the user's module as a fusion whose embeddings are the samples themselves.
+    """Uses the user's module as the fusion of a model.
+
+    A fusion normally receives the embeddings of all modalities. If the module has no embeddings, this fusion receives
+    the samples themselves.
 
     Args:
         module: the module.
@@ -194,7 +198,7 @@ def _check_modalities(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
 
 
 def _check_methods(fusion: WholeFusion, what: str) -> None:
-    """Check that the methods of the module that polyfed calls take the arguments that polyfed gives them."""
+    """Check the methods that polyfed calls on the module: each must take the arguments that polyfed gives it."""
     methods = {"encode": ("modality", "x"), "fuse": ("z", "present")}
     for name, arguments in (methods if fusion.encodes else {"forward": ("x", "present")}).items():
         if why := refusal(getattr(fusion.module, name), arguments):

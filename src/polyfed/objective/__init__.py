@@ -1,9 +1,10 @@
 """Objectives: what the model learns to predict, such as classes, labels, numbers, levels or pairs.
 
-In a recipe, the [task] section sets the objective. In polyfed's code, the word *task* means a method that runs on a
-client, so the code uses the word `Objective`. Open `base.py` first. An `Objective` defines the width of the model's
-output, the loss of a batch, the sums from which metrics are computed, and the targets that it accepts. Each kind of
-objective has its own file, and `class_metrics.py` and `ranking.py` hold metrics. See docs/evaluation.md#choose-a-task.
+In a recipe, the [task] section sets the objective. In polyfed's code, the word *task* already means a method that runs
+on a client. The code therefore calls the content of [task] an `Objective`. Open `base.py` first. An `Objective` defines
+the width of the model's output, the loss of a batch, the sums from which metrics are computed, and the targets that it
+accepts. Each kind of objective has its own file, and `class_metrics.py` and `ranking.py` hold metrics. See
+docs/evaluation.md#choose-a-task.
 """
 
 from polyfed.data.columns import Columns

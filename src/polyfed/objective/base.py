@@ -135,7 +135,7 @@ class Objective(ABC):
         return self.measured(sums).get(self.SCORE)
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics of all clients' own test rows together, from the total of their sums."""
+        """Return the metrics over the own test rows of all clients, given the total of the clients' `own_sums`."""
         return self.measured(sums)
 
     @abstractmethod

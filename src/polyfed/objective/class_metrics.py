@@ -69,7 +69,7 @@ def summary(matrix: Tensor, top5_hits: Tensor, loss_sum: Tensor) -> dict[str, fl
 
     Args:
         matrix: confusion matrix (C, C).
-        top5_hits: number of rows from `top_k_hits`.
+        top5_hits: number of rows whose true class has one of the five largest logits; see `top_k_hits`.
         loss_sum: sum of the rows' cross-entropies.
     """
     rows = matrix.sum().clamp(min=1.0)

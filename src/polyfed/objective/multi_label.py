@@ -30,8 +30,8 @@ OWN = COUNTS + 2 * ranking.BINS
 class MultiLabel(Objective):
     """Several labels of 0 and 1 for each row, float32 (N, T). NaN marks an unknown label.
 
-    Labels int64 (N,) of two classes count as one label. The loss is the binary cross-entropy, averaged over all known
-    labels.
+    Class numbers int64 (N,) of two classes are read as a single label with the values 0 and 1. The loss is the binary
+    cross-entropy, averaged over all known labels.
 
     Attributes:
         threshold: a label is predicted if its probability is above this number.
@@ -136,7 +136,7 @@ class MultiLabel(Objective):
         return self.measured(own) | _ranked(bins.cpu())
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's own sums are impossible, or an empty text; see `Objective.flaw`."""
+        """Return why the sums that a client reports cannot be correct, or an empty text; see `Objective.flaw`."""
         own, bins = _parts(sums)
         counts, losses = torch.cat([own[:-2], bins.flatten()]), own[-2:]
         # a loss has no upper bound, but it cannot be negative

@@ -105,7 +105,7 @@ class Ordinal(OfClasses):
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's sum is impossible, or "". The sum of distances has no known upper bound."""
+        """Return why a sum from a client cannot be correct, or "". The sum of distances has no known upper bound."""
         return not_counts(sums.reshape(1), float("inf"))
 
     def decided(self, predicted: Tensor) -> Tensor:

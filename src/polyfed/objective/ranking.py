@@ -1,7 +1,7 @@
 """Ranking metrics: AUROC, average precision and the C-index, exact from all rows or approximate from histograms.
 
-Clients' histograms of scores can be added. A histogram loses the order of scores within a bin. `auroc_of` returns the
-largest error that this loss of order can cause.
+The server can add up the histograms of scores of all clients. A histogram loses the order of scores within a bin.
+`auroc_of` returns the largest error that this loss of order can cause.
 """
 
 import torch
@@ -13,18 +13,18 @@ clipped. These values are polyfed's choice: beyond 8, probabilities differ from 
 
 
 def c_index(truth: Tensor, score: Tensor) -> float | None:
-    """Return the concordance index: the share of pairs with different truth that the scores order correctly.
+    """Return the concordance index: the share of pairs with different true values that the scores order correctly.
 
-    Pairs with equal scores count half. For a truth of 0 and 1, the index is the AUROC. The computation takes O(N log N)
-    steps. Source: Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA 247 (1982). This
-    function does not support censored data.
+    Pairs with equal scores count half. If the true values are only 0 and 1, the index is the AUROC. The computation
+    takes O(N log N) steps. Source: Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA
+    247 (1982). This function does not support censored data.
 
     Args:
-        truth: (N,).
+        truth: the true values (N,).
         score: (N,).
 
     Returns:
-        The index, or None if all truths are equal.
+        The index, or None if all true values are equal.
     """
     y, s = torch.unique(truth, return_inverse=True)[1], torch.unique(score, return_inverse=True)[1]
     n = len(y)

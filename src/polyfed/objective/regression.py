@@ -101,7 +101,11 @@ class Regression(Objective):
         return (each * known).sum(-1), known.sum(-1)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the sums of `MOMENTS` for each target and of `REST`, and the counts for `report = "sentiment"`."""
+        """Return the sums from which `measured` computes the metrics.
+
+        The result holds `MOMENTS` sums for each target, then `REST` sums for the mean loss. If `report` is `sentiment`,
+        the counts of the sentiment metrics follow.
+        """
         known, y = (part.to(torch.float64) for part in known_of(batch.y))
         p = self.predicted(outputs.to(torch.float64))
         gap = p - y
@@ -175,8 +179,9 @@ def moment_scores(
 ) -> dict[str, float]:
     """Return the metrics of one target from its sums (`MOMENTS`). Undefined metrics are left out.
 
-    `pearson` is the correlation. `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), where `cov` and `var`
-    divide by n. Source: Lin, "A concordance correlation coefficient to evaluate reproducibility", Biometrics 45 (1989).
+    `pearson` is the correlation. `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2). Its covariance and its
+    variances divide by n, not by n - 1. Source: Lin, "A concordance correlation coefficient to evaluate
+    reproducibility", Biometrics 45 (1989).
     """
     if n <= 0:
         return {}

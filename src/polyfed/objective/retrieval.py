@@ -91,7 +91,8 @@ class Retrieval(Objective):
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each row's cross-entropy, summed over its pairs of modalities, and the number of pairs.
 
-        The classes of the cross-entropy are the rows of the batch, and the correct class is the row itself.
+        The logits of a row are the similarities between its embedding in one modality and the embeddings of all rows of
+        the batch in the other modality. The correct class is the position of the row itself.
         """
         value = weight = outputs.new_zeros(outputs.shape[0])
         for query, other, both in _pairs(outputs, batch):

@@ -29,8 +29,8 @@ def looks_like(label: Tensor) -> str:
 def doubtful_targets(columns: Columns) -> str:
     """Return a remark on targets that may be class numbers in another form, or an empty text for other labels.
 
-    One such form is one whole number a row, of a float type. Another is one-hot: T numbers a row, one of them 1 and the
-    others 0. `looks_like` takes both for targets.
+    In one such form, each row has one number, which is whole but stored as a float. The other form is one-hot: each row
+    has T numbers, one of them 1 and the others 0. `looks_like` takes both forms for targets.
     """
     label = columns.label
     if not label.is_floating_point():

@@ -23,8 +23,9 @@ class Accounting:
         accountant: `rdp` or `pld`.
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
-        swing: by how many clip norms the result of a use changes if the data of one unit changes. It is 1 if the data
-            is left out, so that the unit adds zero. It is 2 if the data is replaced by other data.
+        swing: the sensitivity of one use: by how many clip norms the sum that it computes changes if the data of one
+            unit changes. The sensitivity is 1 if the data of the unit is left out, because the unit then adds zero to
+            the sum. It is 2 if the data of the unit is replaced by other data.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -88,11 +89,11 @@ def _library() -> Any:
 
 
 def _fresh(accounting: Accounting) -> Any:
-    """Make an accountant of the library.
+    """Make a new accountant with the library dp-accounting.
 
-    For most runs, one of two neighbours leaves out the data of one unit, so that the unit adds zero (the library calls
-    this zero-out). For a cohort that is drawn in secret, the library requires neighbours that differ by the replacement
-    of one unit by another.
+    Differential privacy compares two neighbouring data sets. For most runs, the second data set is the first one
+    without the data of one unit, so the unit adds zero (the library calls this zero-out). If the cohort is drawn in
+    secret, the library requires that the second data set replaces one unit by another unit.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL
@@ -102,7 +103,7 @@ def _fresh(accounting: Accounting) -> Any:
 
 
 def _event(accounting: Accounting, noise_multiplier: float, count: int) -> Any:
-    """Describe `count` uses of a unit's data to the library."""
+    """Return the library's event for this number (`count`) of uses of a unit's data."""
     dp = _library()
     one = dp.GaussianDpEvent(noise_multiplier / accounting.swing)
     if accounting.cohort is not None:

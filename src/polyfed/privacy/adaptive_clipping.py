@@ -34,7 +34,8 @@ class AdaptiveClipping:
         """Return the rule. The default of `count_noise` depends on the expected size of the cohort.
 
         Raises:
-            RecipeError: the noise is larger than the cohort, so the clip norm would follow only noise.
+            RecipeError: the standard deviation of the noise in the count is larger than the expected number of clients
+                in the cohort. The clip norm would then follow only noise.
         """
         noise = COUNT_NOISE * cohort if count_noise is None else count_noise
         if noise > cohort:
@@ -52,7 +53,7 @@ class AdaptiveClipping:
         the noise multiplier 2 sigma_b, and both results together are one Gaussian mechanism with noise multiplier z.
 
         Args:
-            noise_multiplier: z, which the accountant counts.
+            noise_multiplier: z, the noise multiplier from which the accountant computes epsilon.
 
         Raises:
             RecipeError: sigma_b is at most z / 2, so the count alone would spend more than z allows.
@@ -74,8 +75,8 @@ class AdaptiveClipping:
 
         Args:
             norm: C, the clip norm of this round.
-            centred_count: sum over the clients of +1/2 for an update below the clip norm, or -1/2 for an update above
-                it, with noise. A client that sent nothing adds 0.
+            centred_count: a noisy sum over the clients. A client adds +1/2 if its update is below the clip norm, -1/2
+                if the update is above it, and 0 if the client sent nothing.
             cohort: the expected size of the cohort, a constant.
         """
         share = centred_count / cohort + 0.5

@@ -95,7 +95,7 @@ class Announced:
         destination: `server` or `silo`.
         allowed: whether the policy allows the part to go to its destination.
         fix: the line of the policy file that would allow the part; empty if it is allowed.
-        tells: a note on data that the part reveals and its kind does not suggest; usually empty.
+        tells: what the part reveals in addition to what its kind suggests; usually empty.
         masked: whether the part is masked, so that the server reads only its sum over several clients.
         random: whether the part holds only random numbers that depend on no data.
     """
@@ -185,7 +185,7 @@ class Announcement:
         )
 
     def private_refusal(self, reply: Message, client: int) -> str:
-        """Return the text that refuses a reply with private parameters. The text is empty for a reply without them."""
+        """Return the error message if a reply holds private parameters, or an empty text if it holds none."""
         for field, name, _ in tensors(reply) if self.private.names else ():
             if reply.kinds[field] in OF_THE_MODEL and name in self.private.names:
                 return (
@@ -222,7 +222,7 @@ class Announcement:
         )
 
     def _unprotected(self, where: str, task: str, part: Crossing) -> str:
-        """Return the refusal of a part without the protection that the device demands; empty if it is protected."""
+        """Return the error message if a part lacks the protection that the device demands, or else an empty text."""
         said = self.answers[task][0].declared[part.field]
         why = self.required.lack(task, part.field, said, self.mechanism)
         if not why:

@@ -5,9 +5,9 @@ run. `audit.jsonl` has a line for every part of a message and, on a device, for 
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 
-Lines are written in groups. A device writes a group for each request, and a server writes a group for each round. A
-group ends with a seal: a line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too. It
-holds the length of the log, so that verification notices lines that are missing at the end.
+Lines are written in groups. A device writes a group for each request, and a server writes a group for each round. The
+last line of each group is its seal, which is signed with the key of the log (Ed25519). `audit-head.json` is signed too.
+It holds the length of the log, so that verification notices lines that are missing at the end.
 
 A device writes its group to the disk before its reply leaves. The reply carries the hash of the seal, and the server
 writes this hash into its own rows. So nobody can rewrite one log unnoticed while the other log exists. Anybody who has

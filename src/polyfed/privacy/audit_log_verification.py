@@ -20,7 +20,7 @@ class Verified:
     """The summary of an undamaged log.
 
     Attributes:
-        rows: number of rows: parts of messages that were received, sent or refused.
+        rows: number of rows. Each row describes a part of a message that was received, sent or refused.
         seals: number of signed lines.
         first: time of the first line, or "" if the log is empty.
         last: time of the last line, or "" if the log is empty.

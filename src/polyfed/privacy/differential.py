@@ -21,8 +21,9 @@ class Privacy:
             is the difference between its trained and its received parameters. `example` protects one row: the client
             clips the gradient of each row in every training step (DP-SGD).
         delta: the probability with which the guarantee may fail. It must be below 1 / (number of clients or rows).
-        epsilon: the budget. Without `noise_multiplier`, the accountant finds the noise with which all rounds spend this
-            epsilon. With `noise_multiplier`, the run stops before a round that would spend more.
+        epsilon: the budget for all rounds together. Without `noise_multiplier`, the accountant finds the noise with
+            which all rounds together spend this budget. With `noise_multiplier`, the run stops before a round that
+            would exceed the budget.
         noise_multiplier: standard deviation of the noise as a multiple of `clip_norm`.
         clip_norm: largest 2-norm of an update, or of the gradient of a row.
         clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to

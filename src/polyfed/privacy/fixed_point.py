@@ -72,7 +72,7 @@ class Scale:
         return np.asarray(whole).astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
 
     def real(self, sums: np.ndarray) -> np.ndarray:
-        """Return the sums of real numbers that unsigned integers stand for, in float64."""
+        """Convert sums of unsigned integers to the real numbers that these integers encode, in float64."""
         return np.asarray(sums.view(SIGNED[self.bits]).astype(np.float64) * 2.0**-self.exponent)
 
     def error(self, num: int) -> float:

@@ -107,7 +107,7 @@ class EgressGate:
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
     """Refuse a message of the server if a tree that is neither parameters nor gradients has names with dots.
 
-    Only names of a model have dots.
+    Only the names of a model's parameters and buffers contain dots, as in `image.0.weight`.
     """
     for part in parts:
         if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):

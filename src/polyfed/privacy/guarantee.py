@@ -16,7 +16,7 @@ PROTECTED, UNPROTECTED, WITHHELD = "protected", "unprotected", "withheld"
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What a run promises about one client or one row.
+    """The differential privacy that a run guarantees for one client or one row.
 
     Attributes:
         spec: the section [privacy].
@@ -41,15 +41,16 @@ class Guarantee:
 
     @property
     def unprotected(self) -> list[Announced]:
-        """The parts of replies that leave clients without protection."""
+        """The parts of replies that clients send without protection."""
         return [part for part, state in self.parts if state == UNPROTECTED]
 
     def epsilon(self, rounds: int, block: str | None = None) -> float:
         """Return the epsilon of this number of rounds, in total or on one block of the model.
 
-        A block has an epsilon of its own only in the first round with `unit = "client"`. From the second round on, its
-        update depends on what all other blocks have already revealed, so only the total is valid. With
-        `unit = "example"`, the same is true for the second training step of the first epoch.
+        With `unit = "client"`, a block has an epsilon of its own in the first round only. From the second round on, the
+        update of a block depends on what all other blocks have already revealed, so only the total is valid. With
+        `unit = "example"`, a block never has an epsilon of its own, because even the second training step depends on
+        what the first step has revealed about all blocks.
         """
         clip = self.mechanism.clip
         alone = self.spec.unit == "client" and rounds * self.accounting.uses <= 1
@@ -96,7 +97,10 @@ class Guarantee:
 
     @property
     def _adaptive(self) -> dict[str, float]:
-        """The noise that adaptive clipping splits epsilon into; empty without adaptive clipping."""
+        """The entries `update_noise` and `count_noise`; empty without adaptive clipping.
+
+        Adaptive clipping divides epsilon between the noise in the updates and the noise in the count.
+        """
         rule = self.mechanism.adaptive
         return {} if rule is None else {"update_noise": self.mechanism.update_noise, "count_noise": rule.count_noise}
 
@@ -108,7 +112,7 @@ class Guarantee:
 
     @property
     def protects(self) -> str:
-        """The fact that nobody can learn with certainty from the result, in plain words."""
+        """What nobody can learn with certainty from the result of the run, in plain words."""
         swing = self.accounting.swing == 2
         if self.spec.unit == "client":
             return "which data one client used" if swing else "whether one client's data was used at all"

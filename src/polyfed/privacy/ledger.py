@@ -1,8 +1,8 @@
 """The ledger: one row for each part of a message that a client received, sent or was not allowed to send.
 
-If a request goes to several clients, their rows differ only in the client's number. So the ledger stores them as one
-entry with the clients and the parts of the message, and makes the rows on demand. A request to 50 clients takes one
-entry, not four hundred dictionaries.
+If a request goes to several clients, the ledger rows of these clients differ only in the client's number. So the ledger
+stores all rows of the request as one entry with the clients and the parts of the message, and makes the rows on demand.
+A request to 50 clients takes one entry, not four hundred dictionaries.
 """
 
 import json
@@ -29,7 +29,8 @@ class Entry:
         destination: `server`, `silo` or `client`.
         allowed: for each part, whether it may be sent.
         contents: for each part, its SHA-256, or an empty text if the part was refused. Without an audit log: ().
-        seal: on the server, the hash of the seal (signed line) after these rows in the device's audit log.
+        seal: only in the server's ledger: a hash that came with the reply. The device writes the rows of a message to
+            its audit log, followed by a signed line, the seal. The hash is that of the seal.
     """
 
     round: int
@@ -49,7 +50,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all `clients` sent or received together."""
+        """Total number of bytes that all `clients` sent or received."""
         return self.bytes_each * len(self.clients)
 
 

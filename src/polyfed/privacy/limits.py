@@ -48,7 +48,8 @@ class Limits:
     Attributes:
         min_rows: least number of training rows that the client must have to take part.
         min_batch_size: least number of rows in a batch of local training. The last batch of an epoch may be smaller,
-            because a step on a full batch always precedes it. A batch from `ClientData.batch` may not be smaller.
+            because a step on a full batch always precedes it. Every batch from `ClientData.batch` must have at least
+            this number of rows.
         min_steps: least number of optimiser steps of local training within one request.
         max_rounds: the last round of a run in which the client answers.
         max_requests: most requests that the client answers in one round. Repeated requests count.
@@ -219,7 +220,8 @@ class LimitGuard:
     def add_training(self, steps: int, result: TrainingResult, after: TrainingResult | None) -> None:
         """Count the steps of local training.
 
-        If `after` is a result of the same request, its training continues, and the steps of both count together.
+        If `after` is a result of the same request, this training continues from that result. The steps of the earlier
+        training and of this training then count together.
         """
         before = 0 if after is None else self._steps.pop(id(after), 0)
         if before + steps:
@@ -267,7 +269,7 @@ class LimitedClientData(ClientData):
         return found
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Fold over the rows without a check, because a fold does not train; see `ClientData.fold`."""
+        """Call the fold of the dataset; see `ClientData.fold`. No limit is checked, because a fold does not train."""
         return self._view.fold(step, carry, batch_size=batch_size)
 
     def at(self, rows: Tensor) -> ClientData:

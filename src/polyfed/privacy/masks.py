@@ -29,7 +29,7 @@ def require_libraries() -> None:
     """Check that the libraries are installed.
 
     Raises:
-        RecipeError: one of them is missing. The text names the extra.
+        RecipeError: one of the libraries is missing. The text names the extra of polyfed that installs them.
     """
     for name in ("Crypto.Protocol.SecretSharing", "cryptography.hazmat.primitives.ciphers.aead"):
         try:

@@ -67,7 +67,7 @@ class Mechanism:
         return PerSample(self.clip, self.deviation, self.secure)
 
     def covers(self, task: str, field: str) -> bool:
-        """Return whether noise that the client adds protects a field of a reply, or the client fills it with zeros."""
+        """Return whether the client protects a field of its reply: it adds noise to the field or fills it with 0."""
         by_noise = not self.central and field in self.protected.get(task, ())
         return by_noise or field in self.withheld.get(task, ())
 

@@ -11,10 +11,10 @@ A block is a modality, `shared` or `labels`. In a recipe or a policy file, a pol
 Each line inside a table is a row of the policy. A row in `[egress."*"]` applies to every modality that has no row of
 its own for the destination. It does not apply to `shared` or `labels`.
 
-If a block has a row for a destination, only that row counts. Without a row, a modality may send parameters, gradients
-of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send one of these three kinds
-only if every modality of the client may send this kind. The reason is that the shared layers read all modalities of
-the client, and gradients of these layers can reveal the data.
+If the policy has a row for a block and a destination, this row alone decides what the block may send there. Without a
+row, a modality may send parameters, gradients of parameters and statistics, and `labels` may send nothing. Without a
+row, `shared` may send one of these three kinds only if every modality of the client may send this kind. The reason is
+that the shared layers read all modalities of the client, and gradients of these layers can reveal the data.
 
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
@@ -82,7 +82,10 @@ class Policy:
         return cls(spread | own)
 
     def for_client(self, modalities: Iterable[str]) -> "Policy":
-        """Return the policy of a client with these modalities. Its `shared` inherits only from their rows."""
+        """Return the policy of a client with these modalities.
+
+        If the policy has no row for `shared`, only the rows of these modalities limit what `shared` may send.
+        """
         return replace(self, owned=frozenset(modalities))
 
     def kinds(self, block: str, destination: str) -> frozenset[str]:
@@ -102,9 +105,9 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Return which rows of modalities forbid `shared` to send these kinds.
+        """Return a text that lists the modalities whose rows in the policy do not let `shared` send these kinds.
 
-        The text is empty if `shared` has a row of its own, or if the kinds may leave.
+        The text is empty if the policy has a row for `shared` itself, or if no modality forbids one of the kinds.
         """
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
@@ -146,7 +149,9 @@ class Policy:
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """Yield a sentence for each destination to which a modality's row forbids `shared` to send something.
+        """Yield sentences that explain why `shared` may not send something: a modality's row in the policy forbids it.
+
+        There is at most one sentence for each destination.
 
         Args:
             refused: the (kind, block, destination) triples that the policy forbids.

@@ -48,7 +48,7 @@ class Requirements:
     unprotected: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that no option lacks the option that it belongs to.
+        """Check the ranges of the options, and that an option is not set without the other options that it needs.
 
         Raises:
             RecipeError: an option is out of range, or needs another option.
@@ -83,7 +83,7 @@ class Requirements:
         return tuple(f"{name} = {str(value).lower() if value is True else value}" for name, value in shown.items())
 
     def lack(self, task: str, field: str, said: Declared, mechanism: Mechanism | None) -> str:
-        """Return which required protection a part of a reply lacks, as a clause. The text is empty if it lacks none.
+        """Return a clause that says which required protection a part of a reply lacks, or "" if it lacks none.
 
         Args:
             task: name of the task.
@@ -100,7 +100,7 @@ class Requirements:
         return ""
 
     def fix(self, kind: str) -> str:
-        """Return the line of the policy file with which a kind would leave without protection."""
+        """Return a line for the policy file that allows the device to send this kind of data without protection."""
         listed = ", ".join(f'"{known}"' for known in (*self.unprotected, kind))
         return f"[require] unprotected = [{listed}]"
 

@@ -1,4 +1,4 @@
-"""Reports: reads the folders of runs, draws pages about them, and compares runs.
+"""Reports: reads the folders of runs, writes HTML pages about them, and compares runs.
 
 Reading a folder:
 
@@ -11,8 +11,8 @@ Reading a folder:
 Several runs:
 
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
-- `study_folder`: the runs of a study, with their names. `labels`: names for groups that no study names, from the
-  options in which these groups differ.
+- `study_folder`: the runs of a study, with their names. `labels`: for groups without a name in a study, names that
+  consist of the options in which the groups differ.
 - `significance`: paired tests, Holm's correction, ranks. `paired_differences`: these tests, applied to a comparison.
 - `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON. `figures`: a comparison as SVG and PDF.
 - `score_against_cost`: scores over rounds, bytes and simulated seconds.

@@ -24,7 +24,8 @@ class Sender:
         modalities: the modalities of the client. None if run.json does not list the client.
         sent: bytes sent in total.
         share: `sent` in percent of the largest `sent` of all clients.
-        parts: for each kind (a column of the table), the bytes and a text that lists their blocks.
+        parts: for each kind of data (a column of the table), the bytes that the client sent, and a text with the bytes
+            of each block.
         received: bytes received in total.
     """
 

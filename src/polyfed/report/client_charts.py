@@ -108,10 +108,11 @@ def picks(past: History, modalities: Sequence[str], num_clients: int) -> list[Ch
 
 
 def _times(times: Sequence[int], num_clients: int) -> Chart:
-    """In how many rounds each client was asked.
+    """Draw in how many rounds each client was asked.
 
     Args:
-        times: for each client that was asked, the number of these rounds, in ascending order.
+        times: for each client that was asked at least once, in how many rounds it was asked. The numbers are in
+            ascending order.
         num_clients: the number of all clients. If a chart cannot show all of them, neighbours share a point.
     """
     num = max(num_clients, len(times))  # a damaged run.json may say less

@@ -32,12 +32,12 @@ OWN_MODELS = "metrics.global_by_client."
 
 @dataclass(frozen=True)
 class Cell:
-    """A number over the runs of a group.
+    """Mean and spread of one value, such as the accuracy, over the runs of a group.
 
     Attributes:
         mean: arithmetic mean.
         spread: sample standard deviation, which is 0 for a single run.
-        n: the number of runs that have this number. If folds are pooled, the number of seeds.
+        n: the number of runs that have this value. If folds are pooled, the number of seeds.
         of: the number of runs, or seeds, in the group.
     """
 
@@ -70,7 +70,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Return the title, with the unit if the cells have no unit."""
+        """Return the title, with a "%" if the column holds shares, because cells are written without "%"."""
         return f"{self.title} %" if self.unit == "share" else self.title
 
     @property
@@ -90,8 +90,8 @@ class Group:
         folds: the fold of each run, as `fold_of` writes it. An empty string if the data has no folds.
         cells: column name -> cell.
         method: the label without its part about the data and the clients.
-        scenario: what describes the data and the clients: their name in the study, or the options that differ. Empty if
-            all groups have the same scenario.
+        scenario: a label for the data and the clients: the scenario's name in the study, or else the options in which
+            the scenarios of the groups differ. Empty if all groups have the same scenario.
         metrics: the metrics that the study reports in this scenario. Empty if there is no study.
     """
 
@@ -136,10 +136,10 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return why a number may mislead.
+        """Return warnings about values that readers of the comparison could misunderstand.
 
-        Three things mislead: scores of clients' own models beside those of a global model, runs of a group with
-        different data, and runs that repeat a seed and fold.
+        There is a warning if scores of clients' own models stand beside scores of a global model, if the runs of one
+        group do not have the same data, and if several runs of a group have the same seed and fold.
         """
         found = []
         for group in self.groups:
@@ -160,7 +160,7 @@ class Comparison:
         return tuple(found)
 
     def cell(self, group: Group, column: Column) -> str:
-        """Return a cell as text, which contains n if some runs of the group lack the number."""
+        """Return a cell as text, with "(n=...)" at the end if only n of the group's runs have this value."""
         cell = group.cells.get(column.name)
         fewer = f" (n={cell.n})" if cell is not None and cell.n < cell.of else ""
         return (MISSING if cell is None else cell.text(column.unit)) + fewer

@@ -11,8 +11,8 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""The largest number of different pairs of a client and the rest of a row that are counted before they are summed up.
-It limits the memory if every row has a different shape."""
+"""The largest number of different pairs (client, tail of a row) that are counted before they are summed up. It limits
+the memory if every row is different. The tail is the text of a row from the key "message" on."""
 
 CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
 """The texts that stand before the numbers of the client, the round and the request in a row."""
@@ -58,8 +58,9 @@ class Egress:
 def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    The start of a row (run, round, ask, client) differs from row to row. The rest of a row, from "message" on, is the
-    same in thousands of rows. Pairs of client and rest are counted as text, and each rest is parsed once.
+    Each row is a line of JSON. The start of a row (run, round, ask, client) differs from row to row. The tail of a row
+    begins with the key "message", and thousands of rows have the same tail. For each client, the function therefore
+    counts how often each tail occurs as text. It parses each different tail only once.
 
     Args:
         folder: the run.
@@ -86,7 +87,10 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often each pair of client and rest occurred, and the number of the first line with each rest."""
+    """How often each tail of a row occurs for each client, and the number of the first line with each tail.
+
+    The tail is the text of a row from the key "message" to the end.
+    """
 
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     first_seen: dict[str, int] = field(default_factory=dict)
@@ -97,18 +101,18 @@ def _evaluates(line: str, requests: Mapping[int, int]) -> bool:
     try:
         return int(_text(line, ASK)) >= requests.get(int(_text(line, ROUND)), LIMIT)
     except ValueError:
-        return False  # a damaged row, which is reported when its rest is parsed
+        return False  # a damaged row, which is reported when its tail is parsed
 
 
 def _text(line: str, key: str) -> str:
-    """The text of a number in the start of a row."""
+    """Return the text of the number that follows `key` in a row."""
     start = line.find(key) + len(key)
     return line[start : line.find(",", start)]
 
 
 @dataclass(frozen=True)
 class _Tail:
-    """The content of a row from "message" on."""
+    """The parsed tail of a row: the values of "message" and of all keys after it."""
 
     place: Place
     message: tuple[str, str, str, str]

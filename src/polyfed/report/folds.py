@@ -70,9 +70,9 @@ def pooled_uars(folders: Sequence[Folder]) -> list[float]:
 def rounds_to(folder: Folder, reach: float) -> int | None:
     """Return the first evaluated round whose accuracy on the global test set is at least `reach`, or None.
 
-    For an algorithm without a global model, the mean accuracy over clients' own test rows counts. If the run evaluates
-    every n rounds, the result can be up to n - 1 rounds late. The result is also None if the run's score is not the
-    accuracy.
+    If an algorithm has no global model, the function uses the mean accuracy over clients' own test rows instead. If the
+    run evaluates every n rounds, the result can be up to n - 1 rounds late. The result is also None if the run's score
+    is not the accuracy.
     """
     if folder.headline.score != "accuracy":
         return None
@@ -88,6 +88,6 @@ def rounds_to(folder: Folder, reach: float) -> int | None:
 
 
 def check_reach(reach: float) -> None:
-    """Refuse an accuracy that is not above 0 and at most 1."""
+    """Refuse an accuracy of 0 or less, or of more than 1."""
     if not 0.0 < reach <= 1.0:
         raise RecipeError(f"--reach {reach:g}: must be an accuracy above 0 and at most 1, as in --reach 0.5")

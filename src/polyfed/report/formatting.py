@@ -31,7 +31,7 @@ def number_of(value: float | None, unit: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun. The noun gets an `s` unless the number is 1.
+    """Return a text of a number and a noun. The noun gets an `s` unless the number is 1.
 
     >>> counted(1, "round"), counted(30, "round")
     ('1 round', '30 rounds')

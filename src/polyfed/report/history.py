@@ -29,7 +29,7 @@ class Frames:
 
     Attributes:
         rounds: the rounds whose matrices are kept, ascending.
-        tables: the matrix in each of these rounds.
+        tables: for each entry of `rounds`, the matrix of this round.
         stride: n, if every n-th matrix is kept. The last matrix is always kept.
     """
 
@@ -108,7 +108,7 @@ class History:
         return next((v for v in reversed(self.columns.get(name, [])) if v is not None), None)
 
     def group(self, prefix: str) -> dict[str, list[float | None]]:
-        """The columns whose name starts with `prefix`, by the rest of their name."""
+        """The columns whose name starts with `prefix`. The keys are the names without this prefix."""
         return {n.removeprefix(prefix): v for n, v in self.columns.items() if n.startswith(prefix)}
 
 

@@ -21,8 +21,8 @@ class Leakage:
 
     Attributes:
         facts: the content of leakage.json.
-        rows: the attacks with numbers.
-        others: sentences about the attacks without numbers.
+        rows: the attacks whose success was measured.
+        others: sentences that state why the other attacks were not measured.
     """
 
     facts: Mapping[str, Any]
@@ -44,7 +44,7 @@ def leakage_of(folder: Folder) -> Leakage | None:
 
 
 def unmeasured(findings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each reason why attacks have no number. The sentence names the attacks, kinds and blocks."""
+    """One sentence for each reason why attacks were not measured. The sentence names the attacks, kinds and blocks."""
     found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for one in findings:
         if one["status"] != "measured":

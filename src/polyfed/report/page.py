@@ -133,7 +133,7 @@ def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence |
     Args:
         comparison: the comparison.
         path: the file to write.
-        proof: the tests. None uses the defaults of `evidence`.
+        proof: the tests. If None, they are `evidence(comparison)`.
 
     Returns:
         The path of the page.

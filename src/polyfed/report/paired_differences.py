@@ -48,8 +48,8 @@ class Evidence:
     """The tests of a comparison.
 
     Attributes:
-        metrics: the metric of each scenario. If some runs have only a later metric of the study's list, the name of the
-            metric lists all metrics that were used.
+        metrics: the metric of each scenario. A study may list several metrics, and the score of a run is the first of
+            them that the run has. If the runs of a scenario use different metrics, the name lists all of them.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
         methods: the ranked methods.
@@ -68,7 +68,7 @@ class Evidence:
 
     @property
     def metric(self) -> str:
-        """Return the metrics of all scenarios, with "or" between them."""
+        """Return the names of the scenarios' metrics as one text, such as `accuracy or macro_f1`."""
         return " or ".join(dict.fromkeys(metric.name for metric in self.metrics.values()))
 
     @property
@@ -157,7 +157,7 @@ def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], flo
 
 
 def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[str, ...]]:
-    """Return the metrics of each group. The first metric that a run has is used.
+    """Return the metrics of each group, in order. The score of a run is the first of these metrics that the run has.
 
     Raises:
         RecipeError: no run has the metric.
@@ -181,7 +181,7 @@ def metric_by_scenario(comparison: Comparison, metrics: Sequence[Sequence[str]])
 
 
 def _metric_of(groups: Sequence[tuple[Group, Sequence[str]]]) -> Metric:
-    """Return the metric of a scenario. Its direction and unit are those of the first metric that a run has."""
+    """Return the metric of a scenario. If its runs use different metrics, the first run decides direction and unit."""
     firsts = (first_metric(folder.result, words) for group, words in groups for folder in group.folders)
     used = [first[0] for first in firsts if first is not None] or [Metric.of(groups[0][1][0])]
     return replace(used[0], name=" or ".join(dict.fromkeys(metric.name for metric in used)))

@@ -15,16 +15,19 @@ MOST_ROWS, MOST_COLUMNS = 60, 120
 
 @dataclass
 class Participation:
-    """Counts of pairs of client and round, per cell of the grid.
+    """The clients that took part in each round, counted on a grid.
+
+    A row of the grid is a group of neighbouring clients, and a column is a group of consecutive rounds. Each cell
+    counts the pairs (client, round) that fall into it. All arrays have the shape (rows, columns) of the grid.
 
     Args:
         num_clients: number of clients.
         num_rounds: number of rounds that the grid covers.
 
     Attributes:
-        asked: (rows, columns), pairs in which the client was asked.
-        missing: (rows, columns), pairs in which the client was asked but gave no usable reply.
-        trained: block -> (rows, columns), pairs in which the client sent parameters of this block.
+        asked: in each cell, the number of pairs in which the client was asked in the round.
+        missing: in each cell, the number of pairs in which the client was asked but gave no usable reply.
+        trained: block -> in each cell, the number of pairs in which the client sent parameters of this block.
     """
 
     num_clients: int

@@ -208,7 +208,7 @@ def round_numbers(row: dict[str, Any], head: Headline = ACCURACY) -> dict[str, s
 
     Args:
         row: the row of rounds.jsonl.
-        head: the metrics by which the run is judged.
+        head: the headline of the run: its main metric, with title and unit.
     """
     metrics: dict[str, dict[str, float]] = row.get("metrics", {})
     numbers = {"cohort": str(len(row["cohort"]))}

@@ -53,8 +53,8 @@ class _Client:
     """The rows of one client in one log.
 
     Attributes:
-        up: how often the log has each row that left the client.
-        down: how often the log has each row that the client received.
+        up: rows about parts of messages that the client sent. The count says how often the log contains the row.
+        down: the same for parts of messages that the client received.
     """
 
     up: Counter[Row] = field(default_factory=Counter)

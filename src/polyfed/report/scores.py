@@ -111,7 +111,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of result.json, as the runs of one scenario have it.
+    """A metric of result.json, and how to read its values. All runs of one scenario share these facts.
 
     Attributes:
         name: the metric, such as `global.uar`.

@@ -1,8 +1,8 @@
 """Tests over paired scores: differences with intervals, Holm's correction, mean ranks with a critical difference.
 
-Every number comes from SciPy, except Holm's correction, which SciPy does not have. Sources: J. Demšar, Statistical
-comparisons of classifiers over multiple data sets, JMLR 7 (2006), for ranks; S. Holm, A simple sequentially rejective
-multiple test procedure, Scandinavian Journal of Statistics 6 (1979).
+Every number comes from SciPy, except Holm's correction, which SciPy does not have. Source for the ranks: Demšar,
+"Statistical comparisons of classifiers over multiple data sets", JMLR 7 (2006). Source for the correction: Holm, "A
+simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979).
 """
 
 import math
@@ -128,7 +128,7 @@ def mean_ranks(scores: Sequence[Sequence[float]], *, lowest: bool = False) -> Me
 
 
 def critical_difference(methods: int, blocks: int) -> float:
-    """The difference of mean ranks from which Nemenyi's test calls two methods different at 5 % (Demšar, Eq. 6).
+    """The smallest difference of mean ranks that is significant at 5 % in Nemenyi's test (Demšar, Eq. 6).
 
     Args:
         methods: the number of methods K.

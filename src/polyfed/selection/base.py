@@ -1,8 +1,9 @@
 """`Selector`: the base class of the rules that choose the cohort of a round, and `Uniform`, the default rule.
 
 A method calls a selector's hooks in this order: `start` once at the beginning; in every round `choose`, then `learn`
-after the cohort has answered, and `weigh` when replies are averaged. A selector is frozen. The facts that it needs from
-earlier rounds are its memory. The method keeps this memory in the server state.
+after the cohort has answered, and `weigh` when replies are averaged. A selector is frozen, so it cannot store facts
+from earlier rounds itself. Its hooks receive and return these facts as its memory, which the method keeps in the server
+state.
 """
 
 import math
@@ -55,7 +56,7 @@ class Selector(ABC):
         return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
 
     def enough(self, fed: Federation) -> int | None:
-        """Return how many replies close a request to the cohort. None means that the server waits for all replies."""
+        """Return after how many replies the server stops waiting for the cohort. None: it waits for all replies."""
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:
@@ -73,7 +74,7 @@ class Selector(ABC):
         return min(wanted, len(fed.clients.eligible))
 
     def start(self, params: Tree) -> Any:
-        """Return the first memory: a Tree, or nested containers and dataclasses of tensors and numbers."""
+        """Return the memory before round 1: a Tree, or nested containers and dataclasses of tensors and numbers."""
         return {}
 
     @abstractmethod
@@ -122,7 +123,7 @@ class Uniform(Selector):
 
 
 def must_be_uniform(selector: Selector, method: str) -> None:
-    """Refuse a selector other than `Uniform` for a method without a global model that every client trains.
+    """Refuse a selector other than `Uniform`, for a method whose clients do not all train one global model.
 
     Args:
         selector: the selector.

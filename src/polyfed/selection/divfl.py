@@ -98,7 +98,7 @@ class DivFl(Selector):
 
     @property
     def single_replies(self) -> str:
-        """Why the selector needs single replies: it compares the clients' updates."""
+        """Why the server has to read the reply of each client: the selector compares the clients' updates."""
         return "[selection] divfl compares the updates of single clients"
 
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
@@ -113,7 +113,7 @@ class DivFl(Selector):
         return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Return the weight of each client i: the size |C_i| of its cluster under `clusters`, else that in `weights`.
+        """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 
         The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Only clients that
         have sent a vector count. The mean divides by the sum of the weights, which gives the gamma_i = |C_i| / K of the

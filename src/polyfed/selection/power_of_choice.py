@@ -95,7 +95,7 @@ class PowD(Selector):
 
     @property
     def single_replies(self) -> str:
-        """Why the selector needs single replies: it compares the clients' losses."""
+        """Why the server has to read the reply of each client: the selector compares the clients' losses."""
         return "[selection] pow-d compares the losses of single clients"
 
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:

@@ -7,8 +7,8 @@ three greedy algorithms. `greedy` tries every candidate in each pass. `lazy_gree
 evaluations (Minoux, 1978). `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015).
 DivFL (Balakrishnan et al., ICLR 2022) uses one matrix D, and CMSFed uses two at the same time.
 
-`Similarity` holds the vectors and D. `Cover` computes the cost of a choice while the choice grows. Page:
-docs/algorithms/selection.md.
+`Similarity` holds the vectors and D. `Cover` holds a set S to which clients are added one by one, and computes its
+cost. Page: docs/algorithms/selection.md.
 
 Shape letters: `N` clients, `P` entries of a vector, `S` candidates.
 """
@@ -49,7 +49,7 @@ class Similarity:
 
     @classmethod
     def empty(cls, num: int, size: int, sketch: int = 0, key: int = 0) -> "Similarity":
-        """Return a similarity without any vectors.
+        """Return a similarity in which no client has sent a vector yet.
 
         Args:
             num: number of clients.
@@ -85,10 +85,11 @@ class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
     The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
-    the two clients lacks, the squared distance is m (s r + 1 - s), where m is the mean squared distance between the
-    clients that have the block. Here, r is the squared distance of the two clients over the blocks that they share,
-    divided by the sum of m over these blocks. s is this sum divided by the sum of m over all blocks. A missing block
-    therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
+    the two clients lacks, the squared distance is estimated as m (s r + 1 - s). Each block has its own m: the mean
+    squared distance in this block between clients that have the block. Let M be the sum of m over the blocks that both
+    clients have. Then r is the squared distance of the two clients over these blocks, divided by M. The weight s is M
+    divided by the sum of m over all blocks. A missing block therefore makes a client neither nearer to the others nor
+    further away (docs/decisions/0017).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
@@ -98,7 +99,7 @@ class BlockSimilarity:
 
     @classmethod
     def empty(cls, num: int, sizes: Mapping[str, int], sketch: int = 0, key: int = 0) -> "BlockSimilarity":
-        """Return a similarity without any vectors.
+        """Return a similarity in which no client has sent a vector yet.
 
         Args:
             num: number of clients.
@@ -166,7 +167,7 @@ def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
 
 
 class Cover:
-    """The facility-location cost of a choice that grows client by client.
+    """The facility-location cost of a set of clients, to which clients are added one by one.
 
     Args:
         distance: D (N, N), symmetric.
@@ -234,12 +235,16 @@ def greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
 
 
 def stochastic_greedy(similarity: Similarity, size: int, pool: Sequence[int], *, of: int, key: int) -> list[int]:
-    """Choose `size` members of the pool: in each pass the best of `of` random candidates."""
+    """Choose `size` members of the pool. Each pass draws `of` random candidates and takes the best of them."""
     return _passes(similarity, size, pool, lambda rest, step: sample(rest, of, keys.key(key, step)))
 
 
 def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Make the choice of `greedy` with fewer evaluations. An old gain is an upper bound, because gains only fall."""
+    """Return the same choice as `greedy`, but evaluate fewer candidates.
+
+    Each candidate has a gain from an earlier pass. It is an upper bound for the candidate's current gain, because gains
+    never increase.
+    """
     cover = Cover(similarity.distance, similarity.known)
     able = [client for client in sorted(pool) if bool(similarity.known[client])]
     chosen = [_take(cover, cover.best(able))] if able and size else []

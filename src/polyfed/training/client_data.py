@@ -68,7 +68,7 @@ class TrainingResult:
         num_steps: number of optimiser steps, a 0-dim int64 tensor.
         carry: the state that `direction` returned in the last step.
         moments: the optimiser's moments, with which `minimise(after=...)` continues.
-        num_epochs: number of epochs, including those of the earlier training that `after` continued.
+        num_epochs: number of epochs; if `minimise(after=...)` continued an earlier training, its epochs are included.
     """
 
     params: Tree
@@ -130,8 +130,8 @@ class ClientData(ABC):
     client axis. All clients of the stack do their steps together:
 
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
-    - The functions are called once for every step of the client with the most steps. A client that has no steps left
-      keeps its parameters, moments and carry. The results that a function computes for this client are discarded.
+    - The functions are called until the client with the most steps has finished. A client that has no steps left keeps
+      its parameters, moments and carry. The results that a function computes for this client are discarded.
     - `loss` and `direction` may be called more or fewer times than there are steps, because their operations are
       recorded and replayed. The functions must not rely on side effects, such as counting their calls.
 
@@ -224,9 +224,9 @@ class ClientData(ABC):
         num_correct = data.fold(step, torch.zeros((), dtype=torch.int64))
         ```
 
-        Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps
-        its carry if the carry is a nested structure of tensors whose shapes `step` does not change. With any other
-        carry, such as a list that grows, the carry also includes the results of `step` on padding.
+        Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. If the carry is a nested structure of
+        tensors and `step` keeps their shapes, a client that has no rows left keeps its carry. With any other carry,
+        such as a list that grows, the carry also includes the results of `step` on padding.
 
         Args:
             step: `step(carry, batch)` returns the new carry.
@@ -290,7 +290,8 @@ def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
 
     Args:
         client: the client's key of the round.
-        purpose: key of the word that says what the numbers are for: `ORDER`, `DROPOUT`, or a word of the task.
+        purpose: what the random numbers are for: `ORDER`, `DROPOUT`, or `keys.key(word)` for a word that the task
+            chooses.
         number: number of the stream, if there are several streams for the same purpose.
     """
     return keys.fold_in(keys.fold_in(client, purpose), number)
@@ -304,7 +305,7 @@ def split_loss(out: Any) -> tuple[Any, Any]:
 def legs(train: Train) -> list[Train]:
     """Split the options of E epochs of training into E options of one epoch each, for `minimise(after=...)`.
 
-    If the options give the number of steps, they cannot be split and are returned unchanged, as the only entry.
+    Options that give a number of steps cannot be split. The result is then a list with the unchanged options.
     """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 

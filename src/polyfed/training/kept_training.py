@@ -54,7 +54,7 @@ class KeptTraining:
         return nested(MOMENT, flat) | {STEPS: self.steps}
 
     def only(self, names: Collection[str]) -> "KeptTraining":
-        """Return the same training run for some of its parameters."""
+        """Return a copy of this training run that holds only the parameters `names` and their moments."""
         moments = {kind: {n: v for n, v in tree.items() if n in names} for kind, tree in self.moments.items()}
         return KeptTraining({n: v for n, v in self.params.items() if n in names}, moments, self.steps)
 
@@ -63,7 +63,7 @@ class KeptTraining:
         return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
-        """Return the training run after the steps of `fit`. Parameters and moments that `fit` lacks do not change."""
+        """Return the state of this training run after `fit`. Parameters and moments that `fit` lacks do not change."""
         params = {name: fit.params.get(name, value) for name, value in self.params.items()}
         moments = {
             kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}

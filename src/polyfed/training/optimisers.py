@@ -142,7 +142,7 @@ class Train:
 
         Args:
             params: the parameters; under `vmap` they must be copies with a client axis.
-            grads: gradient of each parameter to change.
+            grads: gradient of each parameter that the step changes.
             moments: state of the optimiser, made by `moments`.
             lr: learning rate.
             count: number of this step, from 1; under `vmap` a 0-dim tensor.
@@ -189,14 +189,14 @@ class ServerOptimiser:
 
     Attributes:
         optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.
-        lr: the server's learning rate; `none` with 1 is FedAvg.
+        lr: the server's learning rate; FedAvg is `optimiser = "none"` with a rate of 1.
         momentum: momentum of `avgm`.
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment, which starts at tau^2 (Reddi et al. use 1e-3).
-        aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
-            of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
-            `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters by a rule of their own (docs/models.md).
+        aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
+            `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
+            `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).
         lying: `trimmed-mean`, `krum` and `multi-krum` withstand this share of lying clients among a cohort's replies.
         max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
             0 uses the median distance of the replies.
@@ -314,7 +314,7 @@ def refuse_server(server: ServerOptimiser, method: str) -> None:
         method: the method's name, for the error.
 
     Raises:
-        RecipeError: the section sets an option.
+        RecipeError: an option of the section differs from its default.
     """
     if server != ServerOptimiser():
         raise RecipeError(f"[server] has no effect, because {method} averages no models at the server. Remove it")

@@ -40,7 +40,7 @@ class PerSample:
         """Refuse training whose gradient is not the mean of the gradients of single rows.
 
         Raises:
-            RecipeError: gradient accumulation, or a loss that returns its terms.
+            RecipeError: [train] accumulate is above 1, or the method needs a gradient for each term of the loss.
         """
         if job.split or job.train.accumulate > 1:
             what = "[train] accumulate > 1" if job.train.accumulate > 1 else "a method that needs each term's gradient"
@@ -113,7 +113,7 @@ def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[
 
 
 def refuse_batch_facts(aux: Any) -> None:
-    """Refuse a loss that passes a fact about its rows to `direction`, because this fact has no noise.
+    """Refuse a loss that returns `aux`: `direction` would change the gradient by these numbers, which have no noise.
 
     Raises:
         RecipeError: `aux` is not empty.

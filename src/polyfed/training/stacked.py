@@ -79,7 +79,7 @@ class StackedClientData(ClientData):
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
-        replays: whether programs may take the training steps, see `step_replay.py`.
+        replays: whether training steps may be recorded and replayed as programs; see `step_replay.py`.
         privacy: how training protects single rows; None for no protection.
     """
 
@@ -182,7 +182,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
-        """Return what the training steps read; None means no programs. Only the recipe decides whether it is None."""
+        """Return what the training steps read, or None if they may not run as programs. Only the recipe decides."""
         # a trace does not record autocast's decisions, nor a `vmap` inside of the step
         if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None
@@ -298,7 +298,10 @@ def _where(alive: Tensor, new: Any, old: Any) -> Any:
 
 
 def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
-    """Return `old` for clients without rows left, else `new`; always `new` if the carry's layout changes."""
+    """Return the carry after a step: `old` for clients that had no rows left, and `new` for the others.
+
+    If the step has changed the structure or a shape of the carry, return `new` for all clients.
+    """
     (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
     if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
         return new

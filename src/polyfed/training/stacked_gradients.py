@@ -1,4 +1,4 @@
-"""The gradients of a training step of a stack, as functions that run under `torch.func.vmap`."""
+"""Makes the functions that compute a client's gradient in a training step. They run under `torch.func.vmap`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,10 @@ def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., An
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `grad(terms, has_aux=True)` for a dict of scalars, with a gradient Tree for each."""
+    """Return a function like `grad(terms, has_aux=True)`, for a function `terms` that returns a dict of scalars.
+
+    The result has one gradient Tree for each scalar, by the scalar's name.
+    """
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]

@@ -32,13 +32,14 @@ def reproduces(
 def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:
     """Return whether two graphs take the same step in double precision.
 
-    In double precision, rounding is far below the tolerance. Only a wrong graph fails, whatever the numbers are, so the
-    answer is the same in every run. A rewritten graph that cannot run does not agree: a rule may give a tensor other
-    strides, and a view of it may then be impossible.
+    In double precision, rounding errors are far below the tolerance. A correct rewritten graph therefore passes the
+    check whatever the numbers are, and the result is the same in every run. The result is False if the two graphs
+    compute different steps, or if the rewritten graph cannot run. The latter can happen if a rewriting rule gives a
+    tensor other strides, because a view of the tensor may then be impossible.
 
     Args:
-        graph: the operations of a step.
-        rewritten: the operations that may replace them.
+        graph: the operations of a training step.
+        rewritten: the operations that may replace those of `graph`.
         inputs: tensors of the state and the slices.
         outside: tensors that the step closes over.
     """

@@ -16,8 +16,9 @@ from polyfed.training.step_trace import Form, makes_view, written
 class Memory:
     """Facts about the memory of all tensors of a graph, as the graph is now.
 
-    A *root* is a node that makes or brings memory. A view has the roots of its first argument. An operation in place
-    has the roots of the tensors that it writes into.
+    A *root* is a node whose tensor has memory of its own: an input, or an operation that allocates its result. A view
+    shares the memory of its first argument, and therefore has the same roots. An in-place operation has the roots of
+    the tensors that it writes into.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -103,7 +104,10 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
-    """Return the argument of which a node is a view or an entry; empty if the node has memory of its own."""
+    """Return the argument whose memory a node shares, because the node is a view or an entry of this argument.
+
+    The list is empty if the node has memory of its own.
+    """
     takes = node.op == "call_function" and (not is_operation(node) or makes_view(node.target))
     return [node.args[0]] if takes else []  # type: ignore[list-item]
 
@@ -144,7 +148,7 @@ def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
 
 
 def put(before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert an operation before a node. Its result has the form of the node."""
+    """Insert an operation before the node `before`. Both results have the same form."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(op, args, kwargs)
     node.meta["form"] = form(before)

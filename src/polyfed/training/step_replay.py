@@ -1,16 +1,17 @@
-"""Runs the training steps of a stack: each step directly, or all steps by programs.
+"""Runs the training steps of a stack of clients, either directly or by replaying recorded steps.
 
-Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. The
-steps are therefore traced once (`step_trace.py`) and rewritten (`step_rewrite.py`). The resulting program takes every
-step of the same kind, in this local training and in later ones that read the same values (`step_source.py`).
+Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. A
+step is therefore traced once (`step_trace.py`), and its trace is rewritten (`step_rewrite.py`) into a *program*. The
+program then computes all steps of the same kind, in this local training and in later ones that read the same values
+(`step_source.py`).
 
-A rewritten step differs from the direct one in its last bits. Whether a program takes the steps therefore follows from
-the recipe alone. Tracing works on a copy of the state, so the first step of a training is a program's step too. A run
-gives the same bits whether a program was known before or had to be made.
+A program's results differ from those of the direct step in the last bits. A run must give the same bits whether a
+program is already stored or must first be made. The recipe alone therefore decides whether a run uses programs. Tracing
+works on a copy of the state, so the program also computes the first step, from which it was made.
 
-A program must pass three tests before it takes a step. Two traces of the same step must be equal, so a loss that counts
-its calls has no program. The trace must reproduce the step bit for bit. The rewritten trace must agree with the trace
-in double precision (`step_check.py`).
+A program must pass three tests before it is used. Two traces of the same step must be equal. For example, a loss that
+counts its calls fails this test and is computed directly. The trace must reproduce the step bit for bit. The rewritten
+trace must agree with the trace in double precision (`step_check.py`).
 """
 
 from collections import Counter, OrderedDict
@@ -31,15 +32,16 @@ from polyfed.training.step_source import Source
 from polyfed.training.step_trace import Layout, Tracer, Unrecordable
 
 FEW = 16
-"""Fewest steps of a local training that programs take from the first round on. A program costs as much as 10 to 20
-direct steps (docs/decisions/0009-replayed-steps.md), so with this many steps it pays in the first round."""
+"""A local training with at least this many steps uses programs from the first round on. A program costs as much as 10
+to 20 direct steps (docs/decisions/0009-replayed-steps.md), so with this many steps it pays in the first round."""
 
 EARLIER = 40
-"""Programs take the steps of a shorter local training once the earlier rounds had this many steps. A program saves
-about a third of a step, so these rounds could have paid for a program. Short runs therefore make no program."""
+"""A shorter local training uses programs only after the earlier rounds have had this many steps. A program saves about
+a third of a step, so these rounds could have paid for a program. Short runs therefore make no program."""
 
 MANY = 32
-"""Fewest steps if each round has another learning rate. The rate is part of a program, so each round makes its own."""
+"""If the learning rate changes from round to round, a local training needs this many steps to use programs. The rate is
+part of a program, so each round makes its own programs."""
 
 PROGRAMS = 256
 """The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
@@ -57,7 +59,8 @@ class Known:
 
     Attributes:
         program: the program.
-        outside: for each tensor that the step closes over, its place among the tensors of the source, or a number.
+        outside: for each tensor that the step closes over, its index in `Source.tensors`. A 0-dim tensor that the step
+            makes from a number in Python is stored itself.
         value_dim: position of the client axis in the value of the loss; None if all clients have the same value.
         named: objects that the key of the program names by their identity.
     """
@@ -69,7 +72,7 @@ class Known:
 
     @property
     def places(self) -> list[int]:
-        """The places, among the tensors of the source, of the tensors that the step closes over."""
+        """The indices in `Source.tensors` of the tensors that the step closes over."""
         return [place for place in self.outside if isinstance(place, int)]
 
 
@@ -79,14 +82,14 @@ stands for a step that has no program."""
 
 
 def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether programs take the steps of a local training with `num_steps` steps in round `number`, counted from 1.
+    """Whether the steps of a local training with `num_steps` steps in round `number` are computed by programs.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
     Args:
         num_steps: steps of the local training.
         number: the round, from 1.
-        new_rate: whether each round has another learning rate.
+        new_rate: whether the learning rate changes from round to round.
     """
     if new_rate:
         return num_steps >= MANY
@@ -103,7 +106,7 @@ def run(
         state: nested structure of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: kind of each step; Python takes the same branches in all steps of one kind.
-        source: what a step reads; if None, no programs are used.
+        source: what a step reads, by which programs are found; if None, all steps are computed directly.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
@@ -161,7 +164,7 @@ class Replay:
             _known.popitem(last=False)
 
     def lacks(self, kind: Hashable) -> bool:
-        """Whether it is not yet known if this kind of step has a program."""
+        """Whether this kind of step must still be traced, because nothing is stored about it."""
         return self._name(kind) not in self._here
 
     def learn(self, kind: Hashable, first: "Recording", second: "Recording") -> None:
@@ -180,15 +183,15 @@ class Replay:
         return found
 
     def _shares(self, made: Known | None) -> bool:
-        """Whether a tensor of a program has several places among the tensors of the source.
+        """Whether a tensor that a program reads occurs several times in `Source.tensors`.
 
-        In the first round, for instance, the server's model is also the initial model. Such a program is only for
-        training runs that share tensors in the same way.
+        For example, the initial model and the server's model are the same tensors in round 1. The program is then used
+        only for training runs in which the same positions of `Source.tensors` hold one tensor.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
     def _name(self, kind: Hashable) -> Hashable:
-        """Return the name of the program that takes a step in this training."""
+        """Return the key under which the program for this kind of step in this local training is stored."""
         general = self._here.get((kind, None))
         places = [] if general is None else [self._same[place] for place in general.places]
         # if two of the places hold the same tensor in a training run, the trace of this run is a different one
@@ -218,7 +221,7 @@ class Replay:
         return Known(program, tuple(bound), value_dim, self._source.named)
 
     def steps(self, known: Sequence[Known], state: Any, start: int) -> tuple[Any, Tensor]:
-        """Take the steps from number `start` with these programs. Return the state and the values, (steps,)."""
+        """Compute one step with each of these programs, from step `start` on. Return state and losses, (steps,)."""
         leaves, spec = pytree.tree_flatten(state)
 
         def work(plain: Any, dims: Any) -> Any:
@@ -245,9 +248,9 @@ class Recording:
     Attributes:
         state: the copy.
         tracer: records the step.
-        inputs: the plain tensors of the state and the slices before the step.
-        outputs: the plain tensors of the state and the value after the step.
-        ended: whether the step was taken to its end, and its state consists of tensors only.
+        inputs: the plain tensors of the state before the step and of the slices.
+        outputs: the plain tensors of the state after the step and of the loss.
+        ended: whether the step ended without an exception, with a state that consists of tensors only.
     """
 
     def __init__(self, state: Any, slices: Sequence[Tensor]) -> None:

@@ -36,7 +36,7 @@ def rewrite(graph: fx.Graph, labels: Collection[fx.Node] = ()) -> None:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Remove operations whose result nothing uses, if they write into no tensor."""
+    """Remove operations with an unused result, unless they write into a tensor."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or bool(writes(node)))
 
 
@@ -44,7 +44,7 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
     """Replace where(true, x, y) by x, and the number of true entries by a constant.
 
     Cross-entropy leaves out rows with the label -100. A table of class numbers has no negative label, so the mask
-    `labels != -100` is true everywhere. The mask of padded rows is not always true, and remains.
+    `labels != -100` is true everywhere. The mask of padded rows can be false, so it stays in the graph.
     """
     true = {
         node
@@ -65,7 +65,7 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
 def drop_factors_of_one(graph: fx.Graph) -> None:
     """Replace 1 * x by x.
 
-    x must keep its numbers while 1 * x is in use, and nothing may write into 1 * x.
+    This is done only if nothing writes into x before the last use of 1 * x, and nothing writes into 1 * x itself.
     """
     memory = Memory(graph)
     for node in calls(graph, aten.mul.Scalar, aten.mul.Tensor):
@@ -78,7 +78,7 @@ def drop_factors_of_one(graph: fx.Graph) -> None:
 def merge_equal(graph: fx.Graph) -> None:
     """Compute equal expressions once: f(x) + f(x) becomes y + y with y = f(x).
 
-    x must keep its numbers between the two calls, and nothing may write into their results.
+    This is done only if nothing writes into x between the two evaluations of f, and nothing writes into either result.
     """
     memory, found = Memory(graph), dict[Any, fx.Node]()
     for node in graph.nodes:
@@ -93,10 +93,10 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def fuse_cross_entropy(graph: fx.Graph) -> None:
-    """Compute the gradient of cross-entropy from the log-probabilities l as u * (exp(l) - e).
+    """Compute the gradient of cross-entropy as u * (exp(l) - e), where l are the log-probabilities.
 
-    e is 1 at a row's label and 0 elsewhere, and u is the gradient of the row's loss. The recorded step makes
-    g = -u * e, and then g - exp(l) * sum(g). Both expressions are equal, because sum(g) = -u.
+    Here e is the one-hot label of a row, and u is the gradient of the row's loss. The recorded step computes
+    g = -u * e, and then g - exp(l) * sum(g). This equals u * (exp(l) - e), because sum(g) = -u.
     """
     for node in calls(graph, aten._log_softmax_backward_data.default):
         grad, logs, dim, _ = args(node)
@@ -115,8 +115,8 @@ def fuse_cross_entropy(graph: fx.Graph) -> None:
 def fold_products(graph: fx.Graph) -> None:
     """Add a matrix product to a tensor in one operation: w += c * (x @ y) becomes `baddbmm_(w, x, y, alpha=c)`.
 
-    The product then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the other term
-    comes first: w += c * z, then w += c * (x @ y). A term of zeros thus changes no bit.
+    The product x @ y then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the step
+    first computes w += c * z, and then w += c * (x @ y). A term of zeros thus changes no bit.
     """
     memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):
@@ -138,7 +138,7 @@ def fold_products(graph: fx.Graph) -> None:
 
 
 def drop_views_of_sums(graph: fx.Graph) -> None:
-    """Replace a sum that keeps its axes, and a view that removes them, by a sum that does not keep them."""
+    """If a view removes the axes that a sum with `keepdim=True` has kept, replace both by a sum without `keepdim`."""
     for node in calls(graph, aten.view.default):
         total = args(node)[0]
         if is_call(total, aten.sum.dim_IntList) and args(total)[2:] == (True,) and len(total.users) == 1:
@@ -179,7 +179,7 @@ def _entries_of(node: Any) -> Any:
 def _product_of(total: Any) -> tuple[Any, Any]:
     """Split x @ y + z into (x @ y, z), and x @ y into (x @ y, None).
 
-    Return (None, None) if there is no product, or if another operation uses the product or the sum.
+    Return (None, None) if `total` contains no matrix product, or if another operation also uses x @ y or `total`.
     """
     if not isinstance(total, fx.Node) or len(total.users) != 1:
         return None, None

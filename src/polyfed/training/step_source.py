@@ -40,15 +40,17 @@ class Source:
     """The values and tensors that a step reads.
 
     Args:
-        read: the functions of the step, and values.
-        classes: one of the tensors, if it holds class numbers, none of which is negative.
+        read: everything that the step reads: functions such as the loss, options, models and tables.
+        classes: the tensor of class numbers among the tensors of `read`; None if the labels are not classes. No class
+            number may be negative.
 
     Attributes:
         parts: the description of all values. The descriptions of two training runs whose steps perform the same
             operations are equal.
         tensors: the tensors that were found, in order. The same tensor may occur more than once.
         classes: place of the class numbers among the tensors; None if there are none.
-        named: objects that `parts` names by identity. Code that stores `parts` must store these objects too.
+        named: objects that appear in `parts` only as `id(object)`. Code that stores `parts` must store these objects
+            too, so that Python does not give the same id to another object.
 
     Raises:
         Unreadable: the contents of an object cannot be compared.
@@ -94,10 +96,10 @@ class Source:
 
 
 def _contents(value: Any) -> tuple[Any, ...]:
-    """Return everything that decides what an object does.
+    """Return the values that an object contains and that determine what it computes.
 
     Raises:
-        Unreadable: the object may have other contents than Python shows.
+        Unreadable: the object may hold values that Python code cannot read, such as those of a class written in C.
     """
     if isinstance(value, ClientData):  # its keys and its rows differ from round to round
         raise Unreadable

@@ -1,8 +1,8 @@
 """Records one training step of a stack as operations on plain tensors with a client axis.
 
-Under `vmap` and `grad`, a layer becomes a dozen low-level operations. Most of these only make views that already exist.
-A trace leaves such operations out. The remaining operations are the same and in the same order, so the bits are the
-same.
+Under `vmap` and `grad`, a layer becomes a dozen low-level operations. Most of these operations only make a view that an
+earlier operation has made already. A trace leaves them out. The remaining operations are the same and in the same
+order, so the bits are the same.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -76,12 +76,13 @@ class Trace:
     """The record of one step. Every tensor has a slot, numbered from 0.
 
     Attributes:
-        inputs: number of tensors of the state and the slices; they have the first slots.
+        inputs: number of input tensors: first those of the state, then the slices, which are the data of this one step.
+            Their slots are 0 to `inputs` - 1.
         calls: the operations, in order.
         outside: tensors that the step closes over (columns of the table, the global model), by slot.
         results: slots of the state after the step, and of the value of the loss.
         before: layout of the state before the step.
-        after: layout of the state after the step, and of the value.
+        after: layout of the state after the step, followed by the layout of the value of the loss.
         forms: the form of every tensor, by slot.
     """
 
@@ -99,7 +100,7 @@ class Trace:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same step could follow, because the state has the same layout as before."""
+        """Whether the step can be repeated from its own result: it has not changed the layout of the state."""
         return self.before == self.after[:-1]
 
     def repeats(self, other: "Trace") -> bool:
@@ -126,10 +127,11 @@ class Trace:
 
 
 class Unrecordable(Exception):
-    """A step is about to do what a record cannot repeat.
+    """The next operation of a step is one that later steps could not repeat from a trace.
 
-    It is about to write into a tensor that it closes over, to change the shape of a tensor in place, or to read a
-    number or a shape out of a tensor's entries. The record would keep the number or the shape of this one step.
+    Such an operation writes into a tensor that the step closes over, changes the shape of a tensor in place, or derives
+    a Python number or a shape from the values of a tensor. The trace would contain the number or the shape of this one
+    step.
     """
 
 
@@ -214,7 +216,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slot
 
     def _viewed(self, tensor: Tensor) -> int:
-        """Return the slot whose memory a tensor is a view of, and remember the tensor as this view."""
+        """Return the slot of the tensor that owns the memory of `tensor`, and record `tensor` as a view of it."""
         slot = self.slot(tensor)
         base = self._base[slot]
         self._views.setdefault(_view(base, tensor), slot)
@@ -223,7 +225,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _recordable(op: Any) -> bool:
-    """Return whether an operation keeps the shapes of its arguments and reads nothing out of their entries."""
+    """Return whether a trace can record an operation.
+
+    An operation cannot be recorded if it changes a shape in place, or if a value in a tensor determines a number or a
+    shape.
+    """
     tags = torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return op is INDEX or not any(tag in op.tags for tag in tags)  # only masks select, see `_selects`
 

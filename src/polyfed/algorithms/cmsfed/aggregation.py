@@ -65,9 +65,11 @@ def shares_that_trained(replies: Replies, weights: Mapping[int, float], fed: Fed
 
 
 def with_whole_classifier(mean: Tree, sent: Tree, shares: Mapping[str, float], fed: Federation) -> Tree:
-    """Average the blocks. For a modality that a client did not train, its received classifier columns enter the mean.
+    """Extend the mean of the classifier omega to the whole cohort, as in the paper.
 
-    The average of the classifier omega therefore covers the whole cohort, as in the paper.
+    The classifier has columns for each modality, and a client sends only the columns of the modalities that it trained.
+    For the other modalities, the columns that the server had sent to this client enter the mean. The other blocks do
+    not change.
 
     Args:
         mean: the mean over the clients that trained a block.

@@ -86,7 +86,8 @@ class GradientSums:
             loss: a function that makes the local loss from prototypes.
             data: the client dataset.
             params: the model to start from.
-            near: the prototypes. None uses the client's own prototypes, computed again before every epoch.
+            near: the prototypes. If None, the loss uses the client's own prototypes, which are computed again before
+                every epoch.
             train: options of local training.
         """
         fit: TrainingResult | None = None
@@ -116,8 +117,8 @@ def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
 def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy and the mean PCE of local training, 0-dim.
 
-    If training diverged, the term that was larger at the last finite step becomes NaN. The server's reply validation
-    then names the client and the term.
+    If training diverged, one of the two means is NaN: the mean of the term that had the larger value in the last finite
+    step. In reply validation, the server then names the client and this term.
     """
     floats = [v for v in fit.params.values() if v.is_floating_point()]
     finite = torch.stack([torch.isfinite(fit.loss), *(torch.isfinite(v).all() for v in floats)]).all()
@@ -132,7 +133,11 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
-    """Return a check of reports: unless empty, g must cover all parameters of a client, and h whole encoders."""
+    """Return a function that checks whether the gradients in a client's report are complete.
+
+    A gradient in the report may be empty. Otherwise g must cover all trainable parameters of the client, and h must
+    cover all parameters of each encoder that it contains.
+    """
     blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 
@@ -186,11 +191,14 @@ def refreshed(
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
     """Return D_1, and D_2 by modality, after recomputing the distances of the clients in `gradients`.
 
-    If every client owns every modality, g is one vector. Otherwise D_1 is stored block by block (decision 17).
+    D_1 holds the distances between the clients' vectors g, and D_2 those between their vectors h. If every client owns
+    every modality, D_1 is computed from whole vectors g. Otherwise the vectors and distances of D_1 are stored
+    separately for each block (decision 17).
 
     Args:
-        d1: vectors g and their distances so far; None before the first pass.
-        d2: vectors h and their distances so far, by modality. A modality may be missing.
+        d1: the last vector g of each client, and the distances between these vectors; None before the first pass.
+        d2: by modality, the last vector h of each client, and the distances between these vectors. A modality may be
+            missing.
         gradients: g and h by client, each empty if the client has none.
         sent: the model that was trained.
         fed: the federation.

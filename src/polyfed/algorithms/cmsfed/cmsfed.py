@@ -2,10 +2,11 @@
 
 Fan, Xu, Wang, Huo, Chen, Guo, "Overcome Modal Bias in Multi-modal Federated Learning via Balanced Modality Selection",
 ECCV 2024 (first circulated as CMSFed). In every round, the clients of the set S_M train all their modalities. The
-clients of the set S_w train only the modality that is weak in the whole federation. Both sets solve facility-location
-problems: S_M represents the gradients of all clients. S_M and S_w together represent all gradients of the weak encoder.
-If the weak modality lags behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This
-term uses the distances to the global class prototypes.
+clients of the set S_w train only the modality that is weak in the whole federation. Facility location finds both sets:
+it chooses a few clients whose gradients represent the gradients of all clients. S_M represents the gradients of the
+cross-entropy. S_M and S_w together represent the gradients of the weak modality's encoder. If the weak modality lags
+behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This term uses the distances to
+the global class prototypes.
 
 If there are more than two modalities, the method compares the weakest with the strongest. A client that lacks a
 modality has no imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality.
@@ -154,9 +155,8 @@ class CmsFed(CmsFedOptions):
             weak = state.encoders.get(state.choice.weak)
             mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
         if self.classifier_average == "cohort":
-            shares = aggregation.shares_that_trained(replies, weights, fed)
-            if private is not None:  # a reply that is lost, or that lacks a block, must not change the other weights
-                shares = {m: trained[m] / trained[SHARED] for m in fed.clients.modalities if m in trained}
+            asked = state.choice.shares(fed.clients.modalities)
+            shares = aggregation.shares_that_trained(replies, weights, fed) if private is None else asked
             mean = aggregation.with_whole_classifier(mean, state.params, shares, fed)
         trainable = fed.context.model.trainable(state.params)
         moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)
@@ -200,9 +200,10 @@ class CmsFed(CmsFedOptions):
     # local training
 
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
-        """Make a function of the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9) and of its terms.
+        """Return `loss(w, batch)` for L = CE + sum of beta * PCE over the helped modalities (Eq. 9).
 
-        If gradients are exact, the loss returns its terms separately, so that g and h can be summed over the steps.
+        `loss` returns L and the values of its terms. If clients send g and h, it returns the differentiable terms
+        instead of L, so that g and h can be summed over the steps.
         """
 
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -263,7 +264,7 @@ class CmsFed(CmsFedOptions):
         return received if self.prototypes == "global" else None
 
     def _report(self, scope: TrainingScope, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree) -> Report:
-        """Return the report with the parameters `kept`, and with prototypes and ratios under the model `at`."""
+        """Return the report: the parameters `kept`, and prototypes and ratios that are computed with the model `at`."""
         g, h = client_gradients.mean_gradients(fit)
         own, rows = scope.own_prototypes(data, at)
         pooled = self.prototypes == "global"

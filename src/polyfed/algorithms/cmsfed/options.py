@@ -35,14 +35,17 @@ class CmsFedOptions(Averaging):
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` instead compares how far
             training moved the encoders (released code), so clients upload no gradients.
         client_weights: weights of the clients in the mean. `samples` uses the number of rows. `clusters` uses the rows
-            of the clients that a chosen client represents (the gamma of Eq. 6). Distances D_2 decide this in the weak
-            block, and distances D_1 in the other blocks.
+            of the clients that a chosen client represents (the gamma of Eq. 6), which are the clients with the most
+            similar gradients. In the block of the weak modality, the distances D_2 between the gradients of this
+            modality's encoder decide which clients these are. In the other blocks, the distances D_1 between the
+            gradients of the cross-entropy decide this.
         classifier_average: the clients over which a modality's columns of the classifier are averaged. `cohort`
             averages over all chosen clients. A client that did not train the columns then contributes the values that
             it received. `trained` averages only over the clients that trained the modality.
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
-        resolution: each of the two problems names its best candidate. Under `paper` (Eq. 13-14) both candidates join;
-            under `authors` (the released code) only one joins.
+        resolution: which candidates join the cohort. In each pass, each of the two facility-location problems proposes
+            one client. Under `paper` (Eq. 13-14), both clients join. Under `authors` (the released code), only one of
+            them joins.
         init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
             one full-batch `step`.
         prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.

@@ -35,12 +35,22 @@ class Choice:
         return [client for client, trained in self.train_alone.items() if trained == self.weak]
 
     def trained(self, modalities: Sequence[str]) -> dict[str, int]:
-        """Return, for each modality and for the shared block, how many selected clients train it, if it is any."""
+        """Return, for each modality and for the shared block, how many selected clients train it.
+
+        A block that no selected client trains is left out.
+        """
         counts = dict.fromkeys([*modalities, SHARED], len(self.train_all))
         for modality in self.train_alone.values():
             counts[modality] += 1
             counts[SHARED] += 1
         return {block: count for block, count in counts.items() if count}
+
+    def shares(self, modalities: Sequence[str]) -> dict[str, float]:
+        """Return, for each modality, the share of the selected clients that train it. It does not depend on replies.
+
+        A modality that no selected client trains is left out.
+        """
+        return {m: count / len(self.picked) for m, count in self.trained(modalities).items() if m != SHARED}
 
     @property
     def picked(self) -> set[int]:
@@ -63,7 +73,8 @@ class SelectionProblem:
         ratios: imbalance ratios of the clients.
         weak: the weak modality, or empty.
         dominance_threshold: chi. A candidate k2 with a dominance ratio above chi trains only the weak modality.
-        resolution: the rule by which the candidates k1 and k2 join, `paper` or `authors`; see `CmsFed`.
+        resolution: the rule that chooses which of the candidates k1 and k2 become selected clients, `paper` or
+            `authors`; see `CmsFed`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
         at_random: whether to draw k1 and k2 at random from the candidates, as a control.
@@ -128,7 +139,11 @@ class SelectionProblem:
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
-        """Tell the problems which client joined. In the released code, each problem counts only its own clients."""
+        """Count a newly chosen client in the problems G_1 and G_2.
+
+        G_1 leaves out a client that owns all modalities and trains only one. With `resolution = "authors"` (released
+        code), G_2 leaves out the clients that train all modalities.
+        """
         if not alone or not self._complete(client):  # its gradient covers all that it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):

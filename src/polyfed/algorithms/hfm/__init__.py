@@ -2,7 +2,7 @@
 
 Open `vertical.py` first: it is the server half of the training inside silos, which both methods share. `devices.py` is
 the half on the devices. `hfm.py` adds averaging across silos. `vfl.py` trains and evaluates every silo separately.
-`silo_scores.py` evaluates a silo's model across its devices. Five helper files do not import these:
+`silo_scores.py` evaluates a silo's model across its devices. Five helper files import none of the files above:
 
 - `exchange.py`: the messages between devices, edges and server, and the computations of an edge;
 - `options.py`: the options of both methods;

@@ -83,7 +83,10 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def fit_head(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
-        """Run Q local rounds of the head alone on the stale embeddings of all devices, for the edge."""
+        """Train only the head for Q local rounds, on the stale embeddings of all devices.
+
+        The device does this in place of the edge, because the edge has no labels.
+        """
         trained = self._reached(context, got)
         loss = self._loss(context, trained, local, got, fresh=False)
         fit = self._fit(data.at(got.rows), loss, got.head, trained)
@@ -130,7 +133,11 @@ class Devices(VerticalOptions):
     def _loss(
         self, context: ClientContext, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
     ) -> Callable[[Tree, Batch], Tensor]:
-        """Return the loss of a local round. If not `fresh`, all embeddings are exchanged ones, the device's own too."""
+        """Return the loss of a local round.
+
+        If `fresh`, the device computes its own embeddings in every step. Otherwise, it reads all embeddings, including
+        its own, from the exchange `got`.
+        """
         # trainable parameters only: the term for BatchNorm statistics would only add a constant to the reported loss
         pulled = context.model.trainable(self.anchors(local, got.head))
         anchors = {name: value for name, value in pulled.items() if name in trained}
@@ -144,7 +151,7 @@ class Devices(VerticalOptions):
         return loss
 
     def _pulled(self, value: Tensor, anchors: Tree, w: Tree) -> Tensor:
-        """Return a loss with the proximal term mu/2 ||w - anchors||^2, or the loss itself if nothing pulls."""
+        """Add the proximal term mu/2 ||w - anchors||^2 to a loss, unless mu is 0 or there are no anchors."""
         return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
 
     def _fit(
@@ -191,5 +198,8 @@ class Devices(VerticalOptions):
         return {name: local[name] for name in context.initial if name in local}
 
     def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
-        """Return the names of the head that the loss reaches. Columns of devices without embeddings are left out."""
+        """Return the names of the head's parameters that the loss depends on.
+
+        Columns of the head for devices without embeddings are left out.
+        """
         return set(context.model.head(got.embeddings)) & got.head.keys()

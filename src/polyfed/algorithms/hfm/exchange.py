@@ -58,8 +58,8 @@ class Exchange(Message):
 class Copy(Message):
     """A device's copy of the head after Q local rounds, its training loss, and the drift of its own embeddings.
 
-    The drift is the change of the embeddings during these rounds relative to their norm. It measures how outdated the
-    embeddings were that the other devices used at the end.
+    The drift is the change of the embeddings during these rounds relative to their norm. During these rounds, the other
+    devices use the old embeddings. The drift measures how outdated the old embeddings are at the end.
     """
 
     head: Tree = carries("parameters", partial=True, whole=True)
@@ -98,7 +98,7 @@ class Forward(Message):
 
 @message
 class Upload(Message):
-    """A device's encoders, and the head that it forwards for its edge."""
+    """A device's reply to the server: its encoders. The first device of an edge also sends the head of the edge."""
 
     params: Tree = carries("parameters", partial=True, whole=True)
 
@@ -111,12 +111,12 @@ class Sent:
     embeddings: Tree
 
     def __post_init__(self) -> None:
-        """Keep the rows on the CPU, where the edge draws them."""
+        """Keep the rows on the CPU, because the edge draws its random mini-batches on the CPU."""
         keep_on_host(self, "rows")
 
 
 def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange:
-    """As a control, return the exchange with the other devices' embeddings taken from other rows."""
+    """Return an exchange for a control experiment: the other devices' embeddings belong to other rows."""
     out = dict(exchange.embeddings)
     for m, h in exchange.embeddings.items():
         if m not in own:

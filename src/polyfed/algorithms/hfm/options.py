@@ -30,8 +30,8 @@ class VerticalOptions(Algorithm):
         inner_batch: rows of a step if `local_unit` is `epoch`; replaces [train] batch_size.
         mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
         keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
-            exchange starts a fresh optimiser. The report does not say what it uses. This option needs `head_update =
-            "device_average"`.
+            exchange starts a fresh optimiser. The report on HFM does not say which of the two its authors use. This
+            option needs `head_update = "device_average"`.
         overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
             same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and
             replaces an embedding that no device has by zeros. Under `common` and `all`, several devices may hold one
@@ -64,7 +64,8 @@ class VerticalOptions(Algorithm):
         """Refuse options that are out of range, options that contradict each other, and [train] epochs and steps.
 
         Raises:
-            RecipeError: there is such an option; the message says what to set instead.
+            RecipeError: an option is out of range, two options contradict each other, or [train] sets epochs or steps.
+                The message says what to set instead.
         """
         super().__post_init__()
         if self.evaluation.clients is not None:

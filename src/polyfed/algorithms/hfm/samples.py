@@ -48,7 +48,8 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: under `exact`, two devices hold different samples. Otherwise, a device holds an id twice.
+            DataError: with `overlap = "exact"`, two devices hold different samples. With another `overlap`, a device
+                holds the same id twice.
             TooFewReplies: no device sent its ids.
         """
         if overlap == "exact":
@@ -101,7 +102,7 @@ class SiloSamples:
         return {m: self._mean(batch, parts) for m, parts in by_modality.items()}
 
     def per_holder(self, values: Tensor, batch: Tensor, clients: Collection[int]) -> Tensor:
-        """Divide each sample's values by the number of these devices that hold the sample.
+        """Divide each sample's values by the number of devices in `clients` that hold the sample.
 
         Args:
             values: values of the samples of a mini-batch, (B_m, ...). A sample that no device holds keeps its values.

@@ -1,8 +1,8 @@
 """Evaluation of a silo's model on the silo's own test rows, across the devices of the silo.
 
-Embeddings of these rows are exchanged as in training. One device computes the score: the first device with labels that
-holds a usable sample. Without `labels_at`, every device has labels. The score covers the test samples that this device
-holds.
+As in training, each device sends the embeddings of these test rows through the edge. One device computes the score: the
+first device with labels that holds a usable sample. Without `labels_at`, every device has labels. The score covers the
+test samples that this device holds.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,10 @@ from polyfed.training import ClientData
 
 @message
 class Evaluated(Message):
-    """Asks for embeddings of a device's own test rows: by these encoders, or if empty, by the device's encoders."""
+    """Asks a device for embeddings of its own test rows.
+
+    `params` holds the encoders that compute the embeddings. If `params` is empty, the device uses its own encoders.
+    """
 
     params: Tree = carries("parameters")
 

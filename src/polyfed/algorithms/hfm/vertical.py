@@ -215,7 +215,10 @@ class Vertical(SiloScores):
         known: Mapping[int, Sent],
         answers: Replies,
     ) -> dict[int, Exchange]:
-        """Return, for every device with labels that answered, Phi: the head, and embeddings of the device's samples."""
+        """Return Phi for every device that holds labels and has answered.
+
+        Phi consists of the head and the embeddings of the device's samples.
+        """
         phi: dict[int, Exchange] = {}
         for silo, members in turn.silos.items():
             samples, batch = turn.samples[silo], turn.batches[silo]

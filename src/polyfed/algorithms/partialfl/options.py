@@ -83,7 +83,8 @@ class PartialOptions(Averaging):
         """Refuse encoders for a modality that is not shareable, because no local model or tower reads it.
 
         Raises:
-            RecipeError: there is such an encoder; the message lists the shareable modalities.
+            RecipeError: an option names an encoder for a modality that is not shareable. The message lists the
+                shareable modalities.
         """
         for option in ("local_encoders", "server_encoders"):
             if strange := [name for name in getattr(self, option) if name not in shared]:
@@ -103,7 +104,10 @@ class PartialOptions(Averaging):
         return second_model(shapes, self.local_hidden, d, model.num_outputs, self.local_encoders)
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
-        """Return the modalities of which the policy allows the server every kind of data that the method needs."""
+        """Return the modalities that clients can share with the server.
+
+        For each of them, the policy allows clients to send the server every kind of data that the method needs.
+        """
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
@@ -113,7 +117,8 @@ class PartialOptions(Averaging):
         """Return the recipe's model for the private modalities, or for all.
 
         Raises:
-            RecipeError: no modality may be shared, or none is private.
+            RecipeError: the policy does not allow any modality to be shared, or it shares all modalities although
+                `global_model` is `private`.
         """
         shared = self.shareable(policy, modalities)
         if not shared:

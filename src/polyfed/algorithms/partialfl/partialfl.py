@@ -49,7 +49,7 @@ measured data sets the cosine is 0.16 to 0.39 if two modalities describe one thi
 
 @dataclass(frozen=True)
 class PartialState(State):
-    """The state of `Averaging`, and what only the server holds.
+    """The state of `Averaging`, plus the server model with its optimiser, and the rows that clients have shared.
 
     Attributes:
         tower: parameters of the server model F_s.
@@ -259,7 +259,9 @@ class PartialFL(PartialOptions):
         labels: Tensor | None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Mean over modalities of the contrastive loss of student rows (B, d) against teachers of all rows (n, d).
+        """Return the contrastive loss between the embeddings of two models, averaged over the modalities.
+
+        Each student embedding of the batch (B, d) is compared with the teacher's embeddings of all rows (n, d).
 
         Args:
             students: embeddings of the model in training, by modality.

@@ -1,4 +1,8 @@
-"""Rows of a batch that have a teacher, rows that a device deposited, and meaningless teachers as a control."""
+"""Functions for teachers and for deposited rows.
+
+They select the rows of a batch that have a teacher, and build a dataset from the rows that a device deposited. As a
+control experiment, they also replace the teachers by meaningless ones.
+"""
 
 from collections.abc import Mapping
 
@@ -16,7 +20,7 @@ from polyfed.training.prototypes import masked_mean
 
 
 def shared_rows(batch: Batch, shared: tuple[str, ...]) -> Tree:
-    """Return the rows (B, ...) of a batch to deposit, with zeros where the client lacks the modality.
+    """Return what a client deposits for one batch: samples (B, ...) by modality, with zeros where one is missing.
 
     If the client lacks a modality for some rows, `present` (B, M) marks which row has which modality. The M modalities
     are in alphabetical order.
@@ -33,7 +37,7 @@ def shared_rows(batch: Batch, shared: tuple[str, ...]) -> Tree:
 
 
 def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
-    """Return the rows that a client deposited as a dataset of the server, or None if the client deposited none."""
+    """Return a dataset, held by the server, with the rows that a client deposited; None if it deposited no rows."""
     there = {m: has.bool() for m, has in under(PRESENT, deposit).items()}
     rows = {name: value for name, value in deposit.items() if not name.startswith(f"{PRESENT}.")}
     return fed.server_data(rows, present=there, number=client) if rows else None

@@ -1,8 +1,10 @@
-"""Aggregation coefficients of personalised copies: scheduling of uploads, mixing, and learning of the coefficients.
+"""The server's steps: choose the devices that upload, mix their personalised copies, and learn the coefficients.
 
-This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K`
-devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` entries of a
-block. The first `num_trainable` entries of a block are parameters.
+A device's copy of a block is a mixture of the uploaded blocks, and the aggregation coefficients are the weights of this
+mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
+
+Shape letters: `K` devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round,
+`P` entries of a block. The first `num_trainable` entries of a block are parameters.
 """
 
 from collections.abc import Mapping
@@ -91,7 +93,7 @@ class Step:
     Attributes:
         rate: eta-hat, multiplied by minus the sign of the gradient's estimate.
         oldest: the first round whose copies the update uses.
-        divisors: divisor of each device's drift, (K,). None does not divide the drift.
+        divisors: divisor of each device's drift, (K,). If None, drifts are not divided.
         normalised: whether inner products are divided by the lengths of drift and differences; see `learned`.
     """
 
@@ -102,7 +104,10 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Run step 4: mix a copy for each device that uploaded, weighted by the softmax of its row over them (Eq. 5)."""
+    """Run step 4: mix a personalised copy of the uploads for each device that uploaded (Eq. 5).
+
+    The weights of a device's mixture are the softmax of the device's row of `logits`, taken over the uploading devices.
+    """
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -161,8 +166,8 @@ def learned(
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
     """Return the inner products (G, S) of the devices' drifts with the record's uploads, and the drifts' lengths (G,).
 
-    Both are summed piece by piece. Writing the drifts of a thousand devices to memory and reading them again would take
-    longer than the products.
+    The inner products and the squared lengths are sums over slices of `PIECE` entries. Writing the whole drifts of a
+    thousand devices to memory and reading them again would take longer than the products.
     """
     mine, rows = mine.to(uploads.device), rows.to(uploads.device)
     dots, squares = uploads.new_zeros(len(mine), len(record.members)), uploads.new_zeros(len(mine))

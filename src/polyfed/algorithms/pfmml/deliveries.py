@@ -25,7 +25,10 @@ class Deliveries:
     undelivered: Mapping[str, Tensor]
 
     def due(self, block: str) -> Tensor:
-        """Return the devices, bool (K,), to which the server must still send their newest copy, new or lost."""
+        """Return the devices, bool (K,), to which the server must still send their newest copy.
+
+        Either the copy was built in the last round, or an earlier message with it did not arrive.
+        """
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 

@@ -100,19 +100,19 @@ class Pfmml(Algorithm):
         price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient. -1 is correct, because a device moves
             against its gradient. 1 is the sign that the paper's text states.
-        scale: how inner products are scaled. `normalised` divides them by the lengths of their vectors, so one rate
-            works for all blocks and data sets. `raw` (the paper) uses the unscaled drift. `per-step` divides the drift
-            by learning rate and steps. `per-size` treats every block as if it were as large as the largest one. Inner
-            products grow with the size of a block, so under `raw` the coefficients of a small block hardly change
-            (docs/results/pfmml.md).
-        record: `last` learns from a device's newest copy, whatever its age. `previous-round` learns only from copies of
-            the last round.
+        scale: how the updates of the coefficients, which are inner products, are scaled. `normalised` divides them by
+            the lengths of the two vectors, so one rate works for all blocks and data sets. `raw`, as in the paper, does
+            not scale them. `per-step` divides them by learning rate and steps. `per-size` treats every block as if it
+            were as large as the largest one. Inner products grow with the size of a block, so under `raw` the
+            coefficients of a small block hardly change (docs/results/pfmml.md).
+        record: the copies that the update of the coefficients uses. `last` uses the newest copy of a device, however
+            old it is. `previous-round` uses only copies of the last round.
         learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
         softmax_over: the devices over which the softmax for the score is taken: `all` devices, or the `owners` of the
             block.
         waits_for: the devices that the server waits for: `scheduled`, or `all`.
-        placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled` mixes
-            with each device's coefficients for the other devices in random order. `none` is the method of the paper.
+        placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled`
+            shuffles each device's coefficients for the other devices before mixing. `none` is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -191,7 +191,7 @@ class Pfmml(Algorithm):
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return each block's mean coefficient of owners for themselves, number of uploads, and largest age."""
+        """Return each block's number of uploads, its largest age, and the mean coefficient of a device for itself."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]

@@ -77,11 +77,11 @@ class Cut:
             )
 
     def lower(self, tree: Tree) -> Tree:
-        """The client's half of a tree: the encoders, and the head if U-shaped."""
+        """The client's half of a tree: the encoders, and with `u_shaped` also the head."""
         return {n: v for n, v in tree.items() if ".encoder." in n or (self.u_shaped and n.startswith("shared.head."))}
 
     def upper(self, tree: Tree) -> Tree:
-        """The server's half of a tree: everything else."""
+        """The server's half of a tree: everything that is not in the client's half (`lower`)."""
         low = self.lower(tree)
         return {n: v for n, v in tree.items() if n not in low}
 
@@ -258,7 +258,10 @@ class Cut:
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
-        """Return a check for `fed.ask`: a reply has activations of all modalities, and labels unless U-shaped."""
+        """Return a check for `fed.ask`: a reply must have the activations of all modalities of the client.
+
+        It must also have labels, unless the labels stay on the client (`u_shaped`).
+        """
         labels = set() if self.u_shaped else {LABELS}
 
         def flaw(client: int, reply: Smashed) -> str:

@@ -26,7 +26,7 @@ def client_half(local: Tree) -> Tree:
 
 
 def earlier_steps(local: Tree, step: Tensor) -> TrainingResult:
-    """Return the client's training before this step, for `ClientData.minimise(..., after=)`."""
+    """Return the result of the client's earlier steps in the form that `ClientData.minimise(..., after=)` takes."""
     moments: Moments = {}
     for name, value in under(MOMENT, local).items():
         kind, _, of = name.partition("/")
@@ -46,7 +46,11 @@ def _moments(moments: Moments) -> Tree:
 
 
 def last_loss(fit: TrainingResult) -> Tensor:
-    """Compute the last step's loss from the mean over all steps; the losses of earlier steps were set to 0."""
+    """Return the loss of the last step.
+
+    `fit.loss` is the mean over all steps, and `earlier_steps` counts the loss of every earlier step as 0. The sum over
+    all steps is therefore the loss of the last step.
+    """
     return fit.loss * fit.num_steps
 
 

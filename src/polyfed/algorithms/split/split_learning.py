@@ -9,7 +9,8 @@ round. If `u_shaped` is set, the head and the labels stay on the client (Vepakom
 learning for health", 2018).
 
 In every step, the client sends activations and labels, and the server sends gradients. In every round, the server sends
-the lower half to the client, and the client sends it back. Page: docs/algorithms/split-learning.md.
+the lower half of the model to each client in turn, and each client sends the trained half back. Page:
+docs/algorithms/split-learning.md.
 """
 
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class SplitLearning(Algorithm):
         return first_state(self.cut, self.selector, fed, params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's half and its optimiser, which `Cut.start` replaces later."""
+        """Return the client's half and the state of its optimiser. `Cut.start` replaces both later."""
         return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

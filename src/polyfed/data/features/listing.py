@@ -66,7 +66,10 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Return a hash of all inputs of a prepared folder. It covers only size and time of change of media files."""
+        """Return a hash of all inputs of a prepared folder.
+
+        For a media file, the hash covers its size and the time of its last change, but not its content.
+        """
         seen = hashlib.sha256(repr(self.class_names).encode())
         for sample in self.samples:
             seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())

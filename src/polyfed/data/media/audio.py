@@ -24,7 +24,7 @@ def read_wave(clip: Clip, rate: int) -> Wave:
         Samples in [-1, 1], float32 (samples,).
 
     Raises:
-        DataError: The file cannot be read as sound, or has no sound in this part.
+        DataError: The file cannot be decoded as audio, or the part of it that is used contains no audio.
     """
     is_sound = Path(clip.path or "").suffix.lower() in _SOUND
     wave, found = (_from_sound if is_sound else _from_video)(clip)

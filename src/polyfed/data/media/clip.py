@@ -95,7 +95,7 @@ class Clip:
         return io.BytesIO(found)
 
     def digest(self) -> str:
-        """Return a hash of the content and of the part that is used, as hexadecimal digits."""
+        """Return a hash of the content and of the sample's start and end in it (`part`), as hexadecimal digits."""
         found = self.content()
         seen = hashlib.blake2b(repr(self.part).encode(), digest_size=16)
         if isinstance(found, bytes):

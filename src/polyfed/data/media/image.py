@@ -19,7 +19,8 @@ def bytes_norm(axes: int) -> Norm:
     """Shift and scale that standardise bytes by ImageNet's mean and deviation.
 
     Args:
-        axes: Number of axes of a sample (3, ...), whose first axis holds the channels.
+        axes: How many axes a sample has: 3 for an image (3, height, width). The first axis holds the three colour
+            channels.
     """
     mean, std = (255.0 * torch.tensor(values).view(3, *(1,) * (axes - 1)) for values in IMAGENET)
     return mean, std

@@ -20,7 +20,7 @@ _EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 class SensorWindow(PlainExtractor):
     """Selected columns of some lines of a table of numbers: float32 (steps, columns).
 
-    The clip selects the lines, from `start` up to, but not including, `end`.
+    The `Clip` of a sample says which lines are read: those from `start` up to, but not including, `end`.
 
     Attributes:
         columns: Numbers of the columns to take, from 0.

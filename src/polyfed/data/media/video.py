@@ -20,7 +20,7 @@ _SLACK = 1.5  # a file counts as cut short if it ends more than these seconds be
 class Frames(PlainExtractor):
     """Frames of a video in order of time, uint8 (3, count, size, size).
 
-    They are standardised by ImageNet's norm when a batch is taken.
+    The frames are stored as bytes. Each batch of frames is standardised with ImageNet's mean and standard deviation.
 
     Candidates are the first frame of every second of the clip. If there are fewer than `least`, evenly spaced frames
     are the candidates. A clip with fewer frames than `count` repeats its frames in order. These are CMSFed's rules, see

@@ -44,10 +44,10 @@ class Partition(ABC):
 
 
 def refuse_targets(columns: Columns, what: str) -> None:
-    """Refuse an option that needs classes if there are no labels or the labels are targets.
+    """Refuse an option that needs classes if the data has no labels, or if the labels are regression targets.
 
     Raises:
-        RecipeError: there are no labels or they are targets; the text begins with `what`.
+        RecipeError: the data has no labels, or the labels are regression targets. The error text begins with `what`.
     """
     if not columns.labelled and columns.num_classes == 1:
         raise RecipeError(f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'")

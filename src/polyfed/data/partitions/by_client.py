@@ -22,7 +22,7 @@ class ByClient(Partition):
 
     Attributes:
         shards: Clients per natural client.
-        alpha: Concentration of the cut; unused with one shard.
+        alpha: Concentration of the Dirichlet distribution that cuts a natural client; unused with one shard.
         min_size: Minimum number of rows of each shard; unused with one shard.
     """
 

@@ -28,12 +28,12 @@ _FRAME, _HOP, _BANDS = 256, 128, 32
 class AvMnist(Source):
     """Pairs of a written and a spoken digit: `image` (1, 28, 28), and `audio` (1, 32, 64), a log-mel (1, band, frame).
 
-    Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset. The recording is drawn uniformly
-    from the same split: training images get training recordings, and test images get test recordings (both official
-    splits). Recordings are stored once, even if several images share them. The natural client of a pair is its speaker,
-    0..5 in order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of
-    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results on these
-    two data sets.
+    Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset. Training images get recordings
+    of the official training split, and test images get recordings of the official test split. The recording is drawn
+    uniformly. It is stored once, even if several images share it. The natural client of a pair is its speaker, 0..5 in
+    order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of Vielzeuf et
+    al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results on these two data
+    sets.
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.

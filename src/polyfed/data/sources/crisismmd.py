@@ -30,8 +30,8 @@ class CrisisMmd(ImageText):
     """`image` (1280,) and `text` (768,) of tweets, without their links; about 18,100 pairs, 8 classes, official split.
 
     There are no natural clients. FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
-    script gives test images the texts of the development file. In polyfed, every image keeps its own text, so test
-    results differ.
+    script combines the test images with the texts of the development file. In polyfed, every image keeps its own text,
+    so test results differ.
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.

@@ -191,10 +191,13 @@ class Npz(Source):
         return None if name is None else clients_of(arrays[name], f"'{arrays.path}': array '{name}'")
 
     def _presence(self, arrays: Arrays, held: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Return which rows have each modality: a row needs a value that is not NaN, and no mark that it lacks it.
+        """Return which rows have each modality.
+
+        A row has a modality if not all its values are NaN, and if the array `<modality>_present` does not mark the
+        modality as missing.
 
         Raises:
-            DataError: rows lack every modality, and no mark declares that they do.
+            DataError: all modalities of a row are NaN, and no array `<modality>_present` marks one of them as missing.
         """
         found = {name: there for name, there in held.items() if there is not None}
         undeclared = dict(found)
@@ -212,7 +215,7 @@ class Npz(Source):
         return found
 
     def _column(self, arrays: Arrays, name: str) -> tuple[Column, Tensor | None]:
-        """Return the column of a modality, and which rows have it, or None if no row is all NaN."""
+        """Return the column of a modality, and which rows have it. The second result is None if all rows have it."""
         where, values = f"'{arrays.path}': array '{name}'", arrays.features(name)
         there = zero_nan_rows(values, where)
         return laid_out(values, self.layout.get(name), where), there

@@ -262,7 +262,8 @@ def _header(path: Path, separator: str, problems: Problems) -> list[str]:
     """Return the names of the columns, and add a fault for names that occur twice, because pandas would rename them.
 
     Raises:
-        DataError: the file has one column, whose name holds another separator.
+        DataError: the header seems to be separated by another character, because it has only one name, and this name
+            contains such a character.
     """
     with path.open(encoding="utf-8-sig", newline="") as stream:
         header = next(csv.reader(stream, delimiter=separator), [])

@@ -20,9 +20,9 @@ class Toy(Source):
     """Class-dependent Gaussians: a sample of class c in modality m is `snr_m * u_mc + noise`.
 
     `u_mc` is a random direction of expected length 1 for each class and modality, and the noise is standard normal in
-    every entry. `snr` is therefore the length of the signal in deviations of the noise. With the defaults, modality `a`
-    dominates `b`. Each modality has its own stream of random numbers, so an additional modality never changes the
-    others.
+    every entry. `snr` is therefore the expected length of the signal `snr_m * u_mc`, divided by the standard deviation
+    of the noise. With the defaults, modality `a` dominates `b`. Each modality has its own stream of random numbers, so
+    an additional modality never changes the others.
 
     Attributes:
         rows: Number of rows, all splits together.

@@ -25,7 +25,9 @@ DEVICE_LIMIT = "POLYFED_MESSAGE_MEGABYTES"
 
 @contextmanager
 def at_most(module: Any, limit: int) -> Iterator[None]:
-    """Limit the bytes of a message that Flower fetches in this block. A larger message raises an `ObjectPullError`.
+    """Limit the size of the messages that Flower fetches inside this `with` statement.
+
+    A larger message raises an `ObjectPullError`.
 
     Flower stores a message in pieces of 5 MiB and joins them in memory. Flower itself does not limit the number of
     pieces.

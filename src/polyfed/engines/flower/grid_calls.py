@@ -23,7 +23,7 @@ def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
 
 
 def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:
-    """Return the replies to these messages that have arrived.
+    """Of the replies to these messages, return those that have already arrived.
 
     For a reply that is too large, the result holds an error message (`is_too_large`). This function fetches at most
     about `limit` bytes of such a reply.

@@ -17,8 +17,8 @@ PEM = b"-----BEGIN "
 def device_of(grid: Grid, node: int) -> str:
     """Return the name of a node's device: the fingerprint of its key, or the node's number if the node has no key.
 
-    If the grid does not list the node, the result is a unique name that no device has. Flower's simulation has random
-    bytes in place of public keys; such a node has no key.
+    If the grid does not list the node, the result is a unique name that no device has. In Flower's simulation, the
+    public key of a node consists of random bytes. Such a node counts as a node without a key.
     """
     key = next((info.public_key for info in grid.get_nodes() if info.node_id == node), b"")
     return fingerprint(key) if key.startswith(PEM) else f"node {node}"

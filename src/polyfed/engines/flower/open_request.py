@@ -20,9 +20,11 @@ class OpenRequest:
         patience: how long to wait.
         waiting: id of each unanswered message -> client.
         answers: client -> its answer, or the reason why there is no answer.
-        again: client whose message was lost with its node -> Flower's reason.
+        again: client -> Flower's reason, for a message that was lost because the client's node went offline. It is sent
+            again.
         away: client -> the time at which its node went offline.
-        settled: the time at which all clients with the full deadline had answered.
+        settled: the time from which the server waited only for clients that missed an earlier deadline or whose node is
+            offline. Infinity while the server still waits for other clients.
     """
 
     packets: Mapping[int, Packet]

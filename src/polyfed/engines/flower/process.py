@@ -1,4 +1,8 @@
-"""The process in which Flower runs a ServerApp: the last line of its log, and how it ends after the SuperLink."""
+"""Changes to the process in which Flower runs a ServerApp.
+
+`speak_last` makes polyfed's error text the last line of the process's log. `end_with_link` ends the process soon after
+its SuperLink has ended.
+"""
 
 import argparse
 import logging
@@ -41,8 +45,8 @@ def when_lost(tell: Callable[[], None]) -> Iterator[None]:
 class LastWord(logging.Filter):
     """Keep polyfed's sentence about a user's mistake as the last line of the log.
 
-    The app has printed that sentence. Flower would log a traceback and an "unhandled exception" after the sentence, and
-    an empty line after a successful run. This filter drops all three.
+    The ServerApp prints the sentence itself. Flower would then log a traceback and an "unhandled exception", and after
+    a successful run an empty line. This filter drops all three.
     """
 
     def __init__(self) -> None:
@@ -69,10 +73,10 @@ def speak_last() -> None:
 def end_with_link() -> None:
     """Make this process, a ServerApp, end soon after its SuperLink has ended.
 
-    Flower checks only whether the parent process is alive. When a SuperLink shuts down, its process stays alive for a
-    minute while someone reads its log, but it accepts no connections. Flower's signal reaches only the checking thread.
-    So the signal does not wake a main thread that sleeps between attempts to reach the SuperLink. polyfed writes
-    checkpoints atomically, so this process may end at any time.
+    A thread of Flower checks only whether the parent process is alive. When a SuperLink shuts down, its process stays
+    alive for a minute while someone reads its log, but it accepts no connections. When the parent process has ended,
+    Flower sends a signal, but only to this checking thread. So the signal does not wake a main thread that sleeps
+    between attempts to reach the SuperLink. polyfed writes checkpoints atomically, so this process may end at any time.
     """
     parent, address = os.getppid(), _address(sys.argv)
 

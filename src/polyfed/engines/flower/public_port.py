@@ -114,7 +114,10 @@ async def _body(receive: Any) -> bytes | None:
 
 
 def _again(body: bytes, receive: Any) -> Any:
-    """Return a function in place of `receive` that first returns the body already read, and then calls `receive`."""
+    """Return a replacement for `receive`, because the body of the request has already been read.
+
+    The first call of the replacement returns this body. Every later call is passed on to `receive`.
+    """
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def handed() -> Any:
@@ -124,7 +127,9 @@ def _again(body: bytes, receive: Any) -> Any:
 
 
 def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
-    """Make the signature check for `FleetOnly`. Flower repeats the check, and also compares the key with the body.
+    """Return the function `is_signed` for `FleetOnly`, which checks the signature of a call.
+
+    Flower repeats the check, and also compares the key with the body.
 
     Args:
         state: returns the SuperLink's state, which holds the registered keys.
@@ -164,7 +169,7 @@ class Service:
 
 
 class _Whole(uvicorn.Server):
-    """The web server on loopback. The other web servers end with it."""
+    """The web server on loopback. When it stops, it also stops the other web servers."""
 
     def __init__(self, config: uvicorn.Config, others: Sequence[uvicorn.Server]) -> None:
         super().__init__(config)
@@ -230,7 +235,7 @@ def run_superlink(
 
 
 def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """Return the configuration of a web server for other machines, which also limits the size of headers."""
+    """Return the configuration of a web server that other machines can reach. It limits the size of headers."""
     heads: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": LARGEST_HEAD}
     return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 

@@ -33,10 +33,10 @@ CONNECTION_FAILED = 6
 
 
 class Telling:
-    """Replaces the module `os` in Flower's code for calls that fail.
+    """Replaces the module `os` in `http_retry`, which is Flower's code that repeats failed calls to the server.
 
-    If the server answers "unauthorized", this code interrupts the process with `os.kill`. Flower then logs no reason,
-    and the process exits with code 0.
+    If the server answers "unauthorized", Flower's code interrupts the process with `os.kill`. Without this class,
+    Flower would log no reason, and the process would exit with code 0.
 
     Attributes:
         refused: whether the server has refused the key.

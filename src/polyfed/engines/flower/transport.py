@@ -113,11 +113,11 @@ class GridTransport:
     ) -> dict[int, Packet | str]:
         """Send a packet to each client and wait for the answers; see `Transport.exchange`.
 
-        If a request is lost with its node, the transport sends it again when the node is online again. A repeated task
-        gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered, when
-        `patience.enough` clients have replied, or at the deadline. After a client has missed a deadline, some requests
-        wait for this client only `open_request.GRACE` times as long as the other clients took. The wait for a client
-        whose node is offline takes at most `patience.away_seconds`.
+        If a request is lost because a node went offline, the transport sends the request again when the node is back. A
+        repeated task gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered,
+        when `patience.enough` clients have replied, or at the deadline. A client that has missed a deadline gets less
+        time in some of its next requests: only `open_request.GRACE` times as long as the other clients took. The wait
+        for a client whose node is offline takes at most `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
@@ -137,7 +137,10 @@ class GridTransport:
         return self._settled(run, why)
 
     def _closed(self, run: OpenRequest) -> str:
-        """Return why the wait is over, as the reason for clients without an answer, or "" while the wait continues."""
+        """Return why the server no longer waits for answers, or "" if it still waits.
+
+        For a client that has not answered, this text becomes the reason why its answer is missing.
+        """
         now, pending, count = time.monotonic(), run.pending(), len(run.packets)
         if not pending:
             return "nobody is missing"
@@ -230,7 +233,7 @@ class GridTransport:
         return {client: packets[client] for client in back}
 
     def _greet(self, seconds: float) -> None:
-        """Send a request to enrol to new nodes."""
+        """Ask every new node to enrol."""
         new = [node for node in online(self.grid) if node not in self._asked]
         self._asked.update(new)
         messages = [Message(records(hello()), node, "query", ttl=max(seconds, 1.0)) for node in new]
@@ -252,7 +255,10 @@ class GridTransport:
         return answers
 
     def _place(self, client: Any, node: int) -> str:
-        """Record the node of a client. Return the reason if its number is invalid or belongs to another online node."""
+        """Record the node of a client, and return an empty text.
+
+        If the client number is invalid or belongs to another online node, return this reason instead.
+        """
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"
         if self.node_of.get(client, node) != node and self.node_of[client] in set(online(self.grid)):

@@ -1,7 +1,7 @@
 """The process that runs a SuperNode's tasks with installed code. It replaces Flower's `flwr-clientapp`.
 
 Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. Polyfed's
-process reads the app only as data: two texts in a zip file in memory. It imports no code from the app, and writes no
+process keeps the zip file in memory and reads only two texts from it. It imports no code from the app, and writes no
 file of the app to a folder from which Python imports modules.
 """
 
@@ -153,8 +153,8 @@ class _Task:
         process: the process id.
         reading: file descriptor of the pipe from which this process reads the result of the task.
         end: the time at which the process is killed. A SuperNode assigns the next task when it has the reply, or when
-            it has abandoned the task. For example, the server may have died before the whole message arrived. The
-            process of an abandoned task would wait forever for the rest of the message.
+            it has abandoned the task. A SuperNode abandons a task, for example, if the server died before the whole
+            message had arrived. The process of an abandoned task would wait forever for the rest of the message.
     """
 
     process: int

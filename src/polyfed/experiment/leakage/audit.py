@@ -191,7 +191,7 @@ def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
 
 
 def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes: bool) -> Finding:
-    """Return the finding for a kind of a block that was not attacked, with the reason."""
+    """Return the finding of an attack that was not carried out. Instead of numbers, the finding gives the reason."""
     place = vars(target) | {"seen_by": min(ways, default="server")}
     if not ways:
         return Finding(**place, status="did not cross")

@@ -179,7 +179,7 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
         sha256: the fingerprint of the data; None accepts any data.
 
     Raises:
-        DataError: the data has another fingerprint.
+        DataError: the fingerprint of the data is not `sha256`.
     """
     engine = replace(recipe.engine, workers=1, device="cpu")
     recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.name == "flower" else engine)

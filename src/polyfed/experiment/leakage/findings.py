@@ -159,10 +159,11 @@ def interval(tallies: Sequence[Tally]) -> tuple[float, float]:
     """Return the 95 % interval of the advantage.
 
     If there are at least three clients, the interval is a percentile bootstrap that resamples clients, because guesses
-    about one client depend on each other. Clients with the same rows count as one client. If there are fewer clients,
-    or if all clients have the same mean advantage, the method depends on the guesses. If each guess is either right or
-    wrong, the interval is the exact binomial interval (Clopper and Pearson, 1934). Otherwise, the bootstrap resamples
-    guesses.
+    about one client depend on each other. Clients with the same rows count as one client.
+
+    If there are fewer clients, or if all clients have the same mean advantage, the interval is computed from single
+    guesses. It is the exact binomial interval (Clopper and Pearson, 1934) if each guess is either right or wrong.
+    Otherwise, it is a bootstrap that resamples guesses.
 
     Args:
         tallies: at least one tally with at least one guess.

@@ -55,7 +55,7 @@ def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | 
 
 
 def classes_of_clients(found: Capture) -> Iterator[Finding]:
-    """Attack the set of classes and the most frequent class of each client."""
+    """Infer which classes each client has, and which class is the most frequent one."""
     num = found.population.columns.num_classes
     for target, scores in _scores(found, num).items():
         truth = {client: torch.bincount(found.labels(found.rows(client)), minlength=num) for client in scores}
@@ -75,8 +75,9 @@ def classes_of_clients(found: Capture) -> Iterator[Finding]:
 def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
     """Measure how often a class that a client holds scores higher than a class that it lacks. Ties count as half.
 
-    The best guess without the message is a random ranking of the classes, or a ranking by how many other clients hold
-    each class if this ranking is better. Clients that hold all classes, and clients that hold no class, are left out.
+    Without the message, an attacker could rank the classes at random, or by how many other clients hold each class. The
+    better of these two rankings is the best guess without the message. Clients that hold all classes, and clients that
+    hold no class, are left out.
 
     Args:
         scores: client -> scores (C,).
@@ -93,7 +94,10 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
 
 
 def _ranked(score: Tensor, held: Tensor) -> float:
-    """Return how often a held class scores higher than another class, over all such pairs. Ties count as half."""
+    """Return how often a class that the client holds scores higher than a class that the client lacks.
+
+    The result is a share of all pairs of two such classes. Ties count as half.
+    """
     differences = score[held][:, None] - score[~held][None, :]
     return float(((differences > 0).double() + 0.5 * (differences == 0).double()).mean())
 
@@ -129,7 +133,7 @@ def _scores_of(reply: CapturedReply, num_classes: int) -> Iterator[tuple[str, st
 
 
 def labels_of_rows(found: Capture, seed: int) -> Iterator[Finding]:
-    """Attack the class of each row: by clusters of embeddings, by predictions, or by labels that the client sent."""
+    """Infer the class of each row: from clusters of embeddings, from predictions, or from labels that were sent."""
     num = found.population.columns.num_classes
     for target, values in embedded(found, "embeddings", EACH_ROW).items():
         truth = _truth(found, values)
@@ -187,10 +191,11 @@ def clusters(z: Tensor, num_classes: int, seed: int) -> Tensor:
 
 
 def assigned(found: Tensor, labels: Tensor, num_classes: int, seed: int) -> Tally:
-    """Name the clusters by the best one-to-one assignment to classes, and compare with chance.
+    """Assign the clusters to classes one to one, so that as many rows as possible are right. Compare with chance.
 
-    An attacker who knows the classes of a few rows finds this assignment. The best guess without the message is the
-    most frequent class, or the best assignment to labels in random order if that is better.
+    An attacker who knows the classes of a few rows can find this assignment. Chance is the larger of two numbers: the
+    share of the most frequent class, and the share of rows that such an assignment gets right if the labels are in
+    random order.
 
     Args:
         found: clusters, int64 (n,).

@@ -40,7 +40,10 @@ Losses = Callable[[Tree, Tensor], Tensor]
 
 
 def public_rows(found: Capture) -> tuple[Tensor, str]:
-    """Return rows that no client trained on, and their name. These are the validation rows, or else the test rows."""
+    """Return rows that no client trained on, and what these rows are called: "validation rows" or "test rows".
+
+    The function returns the validation rows, or the test rows if there are too few validation rows.
+    """
     population = found.population
     if len(population.validation_rows) >= FEWEST_PUBLIC:
         return population.validation_rows.cpu(), "validation rows"
@@ -49,9 +52,10 @@ def public_rows(found: Capture) -> tuple[Tensor, str]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Members and an equal number of other rows.
+    """Rows for which an attack guesses whether a model was trained on them.
 
-    In tasks with classes, both numbers are also equal within each class.
+    Half of the rows are members: a client trained on them. The other half are rows that no client trained on. In tasks
+    with classes, each class also has as many members as other rows.
 
     Attributes:
         rows: row numbers, int64 (2n,), with the members first.
@@ -63,13 +67,13 @@ class Candidates:
 
     @classmethod
     def draw(cls, members: Tensor, others: Tensor, labels: Tensor, key: int) -> "Candidates":
-        """Draw the same number of members and of other rows, as many as possible.
+        """Draw as many members as other rows, and as many of both as possible.
 
         Args:
             members: row numbers of the members.
             others: row numbers of the other rows.
-            labels: the labels of the whole table. If they are classes, the two numbers are also equal within each
-                class.
+            labels: the labels of the whole table. If the labels are classes, each class also has as many members as
+                other rows.
             key: the random key.
         """
         groups = [(members, others)]
@@ -86,7 +90,7 @@ class Candidates:
 
 
 def loss_threshold(loss: Tensor, member: Tensor) -> Tally:
-    """Guess that the half of the rows with the smaller losses are members.
+    """Guess that each row of the half with the smaller losses is a member.
 
     Args:
         loss: the loss of each candidate, (2n,).
@@ -104,7 +108,7 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
 
     Args:
         own: logit of the confidence of the attacked model in the true class, (2n,).
-        shadows: the same logit for each shadow model, (S, 2n).
+        shadows: logit of the confidence of each shadow model in the true class, (S, 2n).
         inside: whether the shadow model trained on the candidate, bool (S, 2n).
         member: whether the candidate is a member, bool (2n,).
     """
@@ -119,7 +123,10 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
 
 
 def _halves(score: Tensor, member: Tensor) -> Tally:
-    """Guess that the half with the larger scores are members. The median score counts as half a right guess."""
+    """Guess that each candidate with a score above the median is a member.
+
+    If the score of a candidate equals the median, its guess counts as half right.
+    """
     middle = score.double().median() if not len(score) else score.double().quantile(0.5)
     right = torch.where(member, score > middle, score < middle).double()
     return Tally.of(torch.where(score == middle, torch.full_like(right, 0.5), right), 0.5)
@@ -202,7 +209,10 @@ def _of_global_model(found: Capture, candidates: Mapping[int, Candidates], remar
 
 
 def _of_reply(found: Capture, reply: CapturedReply, block: str, candidates: Candidates) -> Tally | None:
-    """Attack one reply by the loss of its model, which reads all modalities or only one of them."""
+    """Attack one reply: guess membership from the losses of the model in the reply.
+
+    If `block` is a modality, the model reads only this modality. If `block` is `ALL`, the model reads all modalities.
+    """
     context = found.assembly.engine.context(reply.client)
     read = [m for m in context.modalities if m in context.model.modalities and block in (m, ALL)]
     if not read or not len(candidates.rows) or (block != ALL and block not in _sent(reply)):

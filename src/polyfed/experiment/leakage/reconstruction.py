@@ -1,8 +1,9 @@
 """Reconstruction of samples: from gradients or changes of parameters, and from embeddings.
 
-Quality is the share of the variance around the mean public row that a rebuilt row explains. An exact copy has quality
-1, and the mean public row has quality 0. A rebuilt row from a gradient is compared with the client's nearest row,
-because a gradient has no order. Shape letters: n rows, F entries of a sample, d size of an embedding.
+The quality of a rebuilt row is 1 - (squared error of the rebuilt row) / (mean squared distance of the true rows from
+the mean public row). An exact copy has quality 1, and the mean public row has quality 0. A gradient does not tell which
+rebuilt row belongs to which row of the client, so each rebuilt row is compared with the nearest row of the client.
+Shape letters: n rows, F entries of a sample, d size of an embedding.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,9 +47,9 @@ mean row."""
 def first_layer_rows(gradient: Mapping[str, Tensor], features: int) -> Tensor:
     """Rebuild rows from the first linear layer of a block: a neuron's weight gradient divided by its bias gradient.
 
-    For one row, the quotient is exactly the row (Phong et al., "Privacy-Preserving Deep Learning via Additively
-    Homomorphic Encryption", IEEE TIFS 2018, Section 3). For a batch, it is a weighted mean of the rows that activate
-    the neuron.
+    If the gradient comes from a single row, this quotient equals the row (Phong et al., "Privacy-Preserving Deep
+    Learning via Additively Homomorphic Encryption", IEEE TIFS 2018, Section 3). If the gradient comes from a batch, the
+    quotient is a weighted mean of the rows that activate the neuron.
 
     Args:
         gradient: the gradients of the block by name, in the order of the model.
@@ -211,7 +212,10 @@ def _by_matching(found: Capture, kind: str, seed: int) -> Iterator[Finding]:
 
 
 def _matched(found: Capture, reply: CapturedReply, kind: str, key: int) -> dict[str, Tensor]:
-    """Match the gradient of a reply. The rebuilt batch has as many rows as the client used, but at most `DUMMIES`."""
+    """Rebuild a batch whose gradient matches the gradient of a reply; see `match_gradient`.
+
+    The rebuilt batch has as many rows as the client used, but at most `DUMMIES`.
+    """
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     trainable = context.model.trainable(reply.known)
     gradient = {n: v for n, v in reply.update(kind).items() if n in trainable and bool((v != 0).any())}

@@ -19,7 +19,7 @@ def embedded(found: Capture, kind: str, attack: str) -> dict[Target, Described]:
     Args:
         found: the captured replies.
         kind: a kind with one entry for each row: embeddings or predictions.
-        attack: the name of the attack, for the targets.
+        attack: the name of the attack, which becomes a part of each key of the result.
     """
     values: dict[Target, Described] = {}
     for reply in found.replies:
@@ -39,7 +39,7 @@ def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Te
     Args:
         found: the captured replies.
         kind: labels or raw.
-        attack: the name of the attack, for the targets.
+        attack: the name of the attack, which becomes a part of each key of the result.
     """
     values: dict[Target, dict[int, Tensor]] = {}
     for reply in found.replies:
@@ -65,7 +65,11 @@ def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | Non
 
 
 def samples_of(found: Capture, block: str, rows: Tensor) -> Tensor:
-    """Return the samples of rows, (n, F): of one modality, or of all modalities for `shared` and `labels`."""
+    """Return the samples of these rows, flattened to vectors: (n, F).
+
+    The samples are those of the modality `block`. If the block is `shared` or `labels`, the vectors join the samples of
+    all modalities.
+    """
     modalities = found.population.columns.modalities
     names = [*modalities] if block in (SHARED, LABELS) else [block]
     return torch.cat([found.samples(name, rows) for name in names], 1)

@@ -96,7 +96,12 @@ class Board:
     blocked: dict[int, str] = field(default_factory=dict)
 
     def count(self, state: State, *, tuning: bool | None = None) -> int:
-        """Return the number of runs in this state: all runs, or those of the search (True) or the others (False)."""
+        """Return the number of runs in this state.
+
+        Args:
+            state: the state.
+            tuning: True counts only the runs of the search. False counts only the other runs. None counts both.
+        """
         return sum(e.state == state and tuning in (None, e.tuning) for e in self.entries.values())
 
     def path(self, entry: Entry) -> Path:
@@ -135,7 +140,7 @@ class Board:
             replace_text(self._failure(entry), json.dumps({"code": code, "why": why}))
 
     def scores(self, number: int) -> list[float]:
-        """The scores of a cell's finished reported runs."""
+        """The scores of those reported runs of a cell that are finished."""
         metrics = self.metrics[self.cells[number].scenario]
         found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
         return [score for score in found if score is not None]

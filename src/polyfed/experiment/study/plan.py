@@ -151,7 +151,10 @@ class Planner:
         return Cell(method, scenario, values, table, keys, skip)
 
     def _check(self, cell: Cell) -> None:
-        """Refuse a cell whose recipe is wrong, with the first and the last value of each searched key."""
+        """Refuse a cell whose recipe is wrong.
+
+        If the cell searches keys, the recipe is checked twice: with the first value of every key and with the last.
+        """
         for last in (False, True):
             chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
             recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))

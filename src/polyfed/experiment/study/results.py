@@ -97,8 +97,8 @@ def settings_text(values: Mapping[str, Any]) -> str:
 def cell_text(board: Board, number: int) -> str:
     """Return mean and sample standard deviation of a cell's scores, and the number of runs if some are missing.
 
-    If there is no score, the text is empty, or lists the metrics that the finished runs have instead of the study's
-    metric.
+    If no run has a score, there are two cases. If no run has finished, the text is empty. If runs have finished but do
+    not have the study's metric, the text lists the metrics that they have.
     """
     found, reported = board.summary(number), board.reported.get(number, [])
     metric = board.metric(number, reported)

@@ -52,8 +52,9 @@ def sweep(
         listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
 
     Returns:
-        One row for each reported run, finished or not: method, scenario, the values of grid and search, seed, state,
-        why, folder, and the numbers of result.json under dotted names.
+        One row for each reported run, finished or not. The columns are `method`, `scenario`, `seed`, one for each key
+        of the grid and of the search, `state`, `why` (why the run failed or is unfinished), `folder`, and one for each
+        number in result.json, with a dotted name.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
@@ -153,7 +154,7 @@ class _Sweep:
         return self.board.entries[name]
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
-        """Advance a cell until it needs runs that have not ended, and queue these runs."""
+        """Take from `needs` the runs that a cell needs next, until some of them have not ended. Queue these runs."""
         while all(entry.ended for entry in last):
             try:
                 last = next(needs)

@@ -29,8 +29,8 @@ class Searcher:
     Attributes:
         search: The section [search].
         space: The searched keys with their lists or ranges.
-        lowest: Whether the smallest score is the best one. This follows from the results of the runs, so the attribute
-            is set before the scores of the first batch are reported.
+        lowest: Whether the smallest score is the best one. Only a finished run shows this. The caller therefore sets
+            the attribute after the first batch of runs, before it passes the scores to `tell`.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
     """
 

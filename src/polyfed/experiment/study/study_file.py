@@ -23,7 +23,7 @@ RANGE = ("low", "high")
 
 
 def load_study(given: str | Path | Mapping[str, Any]) -> Study:
-    """Read a study from a file, or from the table of a file.
+    """Read a study from the path of a TOML file, or from a mapping with the content of such a file.
 
     Raises:
         RecipeError: the file is wrong. The text lists all problems.

@@ -32,7 +32,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of the comparison, which is one line of the table of results.
+    """One of the methods that a study compares. Each method is a line of the table of results.
 
     Attributes:
         set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is also the name of
@@ -111,7 +111,7 @@ class Study:
         when: Conditions, which are applied in order.
         search: How settings are chosen. None if no method has keys to search.
         name: The name of the study's folder, which is the name of its file.
-        folder: The folder to which paths to recipes are relative.
+        folder: Relative paths to recipes start in this folder.
     """
 
     title: str = ""

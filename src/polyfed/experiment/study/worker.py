@@ -1,4 +1,4 @@
-"""A process that executes runs one after another: `python -m polyfed.experiment.study.worker`.
+"""A process that executes the runs of a sweep in sequence: `python -m polyfed.experiment.study.worker`.
 
 The process reads jobs as lines of JSON from standard input, and writes messages as lines of JSON to standard output. It
 ends when its input is closed. It therefore also ends when the process that started it is killed.
@@ -86,7 +86,9 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
 
 
 def _wait_for(folder: Path) -> None:
-    """Create the folder of a run, and wait until the process of a sweep that was just killed no longer uses it.
+    """Create the folder of a run, and wait until no other process uses this folder.
+
+    If a sweep was killed and started again, a process of the killed sweep may still write to the folder for a moment.
 
     Raises:
         RecipeError: the other process does not end.

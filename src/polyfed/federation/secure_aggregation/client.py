@@ -1,7 +1,8 @@
 """The client's part of secure aggregation, under which the server reads only sums of the clients' replies.
 
-The protocol is that of Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS
-2017, Figure 4, against a server that follows it (semi-honest). The steps are tasks, so every engine can run them:
+The protocol is Figure 4 of Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS
+2017. It protects against a server that follows the protocol (semi-honest). The steps are tasks, so every engine can run
+them:
 
 1. `advertise`: every client makes two key pairs and sends both public keys.
 2. `share`: every client shares the seeds of its mask key and of its self-masks among the cohort, and sends each share
@@ -78,7 +79,8 @@ class SecureAggregation:
     """The [secure_aggregation] section of a recipe, with which the server reads only sums over the clients.
 
     Attributes:
-        min_clients: least number of clients in a sum. A block that fewer clients of the cohort hold is not sent.
+        min_clients: least number of clients in a sum. If fewer clients of the cohort have a block, they do not send
+            this block.
         threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. If the
             server follows the protocol, it cannot read a single reply, even together with fewer clients than this
             share.
@@ -111,7 +113,7 @@ class SecureAggregation:
 
     @task(loop_because=LOOP)
     def advertise(self, context: ClientContext, data: ClientData, local: Tree, got: Opening) -> tuple[PublicKeys, Tree]:
-        """Draw three seeds: for the key for shares, the key for masks, and the self-masks. Send two public keys."""
+        """Draw a seed for each of two key pairs (shares, masks) and one for the self-masks. Send the public keys."""
         seeds = fresh_seeds(context, data, int(got.number))
         public = b"".join(masks.public_key(seed) for seed in seeds[:2])
         kept = {"step": torch.tensor(ADVERTISED), "seeds": tensor_of(b"".join(seeds), 3, masks.SEED)}
@@ -197,13 +199,15 @@ class SecureAggregation:
     def mask(self, reply: Message, weight_of: Callable[[str], str | None], local: Tree) -> tuple[Message, Tree]:
         """Return the masked reply, and the local state after it. The engine calls this before the egress gate.
 
-        For each block, the client adds a self-mask. It also adds one mask for each other client with this block and a
-        later place in the cohort, and subtracts one mask for each such client with an earlier place (Bonawitz et al.,
-        Section 4, y_u). The client leaves out a block that fewer than `min_clients` clients have.
+        For each block, the client adds a self-mask. The client also shares one mask with every other client that has
+        the block. It adds this mask if the other client has a later place in the cohort, and subtracts it if the other
+        client has an earlier place (Bonawitz et al., Section 4, y_u). The client leaves out a block that fewer than
+        `min_clients` clients have.
 
         Args:
             reply: the sum-only reply of the method's task.
-            weight_of: returns the name of the field that holds the weight of a field, or None for weight 1.
+            weight_of: takes the name of a field, and returns the name of the field that holds its weight; None for
+                weight 1.
             local: the client's local state.
 
         Raises:
@@ -265,8 +269,8 @@ class SecureAggregation:
         share of that client's mask key. It never reveals both for one client.
 
         Raises:
-            Refusal: the lists name a client twice or leave one out, too few clients survived in total or in a block,
-                or the client has not masked a reply since it drew its keys.
+            Refusal: the lists name a client twice or leave a client out. Or too few clients survived, in total or among
+                those that have a block. Or this client has not masked a reply since it drew its keys.
         """
         state = state_of(local, MASKED)
         cohort, sent = cohort_in(state), state["senders"].cpu().numpy()

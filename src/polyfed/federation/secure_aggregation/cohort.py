@@ -16,7 +16,7 @@ from polyfed.privacy.fixed_point import UNSIGNED
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of a request, as client and server know them.
+    """What the server and every client know about the clients of a request.
 
     Attributes:
         keys: public keys, uint8 (n, 2, 32).
@@ -44,7 +44,7 @@ class Cohort:
         return masks.agreed(seed, self.keys[peer, 1].tobytes())
 
     def pair_key(self, shared: bytes, block: str) -> bytes:
-        """Return the key of the mask for a block of two clients that share a secret."""
+        """Return the key of the mask that two clients use for a block. `shared` is the secret of these two clients."""
         return masks.derived(shared, b"pair mask", block.encode(), self.transcript)
 
     def self_key(self, seed: bytes, block: str) -> bytes:
@@ -74,7 +74,9 @@ def by_block(kind: Message | type[Message], numbers: Mapping[Entry, object]) -> 
 
 @dataclass
 class Vector:
-    """The integers of one block, joined into one vector of 32-bit and one of 64-bit integers to mask all at once.
+    """The integers of one block, in two vectors: the 32-bit integers and the 64-bit integers.
+
+    Joined like this, all tensors of the block are masked at once.
 
     Attributes:
         short: the 32-bit integers, uint32.
@@ -101,7 +103,7 @@ class Vector:
         step(self.long, long, out=self.long)
 
     def parts(self) -> list[np.ndarray]:
-        """Split the two vectors into the tensors from which `of` made them."""
+        """Split `short` and `long` into the original tensors. This is the inverse of `of`."""
         found, places = [], {True: 0, False: 0}
         for short, shape in self.forms:
             start, size = places[short], math.prod(shape)

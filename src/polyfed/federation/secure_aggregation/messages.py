@@ -43,8 +43,8 @@ class EncryptedShares(Message):
 class Delivery(Message):
     """The shares for one client, and a bound on the sum of the weights.
 
-    `senders`, bool (n,), marks the clients that sent a share. `sealed`, uint8 (n, S), holds the ciphertexts. The
-    weights add up to at most 2^`weight_bits`, int64 ().
+    `senders`, bool (n,), marks the clients that sent a share. `sealed`, uint8 (n, S), holds the ciphertexts.
+    `weight_bits`, int64 (), is the bound: the weights add up to at most 2^`weight_bits`.
     """
 
     senders: Tensor = carries("statistic", shape=(None,))

@@ -1,7 +1,7 @@
-"""The forms of masked replies: which tensors of which shapes and types each block holds.
+"""The forms of masked replies. The form of a block lists its tensors with their shapes and types.
 
-The server reads no single value of a masked reply, but it can compare the forms. Most replies decide which form is
-right, so no single client can make the server drop the others.
+The server cannot read any value of a masked reply, but it can see the form of every block. The form that most clients
+sent is the right form, so no single client can make the server drop the replies of the others.
 """
 
 from collections import Counter

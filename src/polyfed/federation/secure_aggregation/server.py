@@ -34,7 +34,7 @@ class Summing(Protocol):
     secure_aggregation: SecureAggregation | None
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the field that holds the weight of a field of a sum-only message, or None for weight 1."""
+        """Return which field of a sum-only message holds the weight of `field`. None means that the weight is 1."""
 
 
 class Abandoned(Exception):
@@ -66,7 +66,7 @@ class Session:
         self.sent, self.survivors = (np.zeros(len(self.clients), bool) for _ in range(2))
 
     def chosen(self, places: np.ndarray) -> list[int]:
-        """Return the numbers of the clients at these places."""
+        """Return the client numbers of the clients that `places`, bool (n,), marks."""
         return [client for client, inside in zip(self.clients, places, strict=True) if inside]
 
 
@@ -214,7 +214,9 @@ class SecureSum:
                     here.survivors &= ~group
 
     def _seeds(self, here: Session, revealed: Replies) -> dict[int, bytes]:
-        """Return the seeds of the survivors' self-masks and of the dropped clients' mask keys, by place.
+        """Return, for each client's place, the seed that the clients revealed together.
+
+        For a survivor, this is the seed of its self-mask. For a dropped client, it is the seed of its mask key.
 
         Raises:
             Abandoned: the shares of a mask key are wrong.
@@ -263,8 +265,9 @@ class SecureSum:
         """Return the sums as real numbers.
 
         Raises:
-            Abandoned: a sum is out of range, so a mask was wrong, or see `_check_weights`.
-            RecipeError: see `_check_weights`.
+            Abandoned: a sum is out of range, because a client revealed a wrong share. Or the weights are wrong; see
+                `_check_weights`.
+            RecipeError: the sum of the weights is too large; see `_check_weights`.
         """
         alive = here.chosen(here.survivors)
         rows = self.registry.rows_of(alive)
@@ -290,11 +293,15 @@ class SecureSum:
     def _check_weights(
         self, weighed: Mapping[str, str | None], real: Mapping[Entry, Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Check that the clients multiplied their values by the weights by which the server divides the sums.
+        """Check that the clients used the weights in the client registry.
+
+        The clients multiply their values by weights, and the server divides the sums by the weights in the registry.
+        The server knows only the sum of the weights that the clients used, so it compares this sum with the sum in the
+        registry.
 
         Raises:
-            RecipeError: the sum of these weights is too large, because [engine] rows_cap limits the registry's weights.
-            Abandoned: the sum of these weights is wrong for another reason. A single client can cause this.
+            RecipeError: the clients' sum is larger, because [engine] rows_cap has lowered a weight in the registry.
+            Abandoned: the two sums differ, but not because of rows_cap. A single client can cause this.
         """
         for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             told, known, limited = round(float(real[by, None])), sum(rows.values()), self.registry.limited & rows.keys()

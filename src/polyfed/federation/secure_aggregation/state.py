@@ -27,11 +27,13 @@ class Refusal(ValueError):
 
 
 def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[bytes]:
-    """Return three new seeds: on a device from the system's secure generator, in a simulation from the run's keys.
+    """Return three new seeds. A device draws them from the system's secure generator.
+
+    A simulation derives them from the key of the client dataset, so that a repeated run has the same seeds.
 
     Args:
         context: the client context.
-        data: the client dataset, whose key belongs to the round.
+        data: the client dataset. Its key is different in every round.
         request: a number that is different for every request of the round.
     """
     if context.on_device:
@@ -95,7 +97,7 @@ def flags(value: Tensor, num: int, what: str) -> np.ndarray:
 
 
 def way(cohort: Cohort, sender: int, receiver: int) -> tuple[bytes, ...]:
-    """Return the purpose of a ciphertext: its cohort, its sender and its receiver."""
+    """Return cohort, sender and receiver of a ciphertext as bytes, for the argument `about` of `masks.seal`."""
     return cohort.transcript, sender.to_bytes(4, "little"), receiver.to_bytes(4, "little")
 
 

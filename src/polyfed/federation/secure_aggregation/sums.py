@@ -1,4 +1,4 @@
-"""The sums over the clients that a method receives instead of single replies."""
+"""The sums of the clients' replies. A method receives these sums instead of single replies."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +65,8 @@ class SummedReplies(Replies):
         """Return the weighted mean of a tree; see `Replies.mean`.
 
         Raises:
-            RecipeError: the clients multiplied by other weights. The server cannot change these weights.
+            RecipeError: the clients multiplied their values by weights that are not proportional to `weights`. The
+                server cannot change the clients' weights.
         """
         return {
             str(key): (total / weight).to(self.template[str(key)].dtype if key in self.template else torch.float32)
