@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oracles import partialfl as oracle
-from polyfed.algorithms.partialfl import teachers
+from polyfed.algorithms.partialfl import teacher_rows
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -424,7 +424,7 @@ def test_absent_rows_change_neither_losses_nor_alignment() -> None:
         theirs = method.contrast({"b": model_rows[there]}, z_T, whole, None if labels is None else labels[there])
         torch.testing.assert_close(ours, theirs)
     near = {"b": torch.arange(6.0)}
-    assert float(teachers.mean_alignment(near, part, None)) == pytest.approx(float(near["b"][there].mean()))
+    assert float(teacher_rows.mean_alignment(near, part, None)) == pytest.approx(float(near["b"][there].mean()))
 
 
 def test_same_class_rows_can_be_left_out_of_the_negatives() -> None:
@@ -487,9 +487,9 @@ def test_the_probe_reads_how_well_class_means_of_the_teacher_tell_the_classes() 
     parts = assemble(partial())
     data = parts.fed.server_data({"b": torch.zeros(8, 24)}, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
     z = nn.functional.one_hot(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), 4).float()
-    assert float(teachers.nearest_mean_accuracy({"b": z}, data, 4)) == 1.0
+    assert float(teacher_rows.nearest_mean_accuracy({"b": z}, data, 4)) == 1.0
     wrong = z.roll(1, 0)
-    assert float(teachers.nearest_mean_accuracy({"b": wrong}, data, 4)) == 0.0
+    assert float(teacher_rows.nearest_mean_accuracy({"b": wrong}, data, 4)) == 0.0
 
 
 def test_what_has_no_effect_is_told() -> None:

@@ -25,8 +25,8 @@ from polyfed.deploy.device_check import inspect
 from polyfed.deploy.privacy_budget import SPENT, spend
 from polyfed.engines.protocol import REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.demands import release_of, unmet
 from polyfed.experiment.recipe import load_recipe, parse_recipe
+from polyfed.experiment.requirement_checks import release_of, unmet
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.accounting import Accounting, epsilon_of_all
 from polyfed.privacy.requirements import Requirements

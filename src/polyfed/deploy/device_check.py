@@ -24,8 +24,8 @@ from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan
 from polyfed.experiment.check_result import Planned
-from polyfed.experiment.demands import release_of, unmet
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.requirement_checks import release_of, unmet
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 from polyfed.privacy.requirements import Requirements

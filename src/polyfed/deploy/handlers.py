@@ -29,11 +29,11 @@ from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
-from polyfed.experiment.demands import release_of, unmet, unmet_by_model
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.parts import build
 from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.requirement_checks import release_of, unmet, unmet_by_model
 from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.audit_log import AuditLog

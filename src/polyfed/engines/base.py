@@ -170,8 +170,7 @@ class Engine(ABC):
             return self.locals.get(client, {})
         made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
         self.keep({client: made})
-        if not made:
-            self._start_empty.add(client)
+        self._start_empty |= set() if made else {client}
         return made
 
     def keep(self, locals: Mapping[int, Tree]) -> None:

@@ -127,8 +127,7 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
-        one_device: whether `population` holds only the device that checks the recipe. Checks that need the facts of all
-            clients are then left out.
+        one_device: whether `population` is only the device that checks the recipe. Checks of all clients are left out.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.

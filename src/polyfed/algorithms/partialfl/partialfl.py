@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.partialfl import teachers
+from polyfed.algorithms.partialfl import teacher_rows
 from polyfed.algorithms.partialfl.deposits import PRESENT, logged, usable_embeddings, usable_rows
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.partialfl.options import PartialOptions
@@ -106,7 +106,7 @@ class PartialFL(PartialOptions):
     def deposit(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Deposit, Tree]:
         """Send, once, the rows of the modalities that this client's own policy allows."""
         shared = self.shareable(context.policy, context.modalities)
-        rows = data.collect(lambda batch: teachers.shared_rows(batch, shared)) if shared else {}
+        rows = data.collect(lambda batch: teacher_rows.shared_rows(batch, shared)) if shared else {}
         there = {SHARED: rows.pop(PRESENT)} if PRESENT in rows else {}
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
         return Deposit(vectors, samples, there, data.num_rows), local
@@ -142,10 +142,10 @@ class PartialFL(PartialOptions):
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
-            data = teachers.deposited(state.deposits.get(k, {}), k, fed)
+            data = teacher_rows.deposited(state.deposits.get(k, {}), k, fed)
             z_T = data.collect(lambda batch: model.features(state.tower, batch)) if data else {}
             if self.placebo in ("noise", "shuffled"):
-                z_T = teachers.without_meaning(z_T, state.deposits.get(k, {}), self.placebo, fed, k)
+                z_T = teacher_rows.without_meaning(z_T, state.deposits.get(k, {}), self.placebo, fed, k)
             count = torch.tensor(0) if data is None else data.num_rows
             sent[k] = Guided(state.params, z_T, count)
         return sent
@@ -177,7 +177,7 @@ class PartialFL(PartialOptions):
         own_loss = kept.loss(fit) if kept else fit.loss
         update = replace(update, student=student, local_loss=own_loss, loss=update.loss if update.params else own_loss)
         if self.probe:
-            accuracy = teachers.nearest_mean_accuracy(z_T, data, context.num_classes)
+            accuracy = teacher_rows.nearest_mean_accuracy(z_T, data, context.num_classes)
             update = replace(update, probe={SHARED: accuracy})
         return update, kept.after(fit).tree() if kept else fit.params
 
@@ -204,7 +204,7 @@ class PartialFL(PartialOptions):
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         after, losses = state, list[float]()
         for k, student in usable_embeddings(replies, state.deposits, embedding_size(fed.context.model)).items():
-            data = teachers.deposited(state.deposits[k], k, fed)
+            data = teacher_rows.deposited(state.deposits[k], k, fed)
             assert data is not None, "embeddings are usable where rows were deposited"
 
             def loss(theta_s: Tree, batch: Batch, student: Tree = student) -> Tensor:
@@ -234,17 +234,17 @@ class PartialFL(PartialOptions):
             value = value + self.mu / 2 * squared_distance(model.trainable(theta_g), got.params)
         if not (z_T := got.teacher):
             return value
-        read = teachers.readable(batch, model.modalities)
+        read = teacher_rows.readable(batch, model.modalities)
         if self.beta:
             value = value + self.beta * self.contrast(dict.fromkeys(z_T, z_A), z_T, batch, batch.y, read)
         near = {m: F.cosine_similarity(z_A.detach(), v[batch.rows]) for m, v in z_T.items()}
-        return value, teachers.mean_alignment(near, batch, read)
+        return value, teacher_rows.mean_alignment(near, batch, read)
 
     def loss_local(self, objective: Objective, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
         """L_loc (Eq. 4): the task's loss plus beta L^{S->L} of z'_T towards z_T, over rows with a shared modality."""
         z = model.features(theta_k, batch)
         beta = self.beta if self.beta_local is None else self.beta_local
-        value = objective.loss(model.fuse(theta_k, z, batch), teachers.rows_with(batch, z_T))
+        value = objective.loss(model.fuse(theta_k, z, batch), teacher_rows.rows_with(batch, z_T))
         return value + beta * self.contrast(z, z_T, batch, batch.y) if beta else value
 
     def loss_server(self, model: Model, theta_s: Tree, batch: Batch, student: Tree) -> Tensor:
@@ -277,7 +277,7 @@ class PartialFL(PartialOptions):
             term = contrastive(
                 students[modality],
                 rows[batch.rows],
-                teachers.paired(batch, modality, read),
+                teacher_rows.paired(batch, modality, read),
                 temperature=self.temperature,
                 negatives=self.negatives,
                 normalise=self.normalise,
