@@ -35,6 +35,7 @@ from polyfed.privacy.differential import Privacy
 from polyfed.privacy.guarantee import number as epsilon_in_words
 from polyfed.report import write_report
 from polyfed.report.formatting import number_of
+from polyfed.selection import Uniform
 from polyfed.selection.power_of_choice import PowD
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same, through
@@ -361,6 +362,56 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(kind: str, changes: 
     with pytest.raises(RecipeError) as error:
         assemble(private(kind, **changes))
     assert words in str(error.value)
+
+
+class Reading(Uniform):
+    """A selector that reads single replies and says nothing about it."""
+
+    def learn(self, memory: Any, params: Any, replies: Any, fed: Any) -> Any:
+        return {client: reply.params for client, reply in replies.items()}
+
+
+class Admitting(Reading):
+    """The same, which says so."""
+
+    reads = ("params",)
+
+
+class ReadingLosses(Uniform):
+    """A selector that reads losses, which are withheld or accepted."""
+
+    reads = ("loss",)
+
+    def learn(self, memory: Any, params: Any, replies: Any, fed: Any) -> Any:
+        return replies.numbers("loss")
+
+
+@pytest.mark.parametrize(
+    ("selector", "words"),
+    [
+        (Reading(participation=4), "Reading overrides learn"),
+        (Admitting(participation=4), "Admitting reads params of single clients"),
+    ],
+)
+def test_a_selector_must_not_read_protected_parameters(selector: Any, words: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        assemble(private("central", options={"selector": selector}))
+    assert words in str(error.value)
+
+
+def test_a_selector_that_declares_what_it_reads_is_accepted() -> None:
+    played(
+        private("central", unprotected=("statistic",), options={"selector": ReadingLosses(participation=4)}, rounds=2)
+    )
+
+
+def test_a_method_that_sets_its_own_weights_has_to_declare_again() -> None:
+    class Weighted(FedAvg):
+        def weights(self, replies: Any, fed: Any) -> Any:
+            return dict.fromkeys(replies, 2.0)
+
+    assert not Weighted.honours("client")
+    assert "overrides weights" in Weighted.dishonour("client")
 
 
 @pytest.mark.parametrize("name", ["fedproto", "local", "splitfed", "fedgkt", "centralized"])

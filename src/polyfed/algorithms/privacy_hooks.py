@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from polyfed.privacy.differential import Privacy
 
 ALTERS: Mapping[str, tuple[str, ...]] = {
-    "client": ("round", "merge"),
+    "client": ("round", "merge", "weights"),
     "example": ("loss", "direction", "update", "reply"),
 }
 """For each unit of [privacy], the hooks on which a method's declaration rests. A class that overrides one of them has

@@ -2,7 +2,7 @@
 protection checks it again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,28 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
         yield f'[server] aggregate = "{method.server.aggregate}" has no bounded sensitivity: use "mean"'
     if type(selector).weigh is not Selector.weigh:
         yield f"[selection] {type(selector).__name__} sets the weights of the mean"
+    if fault := _read_by(selector, {name.rpartition(".")[2] for name in method.honours("client")}):
+        yield fault
     if spec.amplification and (type(selector) is not Uniform or selector.overselect is not None):
         yield "amplification needs the selector uniform without overselect, because other cohorts depend on the data"
     if spec.amplification and (method.private or method.fine_tune or type(method).local is not Algorithm.local):
         yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
+
+
+def _read_by(selector: Selector, protected: Collection[str]) -> str:
+    """Return why the selector may read protected fields of single replies, or "" if it reads none."""
+    kind = type(selector)
+    learning = next(base for base in kind.__mro__ if "learn" in vars(base))
+    if learning is Selector:
+        return ""
+    below = kind.__mro__[: kind.__mro__.index(learning) + 1]
+    if not any("reads" in vars(base) for base in below):
+        return (
+            f"[selection] {kind.__name__} overrides learn, which gets the replies of single clients. If it reads no trained "
+            "parameters, declare in `reads` the fields that it reads"
+        )
+    read = sorted({*selector.reads} & {*protected})
+    return f"[selection] {kind.__name__} reads {read[0]} of single clients" if read else ""
 
 
 def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
@@ -89,6 +89,10 @@ class Selector(ABC):
         Returns:
             The clients in ascending order, and the next memory.
         """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields of the cohort's replies that `learn` reads. A class that overrides `learn` has to declare them, because
+    under [privacy] the fields must not be the trained parameters."""
 
     @property
     def single_replies(self) -> str:

@@ -11,7 +11,7 @@ server. Page: docs/algorithms/selection.md.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -100,6 +100,8 @@ class DivFl(Selector):
     def single_replies(self) -> str:
         """Why the server has to read the reply of each client: the selector compares the clients' updates."""
         return "[selection] divfl compares the updates of single clients"
+
+    reads: ClassVar[tuple[str, ...]] = ("params",)
 
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
         """If `grad` is `delta`, replace the cohort's vectors by the parameter changes of its training."""

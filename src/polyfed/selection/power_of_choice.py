@@ -11,7 +11,7 @@ docs/algorithms/selection.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class PowD(Selector):
     def single_replies(self) -> str:
         """Why the server has to read the reply of each client: the selector compares the clients' losses."""
         return "[selection] pow-d compares the losses of single clients"
+
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
         """If `variant` is `reported`, remember the training losses of the cohort."""
