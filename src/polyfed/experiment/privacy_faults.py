@@ -109,8 +109,8 @@ def _read_by(selector: Selector, protected: Collection[str]) -> str:
     below = kind.__mro__[: kind.__mro__.index(learning) + 1]
     if not any("reads" in vars(base) for base in below):
         return (
-            f"[selection] {kind.__name__} overrides learn, which gets the replies of single clients. If it reads no trained "
-            "parameters, declare in `reads` the fields that it reads"
+            f"[selection] {kind.__name__} overrides learn, which gets the replies of single clients. If it reads no "
+            "trained parameters, declare in `reads` the fields that it reads"
         )
     read = sorted({*selector.reads} & {*protected})
     return f"[selection] {kind.__name__} reads {read[0]} of single clients" if read else ""
