@@ -244,7 +244,11 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
             ['"client"  yes, with [algorithm] aggregation = "uniform"', '"example" yes', "[secure_aggregation] yes"],
         ),
         ("scaffold", ['unprotected = ["gradients"]', "[secure_aggregation] yes"]),
-        ("cmsfed", ["no: its server does not only average the updates", "no: the server reads Report.cross_entropy"]),
+        (
+            "cmsfed",
+            ['gradient_split = "exact" and unprotected = ["gradients",', "no: the server reads Report.cross_entropy"],
+        ),
+        ("fedproto", ["no: its server does not only average the updates"]),
     ],
 )
 def test_every_algorithm_says_which_protection_it_can_use(polyfed_command, name, words):
