@@ -123,8 +123,8 @@ def warn_unmeasured(assembly: Assembly) -> None:
 
     The check calls the algorithm's `evaluate` with an engine that has no clients. An error means that `evaluate` sent a
     request. The algorithm then evaluates something, and there is no warning. If `evaluate` returns no metrics, it
-    evaluates nothing. This check also works for the user's own algorithms. Here, `evaluate` runs under a
-    policy that allows everything. If the recipe's policy forbids an evaluation, the algorithm itself warns of that.
+    evaluates nothing. This check also works for the user's own algorithms. Here, `evaluate` runs under a policy that
+    allows everything. If the recipe's policy forbids an evaluation, the algorithm itself warns of that.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
