@@ -93,7 +93,8 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and still report 
 class _FrontDoor(ModuleType):
     """The type of the module `polyfed`. It makes sure that `polyfed.run` is the function `run`.
 
-    A module is also named `polyfed.run`. Python would replace the function by this module when it imports the module.
+    The function is defined in the file polyfed/run.py. When Python imports this file, it sets the attribute `run` of
+    the package to the module. This class sets the attribute to the function instead.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

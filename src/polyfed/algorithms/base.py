@@ -110,7 +110,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
-        """Warn if a function's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
+        """Warn if a name is almost a hook's name: a class that defines `losses` still uses the inherited `loss`."""
         super().__init_subclass__()
         hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
         for name, value in vars(cls).items():
@@ -164,7 +164,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         return spec, modalities
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """Return a client's local state before its first task: the result of `local` and the entries of a template."""
+        """Return a client's first local state: the result of `local`. `Averaging` adds private parameters to it."""
         return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:

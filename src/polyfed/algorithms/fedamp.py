@@ -45,7 +45,7 @@ PULLED = 0.02
 
 @dataclass(frozen=True)
 class Clouds:
-    """Cloud blocks that the server has yet to send.
+    """Cloud blocks (blocks of the clients' cloud models) that the server has not sent yet.
 
     Attributes:
         members: the clients that own these cloud blocks, int64 (S,) in ascending order.
@@ -56,7 +56,7 @@ class Clouds:
     rows: Tensor
 
     def __post_init__(self) -> None:
-        """Keep the client numbers on the CPU, because computations use only the blocks."""
+        """Move the client numbers to the CPU, where other methods read them. The blocks stay on their device."""
         keep_on_host(self, "members")
 
     def of(self, clients: Collection[int]) -> "Clouds":
@@ -81,8 +81,8 @@ class FedAmpState:
             last round.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
-        pull: mean proximal term of the clients that uploaded in the last round, as a share of `train_loss`. Only
-            clients that received a cloud block in the same round count. None if there was no such client.
+        pull: mean proximal term of the clients that uploaded in the last round, as a share of `train_loss`. A client
+            counts only if it also received a cloud block in that round. None if there was no such client.
     """
 
     params: Tree

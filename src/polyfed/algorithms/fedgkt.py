@@ -9,8 +9,8 @@ polyfed's choices: rows are matched by their position in the client's dataset, w
 one extractor on the clients and one tower on the server. The first common layer sums the towers' outputs, and a missing
 modality adds nothing.
 
-Clients send features, logits and labels of all training rows, and the server sends logits. The default policy does not
-let clients send features, logits or labels, so it refuses this method. Page: docs/algorithms/fedgkt.md.
+Clients send features, logits and labels of all training rows, and the server sends logits. The default policy refuses
+this method, because it does not let clients send features, logits or labels. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence

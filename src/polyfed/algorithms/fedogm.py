@@ -7,8 +7,10 @@ noise improves generalisation (generalisation enhancement, GE).
 
 The gradients are multiplied by a coefficient. If the ratio of the modality's score to the score of the other modality
 is above 1, the coefficient is 1 - tanh(alpha * ratio) as in the authors' code, not 1 - tanh(alpha * (ratio - 1)). The
-coefficient therefore jumps from 1 to 1 - tanh(alpha) when the ratio rises above 1. polyfed's choice: with more than two
-modalities, each is compared with the mean of the others.
+coefficient therefore jumps from 1 to 1 - tanh(alpha) when the ratio rises above 1.
+
+If there are more than two modalities, polyfed compares the score of each modality with the mean score of the others.
+This is polyfed's choice.
 
 The messages are the same as under FedAvg. Page: docs/algorithms/fedogm.md.
 """

@@ -9,8 +9,8 @@ ALTERS: Mapping[str, tuple[str, ...]] = {
     "client": ("round", "merge", "weights"),
     "example": ("loss", "direction", "update", "reply"),
 }
-"""For each unit of [privacy], the hooks on which a method's declaration rests. A class that overrides one of them has
-to declare again what its replies protect."""
+"""For each unit of [privacy], the hooks on which a method's declaration `protects` rests. A class that overrides one of
+them has to define `protects` again."""
 
 
 UPDATES: Mapping[str, tuple[str, ...]] = {"client": ("update.params",), "example": ("update.params",)}
@@ -66,12 +66,16 @@ class PrivacyHooks:
 
     @classmethod
     def _declaring(cls) -> type["PrivacyHooks"]:
-        """Return the class whose `protects` is valid for this class."""
+        """Return the class that defines `protects`: this class, or the nearest base class with a definition."""
         return next(base for base in cls.__mro__ if "protects" in vars(base))
 
     @classmethod
     def _altered(cls, unit: str) -> list[str]:
-        """List the hooks on which the declaration rests and that a class below the declaring class overrides."""
+        """List the overridden hooks that make `protects` invalid.
+
+        `protects` is valid for the hooks of the class that defines it. If a subclass overrides one of these hooks, the
+        subclass has to define `protects` again.
+        """
         declaring = cls._declaring()
         below = cls.__mro__[: cls.__mro__.index(declaring)]
         hooks = (*ALTERS[unit], *(declaring.reads_replies if unit == "client" else ()))

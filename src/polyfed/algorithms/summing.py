@@ -22,8 +22,8 @@ class Summing:
     def single_replies(self) -> str:
         """Return why the server needs the replies of single clients, or an empty text if sums are enough.
 
-        By default, this is the `single_replies` of the method's selector or server optimiser. A method whose messages
-        are not sum-only (`carries(sum_only=True)`) need not override this hook.
+        By default, this is the `single_replies` of the method's selector or server optimiser. Only a method with
+        sum-only messages (`carries(sum_only=True)`) may have to override this hook.
         """
         reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
         return next(filter(None, reasons), "")

@@ -1,6 +1,6 @@
 """The `polyfed` command: it parses its arguments, calls the package and prints the result.
 
-The command and its verbs, such as `run` in `polyfed run`:
+The command and its verbs (subcommands), such as `run` in `polyfed run`:
 
 - `application`: the entry point of the command, errors as text or JSON, and exit codes.
 - `commands`: the verbs `run`, `check`, `report`. `comparison`: the verb `compare`. `sweep`: the verb `sweep`.
@@ -9,7 +9,7 @@ The command and its verbs, such as `run` in `polyfed run`:
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`.
 
-The files below make the output of the verbs. They are imported only when a verb that needs them runs:
+The files below produce what the verbs print or write. They are imported only when a verb that needs them runs:
 
 - `tables`: results and comparisons as tables.
 - `sweep_progress`: the live table of `polyfed sweep`. `status_tables`: the output of `polyfed status`.

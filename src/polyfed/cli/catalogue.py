@@ -156,7 +156,7 @@ def algorithm_facts(name: str) -> dict[str, Any]:
 
 
 def protection(cls: type[Algorithm]) -> dict[str, str]:
-    """Return whether the algorithm supports each unit of [privacy], and [secure_aggregation].
+    """Return whether the algorithm supports each `unit` of [privacy], and whether it supports [secure_aggregation].
 
     Each text is "yes", "yes, with ..." and the required options, or "no: ..." and the reason.
     """

@@ -64,7 +64,10 @@ class SweepProgress:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether a cell still has no list of reported runs. Cells that the study leaves out do not count."""
+        """Return whether the reported runs of a cell are still unknown, for example because its search goes on.
+
+        Cells that the study leaves out do not count.
+        """
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)
 

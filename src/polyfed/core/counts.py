@@ -6,7 +6,7 @@ def counted(count: int, one: str, many: str) -> str:
 
     Args:
         count: the count.
-        one: the word in the singular. If a verb follows in the sentence, the verb too, as in `row has`.
+        one: the word in the singular. If the sentence continues with a verb, include the verb, as in `row has`.
         many: the same in the plural, for any other count.
 
     >>> counted(1, "row has", "rows have"), counted(1200, "row", "rows")

@@ -31,7 +31,7 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 
 
 def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
-    """Read a small JSON object that polyfed keeps between starts. The result is empty if the file does not exist.
+    """Read a small JSON file in which polyfed keeps values across restarts. If there is no file, return {}.
 
     Args:
         path: the file.

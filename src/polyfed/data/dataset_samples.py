@@ -207,7 +207,7 @@ def _usual_keys(samples: Sequence[Any], given: Given) -> dict[str, str]:
 
 
 def _parts(sample: Any) -> Any:
-    """Return the first part of a sample that is a tuple or a list, and any other sample unchanged."""
+    """If a sample is a non-empty tuple or list, return its first part. Return any other sample unchanged."""
     return sample[0] if isinstance(sample, tuple | list) and sample else sample
 
 

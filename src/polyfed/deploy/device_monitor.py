@@ -1,8 +1,8 @@
 """Health and metrics of a device, on a port of the loopback interface.
 
 One process handles tasks and this port in turn, without threads. It has no threads because it forks a process for each
-task, and a fork of a process with threads may hang. A request must therefore arrive in one piece. Other requests are
-dropped.
+task, and a fork of a process with threads may hang. So that a request does not delay tasks, the process reads it with a
+single call of `recv`. If this call does not return the whole request line, the process does not serve the page.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Stores, in a run folder, which device has which client number, and the number of the server's session.
 
-A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. So a
-client number belongs to the key of the device that enrolled with the number first.
+A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. A
+client number therefore belongs to the first device that enrolled with this number. The server recognises the device by
+its key.
 """
 
 import json

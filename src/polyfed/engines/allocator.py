@@ -19,7 +19,8 @@ def keep_freed_memory() -> bool:
     a sixth of the time is spent on these page faults (docs/performance.md).
 
     Returns:
-        Whether the C library accepted the settings. The result is False if it is not glibc on Linux.
+        Whether the C library accepted the settings. The result is False if the system is not Linux, or if the C
+        library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

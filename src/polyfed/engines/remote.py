@@ -43,8 +43,8 @@ class ReplyTerms:
         session: number of the current session. Each start of the server begins a session with a larger number.
         reply_seconds: deadline of a request, in seconds.
         close_at: share of the asked clients whose replies close the request.
-        min_replies: number of replies for which the server waits until the deadline, even for clients that are often
-            late.
+        min_replies: smallest number of replies. While fewer clients have replied, the server waits until the deadline
+            for all clients, even for those that missed earlier deadlines.
         away_seconds: how long the server waits for a client whose SuperNode is offline.
         stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
         relay: whether the server may relay, and so see, the messages between clients of a silo.
@@ -184,7 +184,10 @@ class Remote(Engine):
         return packets, messages
 
     def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
-        """Return the reply in an answer. If there is no reply, return None and put the reason into `missing`.
+        """Decode a client's packet and return the reply. Return None if there is no usable reply.
+
+        `answer` is the packet, or a text that says why there is no packet. If there is no usable reply, the reason is
+        added to `missing`.
 
         Raises:
             EgressError: the client's policy refused the reply, and `terms` say that a refusal ends the run.

@@ -87,8 +87,9 @@ class Evaluation:
         every: rounds between two evaluations. The last round is always evaluated. If this is 0, only the last round is
             evaluated.
         personal: whether to evaluate clients on their own test rows, if they have any.
-        clients: how many of these clients each evaluation asks. They are drawn anew each time, uniformly and without
-            replacement. If None, it asks all of them, which takes long if there are hundreds of thousands of clients.
+        clients: number of clients that evaluate on their own test rows. Each evaluation draws them anew, uniformly and
+            without replacement. If None, every client with test rows evaluates, which takes long if there are hundreds
+            of thousands of clients.
         unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
             OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
             nearest mean of the modality's features over the training rows. Every client sends these class means before
@@ -263,7 +264,7 @@ ALL = "all modalities"
 
 
 def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:
-    """Return the outputs for all rows of a client dataset, and these rows as one batch without samples.
+    """Return the outputs for all rows of a client dataset, and one batch of all rows, with labels but without inputs.
 
     The result is None if there are no rows. This function runs under vmap.
     """

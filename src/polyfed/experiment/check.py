@@ -88,7 +88,7 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
 
 
 def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
-    """Yield sentences on data of the clients that the server has in a simulation, although no message carries them."""
+    """Yield sentences about client data that a simulation gives to its server directly, without any message."""
     if recipe.clients.validation:
         yield (
             f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
@@ -98,7 +98,10 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """Return the sizes that the dry run saw, and why it failed, if it did. A round on all rows may still succeed."""
+    """Return the sizes that the dry run saw, and why it failed, if it did.
+
+    The dry run uses only a few rows of each client. If it fails, a round on all rows may still succeed.
+    """
     failed: dict[str, None] = {}
 
     def listen(event: str, **facts: Any) -> None:
@@ -120,8 +123,8 @@ def warn_unmeasured(assembly: Assembly) -> None:
 
     The check calls the algorithm's `evaluate` with an engine that has no clients. An error means that `evaluate` sent a
     request. The algorithm then evaluates something, and there is no warning. If `evaluate` returns no metrics, it
-    evaluates nothing. This check also works for the user's own algorithms. It uses a policy that allows everything,
-    because an algorithm itself warns if the recipe's policy keeps it from an evaluation.
+    evaluates nothing. This check also works for the user's own algorithms. Here, `evaluate` runs under a policy that
+    allows everything. If the recipe's policy forbids an evaluation, the algorithm itself warns of that.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
@@ -240,7 +243,7 @@ def plan(
 
 
 def _sized(row: Announced, blocks: Mapping[str, int], seen: Mapping[Place, Size]) -> Planned:
-    """Add to a part the size that a dry run saw, or else the size of the model's block."""
+    """Return a part of a message with its size: the size that a dry run saw, or else the size of the model's block."""
     size = seen.get((row.task, row.field, row.block))
     known = blocks.get(row.block) if row.kind in OF_THE_MODEL else None
     return Planned(

@@ -44,7 +44,10 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
 
 
 def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
-    """Return the place of a fault as the beginning of its text, or "" if the place is not known."""
+    """Return the words with which an error text begins, to say where the fault is; "" if the place is not known.
+
+    Such words are "line 3: ", or "--set rounds=0: " for a value from the command line.
+    """
     for override in overrides:
         name = _names(override.partition("=")[0])
         if key and name and name[: len(key)] == key[: len(name)]:

@@ -45,7 +45,7 @@ def memory_of(process: int) -> int:
 
 
 def _reclaimable() -> int:
-    """Return the bytes of cached files. They count as used, but the system frees them when memory is short."""
+    """Return how many bytes cached files take in memory. They count as used, but are freed when memory is short."""
     lines = (line.split() for line in _text(CGROUP / "memory.stat").splitlines())
     return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "inactive_file")
 

@@ -74,8 +74,8 @@ def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federat
     """Return the server's mechanism: the clients' mechanism, with the denominators and adaptive clipping added.
 
     Raises:
-        RecipeError: `count_noise`, the noise in the number of updates below the clip norm, does not fit the noise
-            multiplier or the cohort.
+        RecipeError: `count_noise` is too large for the cohort, or too small for the noise multiplier. `count_noise` is
+            the noise in the number of updates below the clip norm.
     """
     if spec.unit == "client":
         mechanism = replace(mechanism, denominators=_denominators(recipe, fed))
@@ -140,9 +140,10 @@ def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population)
 
 
 def privacy_after(guarantee: Guarantee | None, round: int, state: Any) -> dict[str, Any]:
-    """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy].
+    """Return the entry `privacy` of a round: the epsilon that all rounds up to this one have spent.
 
-    Under adaptive clipping, the entry also contains the clip norm of the next round.
+    The entry gives the total epsilon, and the epsilon of each block of the model for each kind of data. Under adaptive
+    clipping, it also contains the clip norm of the next round. Without a [privacy] section, the entry is empty.
     """
     if guarantee is None:
         return {}
@@ -223,9 +224,9 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 
 
 def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, deployed: bool) -> None:
-    """Refuse a recipe that cannot honour the section, with all reasons in one error.
+    """Refuse a recipe that cannot be run with its [privacy] section, with all reasons in one error.
 
-    If the method does not honour the unit, the model and the other options are not checked.
+    If the method does not support the `unit` of the section, the model and the other options are not checked.
     """
     reasons = [*faults_of_method(recipe, spec)]
     if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help

@@ -93,7 +93,8 @@ def load_content(
 
     Args:
         folder: the run's `checkpoint` folder.
-        algorithm: the algorithm of the run. Dataclasses of its modules may occur in the state.
+        algorithm: the algorithm of the run. The checkpoint may contain only dataclasses of polyfed, and dataclasses
+            from the Python modules that define the algorithm and its parts.
         device: the device for the tensors.
 
     Raises:
@@ -173,7 +174,7 @@ def _is_scaling(value: Any, shapes: dict[str, list[int]]) -> bool:
 
 
 def num_kept(state: Any, engine: Engine) -> dict[str, int]:
-    """Count the numbers that an algorithm keeps from round to round, including those of a kept model.
+    """Count the tensor entries that an algorithm keeps from round to round. The parameters of a kept model count too.
 
     Args:
         state: the server's state.

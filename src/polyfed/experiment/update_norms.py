@@ -38,13 +38,16 @@ computing their mean."""
 
 
 class ClientUpdates:
-    """Norms of `reply - sent`, by block, over some clients of a round whose messages and replies have `params`."""
+    """Norms of `reply.params - sent.params` by block, for some of the clients that replied in a round.
+
+    Requests count only if the message and the replies have a field `params`.
+    """
 
     def __init__(self) -> None:
         self._norms: dict[str, list[float]] = {}
 
     def watch(self, send: Send, replies: Replies) -> None:
-        """Add the replies to a request in which every client received the same model.
+        """Measure the replies to one request, if every client received the same model.
 
         Args:
             send: the message that the clients received.

@@ -17,13 +17,14 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
 
     Args:
         where: the option, for error texts.
-        given: `package.module:Class` or the class itself. For a module, also an object of such a class.
+        given: the class itself, or its path `package.module:Class`. If `base` is `nn.Module`, `given` may also be an
+            instance of the class.
         base: the base class that the user's class must extend.
         otherwise: the other values that the option allows, for error texts.
 
     Returns:
-        A path is returned unchanged. A class is returned as its path if it can be imported from there. Any other value
-        is returned unchanged.
+        If `given` is a class that can be imported from its path, the path is returned. Otherwise `given` is returned
+        unchanged: a path, an instance, or a class that cannot be imported.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
@@ -81,7 +82,8 @@ def called(
         make: the class.
         args: its arguments.
         options: its arguments by name.
-        form: the text of a constructor with the right arguments. The error shows it if `make` takes other arguments.
+        form: the signature that the constructor should have, such as `def __init__(self, shapes, num_outputs)`. The
+            error shows this signature if `make` takes other arguments.
 
     Raises:
         ModelError: the constructor raises an error; the text lists the arguments of the call.

@@ -103,7 +103,7 @@ class Objective(ABC):
 
     @property
     def mixes_rows(self) -> str:
-        """A clause that says why the loss of a batch is not the mean of its rows' losses; empty if it is this mean."""
+        """Why the loss of a batch is not the mean of its rows' losses, as a clause; empty if the loss is this mean."""
         return ""
 
     # metrics

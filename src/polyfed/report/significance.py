@@ -71,8 +71,8 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
 
     Args:
         differences: the differences, one for each pair. There must be at least one.
-        test: "t" for Student's paired test, or "wilcoxon" for the signed-rank test. The signed-rank test assumes no
-            normal distribution, and its p-value for five pairs is never below 0.06.
+        test: "t" for Student's paired test, or "wilcoxon" for the signed-rank test. The signed-rank test does not
+            assume a normal distribution. With five pairs, its p-value is never below 0.06.
     """
     from scipy import stats  # imported here, because it takes a fifth of a second
 

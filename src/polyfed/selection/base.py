@@ -56,7 +56,7 @@ class Selector(ABC):
         return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
 
     def enough(self, fed: Federation) -> int | None:
-        """Return after how many replies the server stops waiting for the cohort. None: it waits for all replies."""
+        """Return the number of replies after which the server stops waiting; None if it waits for the whole cohort."""
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:

@@ -5,8 +5,8 @@ Maximization", ICLR 2022. The server keeps a gradient vector of each client and 
 location (`submodular.py`). In the first round every client sends a vector. Afterwards only the vectors of the cohort
 are replaced (the paper's "no overheads"). Vectors from different rounds are therefore compared, as in the paper.
 
-What crosses: the global model goes to the clients, and one gradient or parameter change goes from each client to the
-server. Page: docs/algorithms/selection.md.
+The server sends the global model to the clients, and each client sends one gradient or parameter change to the server.
+Page: docs/algorithms/selection.md.
 """
 
 from collections.abc import Mapping
@@ -62,8 +62,9 @@ class DivFl(Selector):
     """Chooses diverse clients. Blocks that a client lacks count as zeros.
 
     Attributes:
-        grad: the vector of a client: `delta`, the change of its parameters in local training (CMSFed's comparison), or
-            `at_global`, the full-batch gradient at the global model (DivFL's code), requested in every round.
+        grad: what the vector of a client is. `delta` is the change of its parameters in local training (CMSFed's
+            comparison). `at_global` is the full-batch gradient at the global model (DivFL's code). Under `at_global`,
+            the server requests the cohort's gradients in every round.
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.

@@ -4,7 +4,7 @@ Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Le
 the server draws d candidates, sends them the global model, and asks for its loss on their training rows. The clients
 with the largest losses form the cohort.
 
-What crosses: the global model goes to the candidates, and one loss goes from each candidate to the server. Page:
+The server sends the global model to the candidates, and each candidate sends one loss to the server. Page:
 docs/algorithms/selection.md.
 """
 

@@ -17,7 +17,7 @@ def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of logits (B, C) with the labels of the batch: the mean over its real rows, a 0-dim tensor.
 
     Raises:
-        RecipeError: the labels are not classes. Use `context.loss`, which is the loss of every objective.
+        RecipeError: the labels are not classes. Use `context.loss` instead, which works with every objective.
     """
     if batch.y.is_floating_point():
         raise RecipeError(
@@ -58,11 +58,11 @@ def contrastive(
         temperature: t.
         negatives: `intra`, `inter` or `both`.
         normalise: whether to scale all embeddings to length 1 first.
-        classes_B: class of every row (B,). Rows of the same class are then not negatives of each other. If None, all
-            other rows are negatives.
+        classes_B: class of every row (B,), or None. If classes are given, rows of the same class are not negatives of
+            each other. If None, all other rows are negatives.
 
     Returns:
-        The mean over the rows that count, a 0-dim tensor.
+        A 0-dim tensor: the mean loss of the rows that are not padding.
     """
     u, v = student_BE, teacher_BE.detach()
     if normalise:

@@ -123,7 +123,7 @@ def class_sums(z_BD: Tensor, batch: Batch, modality: str, num_classes: int) -> t
 
 
 def confidence(prototypes: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """For each modality, the sum over a batch of the probability of the row's own class; see `imbalance_ratio`.
+    """For each modality, add up the probabilities of the rows' true classes over a batch; see `imbalance_ratio`.
 
     A row counts only if it has all of these modalities and its class is active in each of them. The sums are therefore
     comparable.
@@ -198,7 +198,8 @@ def gathered(
 
     Args:
         old: the global prototypes so far, by modality.
-        reports: for each client, prototypes (C, D) by modality and numbers of rows, as `class_means` returns them.
+        reports: for each client, what `class_means` returns, as a pair: the prototypes (C, D) by modality, and the
+            numbers of rows.
         uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
             is its number of rows of the class.
 

@@ -57,7 +57,8 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
 class Doubled(fx.Interpreter):
     """Runs a graph in double precision.
 
-    Outside tensors may be large tables. They stay in single precision until an operation computes with them.
+    The tensors that the step closes over may be large tables. They stay in single precision until an operation computes
+    with them.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

@@ -2,12 +2,12 @@
 
 Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. A
 step is therefore traced once (`step_trace.py`), and its trace is rewritten (`step_rewrite.py`) into a *program*. The
-program then computes all steps of the same kind, in this local training and in later ones that read the same values
-(`step_source.py`).
+program then takes all steps in which Python takes the same branches (steps of one *kind*). It does so in this local
+training, and in later ones whose loss has the same code and reads equal values (`step_source.py`).
 
 A program's results differ from those of the direct step in the last bits. A run must give the same bits whether a
 program is already stored or must first be made. The recipe alone therefore decides whether a run uses programs. Tracing
-works on a copy of the state, so the program also computes the first step, from which it was made.
+changes only a copy of the state. The program can therefore take the first step too, the one that was traced.
 
 A program must pass three tests before it is used. Two traces of the same step must be equal. For example, a loss that
 counts its calls fails this test and is computed directly. The trace must reproduce the step bit for bit. The rewritten
@@ -59,10 +59,10 @@ class Known:
 
     Attributes:
         program: the program.
-        outside: for each tensor that the step closes over, its index in `Source.tensors`. A 0-dim tensor that the step
-            makes from a number in Python is stored itself.
+        outside: for each tensor that the step closes over, its index in `Source.tensors`. If the step makes a 0-dim
+            tensor from a Python number, the tensor itself takes the place of the index.
         value_dim: position of the client axis in the value of the loss; None if all clients have the same value.
-        named: objects that the key of the program names by their identity.
+        named: objects whose `id` is in the program's key. They are kept alive, so that no other object gets the `id`.
     """
 
     program: Program
@@ -82,12 +82,12 @@ stands for a step that has no program."""
 
 
 def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether the steps of a local training with `num_steps` steps in round `number` are computed by programs.
+    """Whether a local training takes its steps with programs. With few steps, making them costs more than they save.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
     Args:
-        num_steps: steps of the local training.
+        num_steps: number of steps of the local training.
         number: the round, from 1.
         new_rate: whether the learning rate changes from round to round.
     """
@@ -106,7 +106,7 @@ def run(
         state: nested structure of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: kind of each step; Python takes the same branches in all steps of one kind.
-        source: what a step reads, by which programs are found; if None, all steps are computed directly.
+        source: the values that a step reads. They identify its program. If None, no step uses a program.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
@@ -185,13 +185,13 @@ class Replay:
     def _shares(self, made: Known | None) -> bool:
         """Whether a tensor that a program reads occurs several times in `Source.tensors`.
 
-        For example, the initial model and the server's model are the same tensors in round 1. The program is then used
-        only for training runs in which the same positions of `Source.tensors` hold one tensor.
+        For example, the initial model and the server's model are the same tensors in round 1. Such a program is used
+        only for training runs whose `Source.tensors` repeats tensors at the same positions.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
     def _name(self, kind: Hashable) -> Hashable:
-        """Return the key under which the program for this kind of step in this local training is stored."""
+        """Return the key in `_here` of the program with which this local training takes steps of this kind."""
         general = self._here.get((kind, None))
         places = [] if general is None else [self._same[place] for place in general.places]
         # if two of the places hold the same tensor in a training run, the trace of this run is a different one
@@ -248,8 +248,8 @@ class Recording:
     Attributes:
         state: the copy.
         tracer: records the step.
-        inputs: the plain tensors of the state before the step and of the slices.
-        outputs: the plain tensors of the state after the step and of the loss.
+        inputs: the tensors of `state` and `slices`, without the batching of `vmap`.
+        outputs: the results of the step, without the batching of `vmap`: the new state's tensors and the loss.
         ended: whether the step ended without an exception, with a state that consists of tensors only.
     """
 

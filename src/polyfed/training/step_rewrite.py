@@ -41,10 +41,11 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
-    """Replace where(true, x, y) by x, and the number of true entries by a constant.
+    """Remove masks that are true everywhere: where(mask, x, y) becomes x, and the sum of the mask becomes a constant.
 
-    Cross-entropy leaves out rows with the label -100. A table of class numbers has no negative label, so the mask
-    `labels != -100` is true everywhere. The mask of padded rows can be false, so it stays in the graph.
+    Cross-entropy ignores rows with the label -100, so it computes the mask `labels != -100`. A table of class numbers
+    has no negative label, so this mask is true everywhere. The mask of padded rows can be false, so it stays in the
+    graph.
     """
     true = {
         node
@@ -116,7 +117,8 @@ def fold_products(graph: fx.Graph) -> None:
     """Add a matrix product to a tensor in one operation: w += c * (x @ y) becomes `baddbmm_(w, x, y, alpha=c)`.
 
     The product x @ y then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the step
-    first computes w += c * z, and then w += c * (x @ y). A term of zeros thus changes no bit.
+    first computes w += c * z, and then w += c * (x @ y). If z is zero, the result is therefore the same to the last bit
+    as without z.
     """
     memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):
@@ -170,7 +172,7 @@ def group_updates(graph: fx.Graph) -> None:
 
 
 def _entries_of(node: Any) -> Any:
-    """Return the tensor from which the entries of a tensor were taken."""
+    """Follow indexing, `unsqueeze` and `view` backwards, and return the tensor to which they were applied."""
     while is_call(node, aten.index.Tensor, aten.unsqueeze.default, aten.view.default):
         node = args(node)[0]
     return node

@@ -120,11 +120,12 @@ def learned(
     num_trainable: int,
     step: Step,
 ) -> Tensor:
-    """Run step 5: update Xi from the drift of the devices away from their copies, and return the new Xi (Eq. 6, 7).
+    """Run step 5: update Xi from the drift of each device, and return the new Xi (Eq. 6, 7).
 
-    The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>. Here w, W and xi come from the round in which the
-    copy of device k was built. The update takes one matrix product for each such round. The number of these rounds is
-    at most the largest age.
+    The drift of device k is upload_k - W_k: the block that the device uploaded minus its personalised copy of the
+    block. The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>. Here w, W and xi come from the round in
+    which the copy of device k was built. The update takes one matrix product for each such round. The number of these
+    rounds is at most the largest age.
 
     If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product divided by
     the length of the drift and by the length of the longest w_j - W_k. The change then does not depend on the size of

@@ -48,13 +48,14 @@ def _moments(moments: Moments) -> Tree:
 def last_loss(fit: TrainingResult) -> Tensor:
     """Return the loss of the last step.
 
-    `fit.loss` is the mean over all steps, and `earlier_steps` counts the loss of every earlier step as 0. The sum over
-    all steps is therefore the loss of the last step.
+    `fit` is the result of one step that continued the training of `earlier_steps`. `fit.loss` is the mean loss over all
+    steps, where the loss of every earlier step counts as 0. The sum over all steps is therefore the loss of the last
+    step.
     """
     return fit.loss * fit.num_steps
 
 
 def padded(rows: Tensor, batch: Batch) -> Tensor:
-    """Return the rows of a batch that were received, padded with zeros to the length of the batch."""
+    """Append rows of zeros to the received rows, so that there are as many rows as in the batch."""
     missing = batch.y.shape[0] - rows.shape[0]
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows

@@ -39,7 +39,7 @@ class Silos(Partition):
     `polyfed.data.populate` gives the shard of a silo to each of its devices.
 
     Attributes:
-        silos: Number of silos; None means 4, which is inferred, see docs/partitions.md.
+        silos: Number of silos. None means 4. HFM's report gives no number, so polyfed inferred it (docs/partitions.md).
     """
 
     silos: int | None = None

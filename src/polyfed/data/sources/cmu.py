@@ -159,7 +159,7 @@ def _opened(path: str, what: str) -> Arrays:
 
 
 def _labels(arrays: Arrays, name: str) -> Tensor:
-    """Scores float32 (N,) of an array (N,), (N, 1) or (N, 1, 1)."""
+    """Return the scores in an array (N,), (N, 1) or (N, 1, 1) as a float32 tensor (N,)."""
     array = arrays[name]
     if array.dtype.kind not in "fiu" or array.size != len(array):
         raise DataError(f"'{arrays.path}': '{name}' must hold one score a row; it is {array.dtype} {array.shape}")

@@ -56,7 +56,7 @@ class PtbXl(MediaSet):
         check_ranges("[data]", self)
 
     def chosen(self) -> Mapping[str, Any]:
-        """Return the options in `CHOOSES`, and `labels` if it is "several".
+        """Return the options in `CHOOSES`, and also the option `labels` if its value is "several".
 
         Folders of prepared features with one label for each record do not store `labels`.
         """

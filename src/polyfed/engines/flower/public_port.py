@@ -3,7 +3,7 @@
 Flower 1.41 serves three interfaces on one port: for SuperNodes (`/v1/fleet`), for commands such as `flwr run`
 (`/v1/control`) and for the processes of an app (`/v1/runtime`). Flower authenticates only SuperNodes, so anybody who
 reaches the port can submit an app. Here, the public port serves only the paths that authenticated SuperNodes need. It
-refuses every other path. The whole SuperLink listens only on loopback.
+refuses every other path. The port on loopback serves all three interfaces, but only to processes on the same machine.
 """
 
 import socket
@@ -129,7 +129,8 @@ def _again(body: bytes, receive: Any) -> Any:
 def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
     """Return the function `is_signed` for `FleetOnly`, which checks the signature of a call.
 
-    Flower repeats the check, and also compares the key with the body.
+    Flower repeats this check. It also checks that the public key in the headers belongs to the node that the body of
+    the call names.
 
     Args:
         state: returns the SuperLink's state, which holds the registered keys.

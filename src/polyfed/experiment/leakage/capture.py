@@ -152,7 +152,7 @@ def tree_of(msg: Message, kind: str) -> Tree:
 
 
 def masked_names(values: Tree, known: Tree) -> set[str]:
-    """Return the names of the tensors that hold integers here, but floating-point numbers in the model."""
+    """Return the names of the tensors that hold integers in `values`, but floating-point numbers in `known`."""
     shared = {name for name in values if name in known and known[name].is_floating_point()}
     return {name for name in shared if not values[name].is_floating_point()}
 

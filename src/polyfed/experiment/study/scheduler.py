@@ -52,9 +52,9 @@ def sweep(
         listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
 
     Returns:
-        One row for each reported run, finished or not. The columns are `method`, `scenario`, `seed`, one for each key
-        of the grid and of the search, `state`, `why` (why the run failed or is unfinished), `folder`, and one for each
-        number in result.json, with a dotted name.
+        One row for each reported run, finished or not. The first columns are `method`, `scenario` and `seed`. Then
+        each key of the grid and of the search has a column. Then come `state`, `why` (why the run failed or is
+        unfinished) and `folder`. Finally, each number in result.json has a column with a dotted name.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
@@ -154,7 +154,10 @@ class _Sweep:
         return self.board.entries[name]
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
-        """Take from `needs` the runs that a cell needs next, until some of them have not ended. Queue these runs."""
+        """Queue the next batch of runs of a cell, if all runs of its current batch `last` have ended.
+
+        If all runs of the next batch have already ended too, continue with the batch after it.
+        """
         while all(entry.ended for entry in last):
             try:
                 last = next(needs)
