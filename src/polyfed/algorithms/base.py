@@ -215,7 +215,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
+        """Return whether a field of a task's reply can contain data of a block, given these hyper-parameters.
 
         If the result is False, `polyfed check` does not list this part of the reply, and the egress gate refuses it.
 

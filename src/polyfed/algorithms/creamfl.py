@@ -155,7 +155,7 @@ class CreamFL(Algorithm):
         must_be_uniform(self.selector, "creamfl")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Refuse the task `publish`: only an evaluation client runs it, so no client's reply to it may leave."""
+        """Return False for the task `publish`. It runs only at the server, so no client may send a reply to it."""
         return task != "publish"
 
     # the clients' half
@@ -300,8 +300,8 @@ def public_batch(samples: Tree) -> Batch:
 def draw_public(samples: Tree, batch: Batch) -> Batch:
     """Draw as many random public rows as the batch has rows, without replacement, with the batch's own key.
 
-    A row that occurred twice would be its own negative. If the batch has more rows than the public set, the remaining
-    drawn rows count as padding.
+    The contrastive losses use the other drawn rows as negatives of a row, so no row may be drawn twice. If the batch
+    has more rows than the public set, the remaining drawn rows count as padding.
     """
     assert batch.key is not None
     size, wanted = next(iter(samples.values())).shape[0], batch.y.shape[0]

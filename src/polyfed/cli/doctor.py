@@ -186,6 +186,6 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def _usable_cores() -> int:
-    """The cores that this process may use; macOS and Windows do not limit them."""
+    """Return how many CPU cores this process may use. On macOS and Windows, these are all cores of the machine."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

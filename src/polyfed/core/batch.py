@@ -19,7 +19,8 @@ class Batch:
         y: the labels, int64 (B,).
         rows: position of each row among the client's own rows, int64 (B,).
         ok: bool (B,), False for padding, which must not count. None if every row is real.
-        present: by modality, whether each row has the modality, bool (B,). A modality that no row lacks has no entry.
+        present: by modality, whether each row has the modality, bool (B,). There is no entry for a modality that all
+            rows have.
         key: dropout key of (run, round, client, step). None means evaluation mode: no dropout, and BatchNorm uses its
             running statistics.
     """

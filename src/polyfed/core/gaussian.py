@@ -49,7 +49,7 @@ class Clip:
 
     @property
     def least(self) -> float:
-        """The smallest limit of a block."""
+        """The smallest of the limits of all blocks, or the joint limit if blocks have no limits of their own."""
         return min(self.limits.values(), default=self.total)
 
     def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Clip:
 
 
 def scaled(stack: Tensor, factors: Tensor) -> Tensor:
-    """Return the entries (K, ...) times the factors (K,) of their trees. A factor of 0 gives 0, even for NaN."""
+    """Multiply entry k of `stack` (K, ...) by entry k of `factors` (K,). A factor of 0 gives 0, even for NaN."""
     each = factors.view(-1, *(1,) * (stack.dim() - 1))
     return torch.where(each > 0, stack * each, 0.0)
 

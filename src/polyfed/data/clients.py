@@ -30,8 +30,9 @@ class ClientsSpec:
             "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
             Your own partition is a dataclass that extends `polyfed.data.Partition`. A field `x` of this dataclass takes
             the value of the key `x` of this section. In Python, you can also give an object with the method `split`.
-        num: Number of clients; 10 if a recipe does not give it. "by-client" and "silos" do not accept it, because their
-            number follows from the data and from `silos`.
+        num: Number of clients; 10 if a recipe does not give it. The partition "by-client" does not accept this option,
+            because the data determines the number. "silos" does not accept it either, because `silos` determines the
+            number.
         alpha: Concentration of the Dirichlet partitions. With "by-client" and `shards` above 1, also the concentration
             of the Dirichlet distribution by which each natural client is divided into shards.
         min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
@@ -39,7 +40,8 @@ class ClientsSpec:
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
         main_share: With "main-class": share of the main class in a client's rows. In the FMML paper, 0.5 is non-IID-2
             and 0.3 is non-IID-3.
-        exclude_main: With "main-class": whether to take the other rows of a client only from other classes.
+        exclude_main: With "main-class": if true, the rows beyond `main_share` never come from the client's main class.
+            If false, they come from all classes, including its main class.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
@@ -51,24 +53,24 @@ class ClientsSpec:
         silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every remaining row goes to only
             one entry of `holdings`, drawn at random.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: How many additional clients the server asks, as a share of the number of clients that
-            `participation` gives (0.3 in Bonawitz et al., 2019). The server closes the request when it has received as
-            many replies as that number, so the round leaves out the slowest clients. If None, no additional clients are
-            asked.
+        overselect: Share of additional clients that the server asks (0.3 in Bonawitz et al., 2019). If `participation`
+            gives n clients, the server asks n * (1 + overselect) clients. It closes the request when n clients have
+            replied, so the round leaves out the slowest clients. If None, no additional clients are asked.
         missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
             clients that hold another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality
-            each, and are divided evenly over the modalities, in order. Of two modalities, the first gets the smaller
-            half.
+            each, and are divided evenly over the modalities, in order. If an odd number of clients is divided over two
+            modalities, the first modality gets one client fewer.
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
         ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
             An adapter whose rank is already lower keeps its rank. If None, every client has the rank of the model's
             adapters.
-        personal_test: Each client's own test rows. A share is taken from the client's training rows. "split_personal":
-            the rows that the data marks as test rows; guard rows are left out. "matched": drawn from the global test
-            set in the proportions of the client's labels. The client's share of the global test set is about its share
-            of the training rows, and a test row may go to several clients. If None, clients have no own test rows.
+        personal_test: Each client's own test rows. With a number such as 0.25, this share of the client's training rows
+            becomes its test rows. "split_personal": the rows that the data marks as test rows; guard rows are left out.
+            "matched": drawn from the global test set in the proportions of the client's labels. A client with a tenth
+            of the training rows gets about a tenth of the global test set, and a test row may go to several clients. If
+            None, clients have no own test rows.
         seed: Seed of the partition, the validation split and the modality assignment. If None, the run's own seed is
             used. If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With

@@ -1,4 +1,4 @@
-"""The rows of the devices of a silo: the same rows, or rows that overlap in part."""
+"""Chooses the rows of a silo's devices: all groups of devices hold the same rows, or rows that overlap only partly."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from polyfed.data.partitions.shards import Shards
 def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str], key: int) -> Shards:
     """Give the rows of each silo to its devices.
 
-    Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. If
-    `silo_overlap` is set, only a share of the silo's rows goes to every group, and each other row goes to one random
-    group.
+    Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. Normally,
+    every group gets all rows of the silo. If `silo_overlap` is set, only this share of the rows goes to every group.
+    Each of the remaining rows goes to a single group, which is drawn at random.
 
     Args:
         silos: the rows of each silo.

@@ -38,7 +38,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         recipe: its [engine] section sets the number of clients, the waiting time, and fixed shapes and classes.
         transport: asks the nodes to enrol.
         emit: called with the name and the fields of each event.
-        left_out: this function adds the clients that must not take part, each with the reason.
+        left_out: a dict to which `enrolled` adds each client that must not take part -> the reason.
 
     Returns:
         The server's knowledge about the clients.

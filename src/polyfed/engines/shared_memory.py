@@ -29,7 +29,8 @@ class Place:
         start: offset of the tensor's first byte.
         dtype: the tensor's type.
         shape: the tensor's shape.
-        end: total size in bytes of all tensors of the same `write`. The reader maps at least this many bytes.
+        end: number of bytes that one call of `Arena.write` has filled, with this tensor and all others of the call. The
+            reader maps at least this many bytes.
     """
 
     start: int

@@ -218,11 +218,11 @@ _stdins: list[Any] = []
 
 @contextmanager
 def _stdin_dropped() -> Iterator[None]:
-    """Let a process that is forked in this block begin without `sys.stdin`.
+    """Inside a `with` block of this context manager, every forked process starts without `sys.stdin`.
 
-    `multiprocessing` closes `sys.stdin` in the new process. If another thread of this process reads `sys.stdin` during
-    the fork, the new process gets a locked copy of the lock of `sys.stdin`. Nobody ever releases this copy, so the new
-    process would wait for it forever.
+    `multiprocessing` closes `sys.stdin` in the new process, and closing it takes a lock. If another thread of this
+    process reads `sys.stdin` during the fork, this thread holds the lock. Nobody in the new process ever
+    releases its copy of the lock, so the new process would wait for it forever.
     """
     _stdins.append(sys.stdin)
     try:

@@ -106,7 +106,7 @@ def initial_of(recipe: Recipe, model: Model) -> Tree:
 
 
 def _init_key(recipe: Recipe) -> int:
-    """Return the key of initial and frozen parameters. The two share a key, because one call may draw them together."""
+    """Return the random key of initial and frozen parameters: one key, because a single call may draw both."""
     return keys.key(recipe.seed, "init")
 
 
@@ -127,7 +127,7 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
-        one_device: whether `population` is only the device that checks the recipe. Checks of all clients are left out.
+        one_device: whether `population` is only the checking device. Checks that need all clients are then skipped.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.

@@ -2,9 +2,9 @@
 
 A message declares kinds but no shapes. The declaration therefore does not say how many numbers a statistic holds, so
 the dry run executes the tasks. Clients with the same modalities and LoRA rank form a group, and a few clients of each
-group run the tasks. All other clients count as missing, which every algorithm must handle anyway. If the devices belong
-to silos, all of them run the tasks. Two passes with different numbers of rows show which sizes grow with the number of
-rows. The dry run sends nothing.
+group run the tasks. All other clients count as missing, which every algorithm must handle anyway. If there are silos,
+every device of every silo runs the tasks. Two passes with different numbers of rows show which sizes grow with the
+number of rows. The dry run sends nothing.
 """
 
 import itertools

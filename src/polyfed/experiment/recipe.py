@@ -200,8 +200,8 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         name: the name of the output folder, unless the user gives one.
 
     Raises:
-        RecipeError: the table has faults. The text names for each fault the section, the key, what is allowed and the
-            nearest name.
+        RecipeError: the table has faults. For each fault, the error text gives the section, the key, the allowed values
+            and, for a misspelt name, the most similar correct name.
     """
     problems = Problems()
     top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}

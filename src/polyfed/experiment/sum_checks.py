@@ -109,7 +109,8 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     Only the server can call this function; see `refuse_small_cohorts`.
 
     Raises:
-        RecipeError: with the modality and the number of its clients.
+        RecipeError: fewer than `min_clients` clients hold a modality, or hold any training rows. The text gives the
+            modality and the number of these clients.
     """
     secure = recipe.algorithm.secure_aggregation
     if secure is None:

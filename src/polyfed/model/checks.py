@@ -53,11 +53,12 @@ def check_entries(
         section: the name of the section, for the messages.
         entries: the entries of the section, by modality.
         modalities: the modalities of the data.
-        cure: a function that takes the name of a modality without an entry. It returns the end of the error text, which
-            says what to write.
+        cure: a function that returns the end of an error text: what the user should write if a modality has no entry.
+            Its argument is the name of the modality.
 
     Raises:
-        ModelError: entries are missing or have no modality. The messages of all of them are raised together.
+        ModelError: a modality has no entry, or an entry names a modality that the data lacks. One error lists all of
+            these faults.
     """
     problems = Problems()
     for name in modalities:

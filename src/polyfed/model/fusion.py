@@ -1,9 +1,9 @@
 """Fusions, which compute logits from the embeddings of the modalities that a client has.
 
-The parameters of a fusion form the block `shared` of the model. In some fusions, a part of the first layer belongs to
-each modality. The method `part` makes this part, and its parameters belong to the block of the modality. A fusion
-leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the fusion treats the row's embedding
-as zero.
+In some fusions, each modality has its own part of the first layer. `Fusion.part` makes this part, and the parameters
+of the part belong to the block of the modality. All other parameters of a fusion form the block `shared` of the model.
+A fusion leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the fusion treats the row's
+embedding as zero.
 
 Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
 """
@@ -50,9 +50,14 @@ class Fusion(nn.Module):
 
     @staticmethod
     def part(embedding: int, width: int) -> nn.Module | None:
-        """Make the part of the first fusion layer that belongs to one modality, from E to `width`.
+        """Make one modality's own part of the first fusion layer.
 
-        Returns None if no part of the fusion belongs to a single modality.
+        Args:
+            embedding: E, the input size of the part.
+            width: the output size of the first fusion layer.
+
+        Returns:
+            The part, or None if no part of the fusion belongs to a single modality.
         """
         raise NotImplementedError
 
@@ -78,8 +83,9 @@ class Fusion(nn.Module):
 class Concat(Fusion):
     """A linear layer on the concatenated embeddings, stored as one linear map per modality and a shared bias.
 
-    With a head, ReLU and the remaining layers follow. The embedding of an absent modality is zero, so the map of this
-    modality adds nothing. The bias is always added (docs/algorithms/conventions.md, Blocks).
+    If there is a head, a ReLU and the remaining layers of the head come after this layer. The embedding of an absent
+    modality is zero, so the map of this modality adds nothing. The bias is always added
+    (docs/algorithms/conventions.md, Blocks).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:

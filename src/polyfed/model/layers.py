@@ -24,8 +24,8 @@ class Rows:
         key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
-        bound: whether the modules hold the parameters of this call only until the call ends. False inside of
-            `Model.live`, where the modules keep them for all calls.
+        bound: True if the modules hold the parameters of this call only during the call. False for the parameters that
+            `Model.live` yields, because the modules keep those parameters after the call.
     """
 
     def __init__(self) -> None:

@@ -158,8 +158,8 @@ class Model(Named):
 
         Inside the `with` block, calls with the yielded Tree run as fast as a plain PyTorch training loop. Calls with
         any other Tree also work. The yielded parameters require gradients. The next `live` overwrites the yielded
-        tensors, so clone what you want to keep. If a tensor of `w` does not have the shape of the model's own tensor (a
-        small LoRA rank), the method yields a copy of `w`.
+        tensors, so clone what you want to keep. If a tensor of `w` has another shape than the model's own tensor, for
+        example because of a smaller LoRA rank, the method yields a copy of `w` instead.
         """
         assert self._live is None, "the model's own tensors are lent out already"
         self._slots.place(next(iter(w.values())).device)
@@ -279,7 +279,7 @@ class Model(Named):
         return self._slots.bound(w)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
-        """Check that the Tree holds these blocks. Missing ones would run on the model's own, meaningless values."""
+        """Check that the Tree holds these blocks. Otherwise the model would use its own, meaningless values."""
         for modality in modalities:
             name = self._first[kind].get(modality)
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"

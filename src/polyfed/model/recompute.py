@@ -31,7 +31,7 @@ class Recompute:
         self.rows: Rows | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute the layer. If parameters are lent for training, the backward pass computes it again."""
+        """Compute the layer. With the parameters of `Model.live`, the backward pass computes the layer again."""
         if self.rows is None or self.rows.bound or not torch.is_grad_enabled():
             return self.forward(*args, **options)
         rows, key, ok, draws = self.rows, self.rows.key, self.rows.ok, dict(self.rows.draws)

@@ -22,7 +22,7 @@ class AdaptiveClipping:
     Attributes:
         quantile: gamma, the share of updates that should not be clipped.
         lr: eta_C, the learning rate of the clip norm.
-        count_noise: sigma_b, standard deviation of the noise in the number of updates below the clip norm.
+        count_noise: sigma_b, standard deviation of the noise that is added to the count of updates below the clip norm.
     """
 
     quantile: float

@@ -26,7 +26,7 @@ class Asking(Protocol):
         """Return whether the server can ask clients to run a task."""
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return whether a field of a task's reply can hold anything of a block."""
+        """Return whether a field of a task's reply can contain data of a block."""
 
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of the parameters and buffers that clients keep and never send."""
@@ -199,7 +199,7 @@ class Announcement:
         return not self.strange(task, part) and (task, part.field, part.block) in self.rows
 
     def strange(self, task: str, part: Crossing) -> frozenset[str]:
-        """Return the names in a part of a reply that the reply's message class does not declare."""
+        """Return the undeclared names in a part of a reply: those that the reply's message class does not allow."""
         return part.names - self.names[task, part.field]
 
     def refusal(self, task: str, part: Crossing, client: int) -> str:

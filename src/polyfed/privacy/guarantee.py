@@ -73,7 +73,7 @@ class Guarantee:
         return {"epsilon": self.epsilon(rounds), "blocks": self.by_block(rounds)}
 
     def facts(self, rounds: int) -> dict[str, Any]:
-        """Return the object `privacy` of result.json: epsilon, how it was counted, and the data without protection."""
+        """Return the object `privacy` of result.json: epsilon, how it was counted, and what left without protection."""
         spec = self.spec
         return {
             "unit": spec.unit,

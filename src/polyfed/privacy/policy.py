@@ -42,8 +42,8 @@ class Policy:
 
     Attributes:
         rules: the kinds that may leave, by (block, destination), for each row of the policy.
-        owned: the modalities of the client. None stands for all modalities of the federation, so `shared` then
-            inherits from the rows of all modalities.
+        owned: the modalities of the client, or None for all modalities of the federation. If the policy has no row for
+            `shared`, the policy rows of these modalities limit what `shared` may send.
     """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Policy:
         return DEFAULT.intersection(*self._mixed(destination).values()) if block == SHARED else DEFAULT
 
     def _mixed(self, destination: str) -> dict[str, frozenset[str]]:
-        """Return the rows of the client's modalities for a destination, by modality."""
+        """Return modality -> allowed kinds, from the policy rows of the client's modalities for a destination."""
         return {
             block: kinds
             for (block, place), kinds in self.rules.items()
@@ -107,7 +107,8 @@ class Policy:
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
         """Return a text that lists the modalities whose rows in the policy do not let `shared` send these kinds.
 
-        The text is empty if the policy has a row for `shared` itself, or if no modality forbids one of the kinds.
+        The text is empty if the policy has a row for `shared` itself, or if no row of a modality forbids any of these
+        kinds. Kinds outside `DEFAULT` are not considered.
         """
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
@@ -149,9 +150,10 @@ class Policy:
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """Yield sentences that explain why `shared` may not send something: a modality's row in the policy forbids it.
+        """Yield sentences that explain why the policy forbids that data of the block `shared` leaves.
 
-        There is at most one sentence for each destination.
+        A sentence names the modalities whose rows in the policy are the reason. There is at most one sentence for each
+        destination.
 
         Args:
             refused: the (kind, block, destination) triples that the policy forbids.

@@ -252,7 +252,7 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
 
 
 def render(template: str, **context: Any) -> str:
-    """Return the text of a page, from a template and the names in it. `drawn` is the data of its charts."""
+    """Return the text of a page: the template, filled with the values in `context`. `drawn` is its charts' data."""
     own = "\n".join(asset(name) for name in ("report.js", "export.js", "start.js"))
     scripts = [asset("uPlot.iife.min.js"), own]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)

@@ -25,9 +25,9 @@ class Participation:
         num_rounds: number of rounds that the grid covers.
 
     Attributes:
-        asked: in each cell, the number of pairs in which the client was asked in the round.
-        missing: in each cell, the number of pairs in which the client was asked but gave no usable reply.
-        trained: block -> in each cell, the number of pairs in which the client sent parameters of this block.
+        asked: in each cell, the number of pairs (client, round) for which the server asked the client in this round.
+        missing: in each cell, the number of pairs for which the server asked the client but got no usable reply.
+        trained: block -> in each cell, the number of pairs for which the client sent parameters of this block.
     """
 
     num_clients: int

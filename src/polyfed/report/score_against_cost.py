@@ -41,7 +41,9 @@ class Progression:
 
 
 def progressions(comparison: Comparison, metric: str | None = None) -> dict[str, list[Progression]]:
-    """Return, for each cost, the groups that have it. Simulated seconds need a section [network].
+    """Return, for each cost, how the score of each group progresses with this cost.
+
+    A group is left out if its runs do not record the cost. Simulated seconds need a section [network].
 
     Args:
         comparison: the comparison.

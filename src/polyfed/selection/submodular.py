@@ -92,7 +92,8 @@ class BlockSimilarity:
     further away (docs/decisions/0017).
 
     Attributes:
-        blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
+        blocks: for each block, a `Similarity` of the clients' vectors in this block. For a client that lacks the block,
+            `known` is False there.
     """
 
     blocks: dict[str, Similarity]

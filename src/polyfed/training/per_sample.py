@@ -74,7 +74,7 @@ class PerSample:
 
 
 def refuse_reading(privacy: PerSample | None) -> None:
-    """Refuse every use of rows other than training, in a task whose reply is protected.
+    """In a task whose reply is protected, refuse to use rows for anything but training.
 
     Raises:
         RecipeError: the training of this dataset protects single rows.
@@ -89,7 +89,8 @@ def refuse_reading(privacy: PerSample | None) -> None:
 def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, Tensor]:
     """Return the gradient of the loss of each row, tensors (B, ...), and the losses, (B,).
 
-    Each row has its own dropout key, because dropout masks depend on the position of a row in its batch.
+    Each row is computed as a batch of its own and has its own dropout key. With a common key, all rows would get the
+    same dropout mask.
     """
 
     def one(trained: Tree, x: Tree, y: Tensor, row: Tensor, present: Tree, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[
 
 
 def refuse_batch_facts(aux: Any) -> None:
-    """Refuse a loss that returns `aux`: `direction` would change the gradient by these numbers, which have no noise.
+    """Refuse a loss that returns `aux`. `direction` would change the gradient by `aux`, which has no noise.
 
     Raises:
         RecipeError: `aux` is not empty.

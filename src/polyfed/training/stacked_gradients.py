@@ -27,7 +27,7 @@ def gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
 
 
 def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
-    """Return a function that computes the same gradient from one part of the batch after another."""
+    """Return a function that computes the same gradient, but splits the batch into parts to save memory."""
 
     def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
         grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()

@@ -117,8 +117,8 @@ def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
 def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy and the mean PCE of local training, 0-dim.
 
-    If training diverged, one of the two means is NaN: the mean of the term that had the larger value in the last finite
-    step. In reply validation, the server then names the client and this term.
+    If training diverged, the function returns NaN for the term that had the larger value in the last finite step. In
+    reply validation, the server then names the client and this term.
     """
     floats = [v for v in fit.params.values() if v.is_floating_point()]
     finite = torch.stack([torch.isfinite(fit.loss), *(torch.isfinite(v).all() for v in floats)]).all()
@@ -158,8 +158,8 @@ def deltas(
 ) -> tuple[Tree, Tree]:
     """Return g and h as in the released code, from the distance by which training moved the encoders.
 
-    A client of S_M has g, and other clients have h. A client that lacks a modality has both if it trained all its
-    modalities.
+    A client that trained the encoders of all modalities (a client of S_M) has g, and any other client has h. If that
+    other client lacks a modality, but trained all modalities that it owns, it has both g and h.
 
     Args:
         sent: the model before training.

@@ -35,7 +35,7 @@ class SiloState(State):
     server_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Keep the ids on the CPU, where the edges match them."""
+        """Keep the sample ids on the CPU, because the rows of a silo's devices are matched by these ids on the CPU."""
         keep_on_host(self, "ids")
 
 

@@ -209,7 +209,7 @@ class Cut:
         return ServerHalf(params, fit.moments, half.steps + 1), fit
 
     def received(self, fed: Federation, k: int, sent: Smashed, step: int) -> Batch:
-        """The rows that client k sent, as a training batch without samples."""
+        """Return a training batch for the rows of client k. Its `x` is empty: clients send activations, not samples."""
         n = int(sent.num_rows)
         rows = torch.arange(n, device=next(iter(sent.activations.values())).device)
         key = keys.key(fed.seed, "server dropout", k, fed.round, step)

@@ -82,7 +82,7 @@ class MainClass(Partition):
     Attributes:
         num: Number of clients.
         main_share: Share of the main class in a client's rows: 0.5 is non-IID-2, 0.3 is non-IID-3.
-        exclude_main: Whether to draw the other rows only from other classes, so that the share is exact.
+        exclude_main: If true, the rows beyond `main_share` never come from the main class, so the share is exact.
         on_shortage: What to do if a class is too rare for its clients. "reduce" makes every client smaller until the
             shares are exact. "cap" lets a client take the rest of its class, adds rows of the other classes, and warns.
     """

@@ -15,7 +15,7 @@ from polyfed.data.sources import colour, mnist
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset
 
-# Norms that the releases of CMSFed and PMR use, on a scale of [0, 1]
+# Means and deviations that the releases of CMSFed and PMR use, on a scale of [0, 1]
 _GRAY = (torch.tensor(0.1307), torch.tensor(0.3081))
 _COLOR = (
     torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1),
@@ -28,8 +28,8 @@ class CgMnist(Source):
     """60,000 / 10,000 digits, each as `gray` (1, 28, 28) and `color` (3, 28, 28) of the same image.
 
     Training colours follow the label, with noise of variance 0.03 on each channel. A test image has the colour of a
-    random digit. Images are stored as bytes. They are standardised by the norms of the CMSFed and PMR releases when a
-    batch is taken.
+    random digit. Images are stored as bytes. When a batch is taken, they are standardised with the means and
+    deviations of the CMSFed and PMR releases.
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` prints the layout.

@@ -44,7 +44,8 @@ class CremaD(MediaSet):
             ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
         split: "files" reads train.csv and test.csv (lines `name,EMO`). "actors" uses a fifth of the actors as test set.
-        fold: With `split = "actors"`: which fifth of the actors is the test set, 1 to 5.
+        fold: With `split = "actors"`: number of the test fold, 1 to 5. The actors are ordered by their numbers and
+            divided into five folds, and one fold is the test set.
     """
 
     NAME: ClassVar[str] = "crema-d"

@@ -47,7 +47,8 @@ class KuHar(MediaSet):
             if this variable is not set.
         modalities: "acc", "gyro".
         activities: Number of activities, 8 or 18.
-        fold: Which fifth of the subjects, in order of their numbers, is the test set: 1 to 5.
+        fold: Number of the test fold, 1 to 5. The subjects are ordered by their numbers and divided into five folds,
+            and one fold is the test set.
         min_windows: A training subject with fewer windows is left out. FedMultimodal uses 10.
         normalise: "window" shifts and scales each window and axis by its own mean and deviation, as FedMultimodal does;
             "none" does not change the numbers.

@@ -40,8 +40,8 @@ class Npz(Source):
         label: Array of the labels. It holds class numbers 0..C-1 (N,), words (N,), or targets (N,) or (N, T). Words are
             numbered in sorted order and kept as names. Targets are for objectives other than classification. They are
             floats, with NaN for an unknown target, or integers (N, T) with T of at least 2. A boolean array
-            `<label>_known` of the same shape may mark the known targets. Empty if there are no labels, for a task that
-            needs none.
+            `<label>_known` of the same shape may mark the known targets. If the data has no labels and the task uses
+            none, set this option to "".
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
@@ -49,13 +49,13 @@ class Npz(Source):
         ids: Array of sample ids, distinct integers. With "rows", the row numbers are the ids: row i of every array is
             the same sample. If there are neither ids nor "rows", the ids count as unknown, and algorithms for silos
             refuse the data.
-        layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
-            are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
-            4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences
-            whose first axis is the features.
+        layout: Modality -> axes of a sample, if the following rule guesses wrong. A sample with one axis is a vector
+            (F). A sample with two axes is an image (H, W) if its type is uint8, otherwise a sequence (T, F). A sample
+            with three axes is (H, W, C) if the last axis has 1, 3 or 4 entries, otherwise (C, H, W). Samples
+            are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences whose first axis is the features.
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
-            values are unchanged. The trained models do the same with new samples.
+            values are unchanged. A trained model scales new samples with the same numbers.
         test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
             test set. If the labels are targets, it is a share of all rows.
         seed: Seed for drawing that test set; the run's own seed has no effect.
@@ -197,7 +197,8 @@ class Npz(Source):
         modality as missing.
 
         Raises:
-            DataError: all modalities of a row are NaN, and no array `<modality>_present` marks one of them as missing.
+            DataError: all values of a row are NaN, in all modalities. This is allowed only if an array
+                `<modality>_present` marks at least one modality of the row as missing.
         """
         found = {name: there for name, there in held.items() if there is not None}
         undeclared = dict(found)

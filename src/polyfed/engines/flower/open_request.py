@@ -45,7 +45,7 @@ class OpenRequest:
     def grace(self) -> float:
         """The time until which the server waits for clients that missed an earlier deadline.
 
-        The time is infinity while the server still waits for other clients.
+        While the server still waits for other clients too, the value is `math.inf`: this wait has no end yet.
         """
         return self.started + GRACE * (self.settled - self.started)
 

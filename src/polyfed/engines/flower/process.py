@@ -45,8 +45,8 @@ def when_lost(tell: Callable[[], None]) -> Iterator[None]:
 class LastWord(logging.Filter):
     """Keep polyfed's sentence about a user's mistake as the last line of the log.
 
-    The ServerApp prints the sentence itself. Flower would then log a traceback and an "unhandled exception", and after
-    a successful run an empty line. This filter drops all three.
+    If a run fails because of such a mistake, the ServerApp prints the sentence. Flower would then log a traceback and
+    an "unhandled exception". After a successful run, Flower would log an empty line. This filter drops all three.
     """
 
     def __init__(self) -> None:

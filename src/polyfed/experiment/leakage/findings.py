@@ -62,7 +62,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one attack on one kind of one block.
+    """The result of one attack on one kind of data, such as gradients, of one block.
 
     Attributes:
         attack, kind, block, seen_by, field: the target of the attack, see `Target`.

@@ -54,8 +54,8 @@ def public_rows(found: Capture) -> tuple[Tensor, str]:
 class Candidates:
     """Rows for which an attack guesses whether a model was trained on them.
 
-    Half of the rows are members: a client trained on them. The other half are rows that no client trained on. In tasks
-    with classes, each class also has as many members as other rows.
+    Half of the rows are members: a client trained on them. The other half are non-members: no client trained on them.
+    In tasks with classes, half of the rows of each class are members.
 
     Attributes:
         rows: row numbers, int64 (2n,), with the members first.
@@ -67,13 +67,13 @@ class Candidates:
 
     @classmethod
     def draw(cls, members: Tensor, others: Tensor, labels: Tensor, key: int) -> "Candidates":
-        """Draw as many members as other rows, and as many of both as possible.
+        """Draw equal numbers of members and non-members, and make these numbers as large as possible.
 
         Args:
             members: row numbers of the members.
-            others: row numbers of the other rows.
-            labels: the labels of the whole table. If the labels are classes, each class also has as many members as
-                other rows.
+            others: row numbers of the non-members.
+            labels: the labels of the whole table. If the labels are classes, the numbers of drawn members and
+                non-members are also equal within each class.
             key: the random key.
         """
         groups = [(members, others)]
@@ -161,8 +161,9 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
     """Return the candidates of each attacked client.
 
-    Only clients that share their training rows get the same public rows. If all clients had the same public rows, the
-    guesses about all clients would depend on how difficult these few rows are.
+    The devices of a silo have training rows in common, so they get the same public rows. Otherwise, no public row goes
+    to two clients. If all clients had the same public rows, the guesses about all clients would depend on how difficult
+    these few rows are.
 
     Args:
         found: the captured replies.

@@ -127,7 +127,7 @@ def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
 
 
 def samples_rebuilt(found: Capture, seed: int) -> Iterator[Finding]:
-    """Attack the samples of each client through all kinds of data that may contain them."""
+    """Try to rebuild each client's samples from the parameters, gradients, embeddings and raw data in its replies."""
     for kind in ("parameters", "gradients"):
         yield from _from_gradients(found, kind)
         yield from _by_matching(found, kind, seed)
@@ -158,9 +158,10 @@ def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
         key: the random key that determines which half is known.
 
     Returns:
-        A tally with one guess for each row of the other half. The quality is 1 minus the squared error of the rebuilt
-        row, divided by the mean squared distance from the mean known row. The best guess without the message is the
-        mean known row. The result is None if there are fewer than eight rows.
+        A tally with one guess for each row of the other half. The quality of a guess is 1 - e / d. Here e is the
+        squared error of the rebuilt row. d is the mean squared distance of the rows of the other half from the mean of
+        the known rows. The best guess without the message is the mean of the known rows. The result is None if there
+        are fewer than eight rows.
     """
     if len(z) < 8:
         return None

@@ -82,9 +82,11 @@ class Board:
         cells: The cells, in the order of the study.
         metrics: Scenario -> its metrics.
         entries: Name -> run, in the order in which the cells needed them.
-        reported: Number of a cell -> its reported runs, once they are known.
+        reported: Number of a cell -> the runs whose scores the cell reports. The runs of a search are not among them.
+            There is no entry before the settings of these runs are chosen.
         trials: Number of a cell -> the settings that its search tried, with their scores.
-        blocked: Number of a cell -> why its reported runs are not known yet, or will never be known.
+        blocked: Number of a cell without an entry in `reported` -> the reason: its search has not chosen the settings
+            yet, its search stopped, or the study leaves the cell out.
     """
 
     folder: Path
@@ -140,7 +142,7 @@ class Board:
             replace_text(self._failure(entry), json.dumps({"code": code, "why": why}))
 
     def scores(self, number: int) -> list[float]:
-        """The scores of those reported runs of a cell that are finished."""
+        """Return the scores of a cell's reported runs. Runs that are not finished are left out."""
         metrics = self.metrics[self.cells[number].scenario]
         found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
         return [score for score in found if score is not None]

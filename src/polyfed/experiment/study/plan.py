@@ -105,8 +105,8 @@ class Planner:
     def name(self, table: Mapping[str, Any]) -> str:
         """Return the name of a run's folder: a short description, and a hash of recipe, data and versions.
 
-        Runs with equal content have equal names. A sweep therefore finds an existing result even if the study uses
-        other names.
+        Runs with equal content have equal folder names. A sweep therefore finds an existing result even if the study
+        has since renamed the method or the scenario.
         """
         recipe = quiet(table)
         content = {key: value for key, value in recipe.table().items() if key not in WITHOUT_EFFECT}

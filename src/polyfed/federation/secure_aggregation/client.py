@@ -82,8 +82,8 @@ class SecureAggregation:
         min_clients: least number of clients in a sum. If fewer clients of the cohort have a block, they do not send
             this block.
         threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. If the
-            server follows the protocol, it cannot read a single reply, even together with fewer clients than this
-            share.
+            server follows the protocol, it cannot read the reply of any individual client. This holds even if clients
+            reveal their secrets to the server, as long as they are fewer than this share of the cohort.
         range: largest absolute value of a parameter, gradient or prototype. A client refuses to send a larger value.
         bits: size of the integers that carry parameters, gradients and prototypes: 32 or 64.
     """
@@ -211,7 +211,8 @@ class SecureAggregation:
             local: the client's local state.
 
         Raises:
-            Refusal: there are no keys for this request, a value is beyond `range`, or a tensor cannot be left out.
+            Refusal: there are no keys for this request, or a value is beyond `range`. Or too few clients have the block
+                of a field that is a single tensor; only tensors of a tree can be left out of the reply.
         """
         state = state_of(local, DELIVERED)
         cohort, place = cohort_in(state), int(state["place"])
@@ -269,8 +270,9 @@ class SecureAggregation:
         share of that client's mask key. It never reveals both for one client.
 
         Raises:
-            Refusal: the lists name a client twice or leave a client out. Or too few clients survived, in total or among
-                those that have a block. Or this client has not masked a reply since it drew its keys.
+            Refusal: the lists name a client twice or leave a client out. Or too few clients survived: in the whole
+                cohort, or among the clients that have a certain block. Or this client has not masked a reply since it
+                drew its keys.
         """
         state = state_of(local, MASKED)
         cohort, sent = cohort_in(state), state["senders"].cpu().numpy()
