@@ -95,7 +95,7 @@ class Mechanism:
         return map_fields(reply, change)
 
     def of_one(self, task: str, sent: Message, reply: Message, key: int) -> Any:
-        """Return the reply of one client as `of_stack` does."""
+        """Clip one client's reply and add noise, as `of_stack` does for many. The tensors have no client axis."""
         if task not in self.protected and task not in self.withheld:
             return reply
         fields = {name: getattr(sent, name) for name in sent.kinds}
