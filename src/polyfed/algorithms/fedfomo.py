@@ -87,7 +87,7 @@ class FedFomo(Algorithm):
 
     Attributes:
         uploads: how many clients send a block in a round: a share of all clients, or a count.
-        every: a client holds out one in this many training rows. The default, 5, holds out 20 %, as in the paper.
+        every: with n, a client holds out every n-th of its training rows. With 5, this is 20 %, as in the paper.
         candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
             preferred so far. 0 means all, as in the FMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
@@ -195,7 +195,7 @@ class FedFomo(Algorithm):
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
     ) -> tuple[Tensor, Tree]:
-        """Compute the mean held-out loss of `previous`, also with one of its blocks replaced by that of a candidate.
+        """Compute the mean held-out losses of `previous`, and of `previous` with one block taken from a candidate.
 
         Args:
             context: the client context.

@@ -182,7 +182,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
-        """Return what the training steps read, or None if the steps must not be replayed as a recorded `Program`.
+        """Return what the training steps read, or None if the steps are not replayed as a recorded `Program`.
 
         Whether the result is None depends only on the recipe.
         """

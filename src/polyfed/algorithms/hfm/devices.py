@@ -111,8 +111,8 @@ class Devices(VerticalOptions):
     def follow(self, context: ClientContext, data: ClientData, local: Tree, got: Guidance) -> tuple[Followed, Tree]:
         """Under `labels_at`, train the encoders for Q local rounds without labels (FedBCD).
 
-        The loss of a row is the inner product of its embedding with the received gradient. A device with labels has
-        computed this gradient, which is that of the task's loss with respect to the embedding.
+        The loss of a row is the inner product of the row's embedding and a gradient that the device has received. A
+        device with labels has computed this gradient of the task's loss with respect to the embedding.
         """
         encoders = self._encoders(context, local)
         anchors = context.model.trainable(self.anchors(local, {}))
