@@ -1,8 +1,8 @@
 """Centralized: train on all rows in one place. This is the upper baseline for federated methods.
 
 The method has no paper. Every client sends its samples and labels once, before round 1, through the egress gate. The
-policy must therefore allow `raw` and `labels`. The server then trains on the pooled rows, with rounds times epochs
-passes in total. One optimiser continues over all rounds.
+policy must therefore allow `raw` and `labels`. The server then trains on the pooled rows. In total, it passes over them
+R * E times, where R is the number of rounds and E is [train] epochs. One optimiser continues over all rounds.
 
 For training, clients send only these samples and labels, and no parameters or gradients. Page:
 docs/algorithms/centralized.md.

@@ -87,7 +87,7 @@ class FedFomo(Algorithm):
 
     Attributes:
         uploads: how many clients send a block in a round: a share of all clients, or a count.
-        every: n: a client holds out every n-th of its training rows. The value 5 gives the 20 % of the paper.
+        every: with n, a client holds out every n-th of its training rows. With 5, this is 20 %, as in the paper.
         candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
             preferred so far. 0 means all, as in the FMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
@@ -117,7 +117,7 @@ class FedFomo(Algorithm):
         return FedFomoState(params, {b: torch.zeros(size, size).double() for b in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's own model and its model at the start of the round. Both are the common initial model."""
+        """Return the first local state: the client's model and `previous`, both equal to the common initial model."""
         return {**context.initial, **nested(PREVIOUS, context.initial)}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
@@ -195,7 +195,7 @@ class FedFomo(Algorithm):
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
     ) -> tuple[Tensor, Tree]:
-        """Compute the mean losses on the held-out rows.
+        """Compute the mean held-out losses of `previous`, and of `previous` with one block taken from a candidate.
 
         Args:
             context: the client context.
@@ -204,7 +204,7 @@ class FedFomo(Algorithm):
             pools: by block, the candidates as tensors with a leading axis of length N.
 
         Returns:
-            The loss of `previous`. By block, the losses (N,) of `previous` with this block taken from each candidate.
+            The loss of `previous`; and for each block the losses (N,), one for each candidate that replaces the block.
         """
         sizes = {block: len(next(iter(pool.values()))) for block, pool in pools.items()}
         zero = torch.zeros((), device=data.num_rows.device)
@@ -253,7 +253,7 @@ class FedFomo(Algorithm):
             preferences: the client's preferences (K,) in the block.
             members: clients that sent the block (S,).
             others: positions in `members` of the clients that are not the client itself.
-            who: the client and the block, for the key.
+            who: the client and the block. Each such pair has a random key of its own, derived from the run's seed.
             fed: the federation.
         """
         key = keys.key(fed.seed, "explore", *who, fed.round)

@@ -57,7 +57,7 @@ def data(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the data sources, describe one (modalities, licence, options), or extract its features once."""
+    """List the data sources, describe one (modalities, licence, options), or write the features of one to a folder."""
     from polyfed.cli import catalogue, catalogue_pages, preparation
 
     match words or []:

@@ -2,8 +2,8 @@
 
 A key is made from (run seed, purpose, round, client, ...). Its numbers are hashes of the key and a position. This is a
 counter-based generator as described by Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The hash
-is the 32-bit function "triple32" of C. Wellons' hash-prospector (public domain). It was chosen because its bias is near
-the noise floor, and because 32-bit products vectorise on every CPU.
+is "triple32", a 32-bit function from the project hash-prospector by Chris Wellons (public domain). It was chosen
+because its bias is near the noise floor, and because 32-bit products vectorise on every CPU.
 
 The numbers of a key therefore do not depend on earlier draws. A resumed run draws the same numbers, and CPU and GPU
 agree. The functions also run under `torch.func.vmap` with one key for each client.
@@ -141,7 +141,7 @@ def _positions(count: int) -> np.ndarray:
 
 
 def _noise(base: np.uint32 | np.ndarray, count: int) -> np.ndarray:
-    """`bits` of a key, or of keys (K, 1), at the first `count` positions, int32 (count,) or (K, count)."""
+    """Compute `bits(key, count)` with NumPy: int32 (count,) for one key, and (K, count) for an array of keys (K, 1)."""
     return _mix_array(_positions(count) + base).view(np.int32)
 
 

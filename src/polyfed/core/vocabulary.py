@@ -1,6 +1,7 @@
-"""Words of other frameworks for keys of a recipe: Flower, PyTorch, FedJAX, pfl-research, NVFlare, FedML and papers.
+"""What the keys of a recipe are called in other frameworks and in papers.
 
-For an unknown key of a recipe, the error text suggests the key that has the same meaning.
+The frameworks are Flower, PyTorch, FedJAX, pfl-research, NVFlare and FedML. If a recipe contains such a word as an
+unknown key, the error text suggests polyfed's key that has the same meaning.
 """
 
 import re
@@ -82,8 +83,10 @@ def advice_for(word: str, section: str = "") -> str | None:
         word: the unknown key.
         section: the section that contains the key, such as `train`. Empty if the key stands above the first section.
 
-    >>> advice_for("learning_rate", "train"), advice_for("learning_rate", "algorithm")
-    ("did you mean 'lr'?", 'did you mean train.lr?')
+    >>> print(advice_for("learning_rate", section="train"))
+    did you mean 'lr'?
+    >>> print(advice_for("learning_rate", section="algorithm"))
+    did you mean train.lr?
     """
     place = place_of(word)
     if place is None:

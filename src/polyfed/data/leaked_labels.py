@@ -1,4 +1,4 @@
-"""Finds features that are copies of the labels, because a model would read the answer from such a feature."""
+"""Finds features that are copies of the labels. From such a feature, a model could simply read the answer."""
 
 import warnings
 

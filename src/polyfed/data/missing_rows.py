@@ -22,9 +22,9 @@ def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Ten
         there: bool (N,), which rows have the modality so far.
 
     Returns:
-        Three values: the samples, with zeros in the rows that lack the modality; a mask, bool (N,), of the rows that
-        have the modality; and a mask, bool (N,), of those among them that are partly NaN. The caller refuses rows that
-        are partly NaN.
+        Three tensors. The first is the samples, with zeros in the rows that lack the modality. The second, bool (N,),
+        is true for rows that have the modality. The third, bool (N,), is true for rows in which some entries are NaN
+        and others are not. The caller refuses these rows.
     """
     there = there.to(values.device)
     if not values.is_floating_point():
@@ -37,7 +37,7 @@ def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
-    """Set every row of a modality that contains only NaN to zero.
+    """Set a row to zero if all its entries are NaN. The row then lacks the modality.
 
     The function changes `values` in place, so that memory-mapped values are not copied.
 

@@ -1,4 +1,4 @@
-"""Joins data in memory that is given by split, with one data frame or data set for each split."""
+"""Joins data in memory that consists of several splits. Each split is a data frame or data set of its own."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -53,10 +53,11 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 
 
 def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
-    """Refuse a dictionary `data` with one path or dictionary for each split, and a name as `labels`.
+    """Refuse `data` that is not a dictionary of arrays by modality, and refuse a name as `labels`.
 
-    `data` must hold the arrays of each modality. `labels` must then hold one label for each row, because arrays have no
-    column that a name could select.
+    The function refuses two kinds of `data`: a dictionary with the path of a file for each split, and a dictionary with
+    another dictionary for each split. If `data` holds arrays, `labels` must hold one label for each row, because arrays
+    have no column that a name could select.
 
     Raises:
         RecipeError: the values of `data` are one file or one dictionary for each split, or `labels` is a name.

@@ -1,4 +1,7 @@
-"""`Draft`: the parts of a table before they are checked. Converts them to `Columns`, and reports all faults at once."""
+"""`Draft` holds the parts of a table before they are checked. `columns_of` checks them and makes `Columns` from them.
+
+`columns_of` reports all faults of the parts at once.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

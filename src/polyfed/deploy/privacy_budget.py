@@ -49,7 +49,11 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
 
 
 def spend(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
-    """Count a reply with noise before its task runs, or refuse the request; see `refuse_spent`."""
+    """Add the cost of one reply to the budget file, or refuse the request if the budget does not allow the reply.
+
+    The device calls this function before it runs the task that makes the reply. The arguments and errors are those of
+    `refuse_spent`.
+    """
     if release is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,11 +65,11 @@ def spend(required: Requirements, release: Release | None, folder: Path, client:
 
 
 def admit_state(release: Release | None, folder: Path, has_state: bool, client: int) -> None:
-    """Refuse local state that was trained without noise for rows, if the recipe now says `unit = "example"`.
+    """If the recipe now says `unit = "example"`, refuse local state that was trained without noise in the gradients.
 
     A server may change the recipe within a run. With `unit = "client"`, the client trains its local state without noise
-    for rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply does not hide the
-    rows that the state was trained on. The check is made only if the device limits epsilon.
+    in the gradients of rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply
+    does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
 
     Args:
         release: what a reply costs, or None if the device does not limit epsilon.
@@ -92,8 +96,8 @@ def _read(folder: Path) -> dict[str, int]:
     """Return the counts of the file.
 
     Raises:
-        CheckpointError: the file is damaged. For example, a noise in the file is NaN, with which the accountant would
-            compute epsilon 0.
+        CheckpointError: the file is damaged. For example, the file gives NaN as the noise of some replies. From NaN,
+            the accountant would compute epsilon 0.
     """
     path = folder / SPENT
     counts = read_notes(path, lambda value: value)

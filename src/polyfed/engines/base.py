@@ -206,7 +206,7 @@ class Engine(ABC):
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
-        """Pass the message to one client through its gate, and run the task; see `run_received`."""
+        """Pass the message through the client's gate, then run the task on this client alone; see `run_received`."""
         msg = self._to_device(send if isinstance(send, Message) else send[client])
         got = self.node((client,), self.context(client)).receive(request, msg)
         return self.run_received(request, client, got, missing)

@@ -62,11 +62,12 @@ def refuse_small_clients(recipe: Recipe, population: Population) -> None:
 
 
 def refuse_overselect(recipe: Recipe) -> None:
-    """Refuse over-selection if it would have no effect, or not the described effect.
+    """Refuse over-selection in a recipe in which it would have no effect, or would not work as documented.
 
     Raises:
-        RecipeError: the algorithm does not work like `Averaging`, which sends its cohort one request in each round. Or
-            the run has neither simulated nor real time, so no client can be slow.
+        RecipeError: one of two reasons. The algorithm does not send its cohort exactly one request in each round, as
+            `Averaging` does. Or no client can be slower than another, because the recipe has no section [network], and
+            its engine is not `flower`.
     """
     if recipe.clients.overselect is None:
         return

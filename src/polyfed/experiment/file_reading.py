@@ -68,7 +68,7 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
-        options: the known options of [data]. An option that is None is unknown.
+        options: the options of [data] that the user has given. An option with the value None counts as not given.
         needs_labels: whether the task needs labels.
 
     Raises:

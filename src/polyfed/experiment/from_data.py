@@ -150,8 +150,9 @@ def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other data, for example to supply the data of a run whose data was in memory.
 
     Raises:
-        RecipeError: an option that does not describe the data is given. Such an option would contradict the recipe.
-            `clients` may give only the natural client of each row.
+        RecipeError: an option that does not describe the data is given. Such an option would contradict the recipe. The
+            option `clients` describes the data if it holds the natural client of each row, or the name of their column.
+            Other values of `clients`, such as the number of clients, are refused.
     """
     if strange := [name for name in options if name not in ("labels", "clients", *OF_THE_DATA)]:
         raise RecipeError(

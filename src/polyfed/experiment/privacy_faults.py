@@ -24,7 +24,7 @@ from polyfed.selection import Selector, Uniform
 
 
 def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    """Yield why the method cannot honour the unit of the section."""
+    """Yield the reasons why the algorithm cannot protect the `unit` of [privacy]: whole clients or single rows."""
     method = type(recipe.algorithm)
     if not method.honours(spec.unit):
         name = name_of(recipe.algorithm, ALGORITHMS)
@@ -36,7 +36,9 @@ def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
 
 
 def refuse_app(recipe: Recipe) -> None:
-    """Refuse an app whose section [privacy] a deployment cannot honour, as far as the recipe alone shows it.
+    """Refuse a Flower app if a deployment cannot give the protection that the recipe's section [privacy] promises.
+
+    Only reasons that follow from the recipe alone are checked, because the model and the clients are not known yet.
 
     Raises:
         RecipeError: with all reasons.
@@ -67,7 +69,7 @@ def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
 
 
 def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator[str]:
-    """Yield the reasons why [privacy] cannot protect clients in the server's mean.
+    """Yield the reasons why the server's mean would reveal more about a client than [privacy] promises.
 
     Either a client could change the mean by more than the clip norm, or the recipe sets `amplification` but the cohort
     would not be secret.
@@ -101,7 +103,7 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
 
 
 def _read_by(selector: Selector, protected: Collection[str]) -> str:
-    """Return why the selector may read protected fields of single replies, or "" if it reads none."""
+    """Return a fault if the selector may read protected fields in the replies of single clients; otherwise ""."""
     kind = type(selector)
     learning = next(base for base in kind.__mro__ if "learn" in vars(base))
     if learning is Selector:

@@ -83,7 +83,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int | N
 
 
 def _unfit(recipe: Recipe, model: Model, way: str) -> str:
-    """Return the reason if another section forbids that clients have ranks of their own. Otherwise, return ""."""
+    """Return why clients cannot have different LoRA ranks with the other sections of the recipe, or "" if they can."""
     method = recipe.algorithm
     kind = type(method)
     name = name_of(method, ALGORITHMS)

@@ -109,7 +109,7 @@ class Records:
             The facts, with the name and the start time of the run in the folder.
 
         Raises:
-            RecipeError: the recipe differs in more than `MAY_CHANGE`.
+            RecipeError: the recipe differs in a part that is not in `MAY_CHANGE`.
             DataError: the data or the frozen parameters differ.
             CheckpointError: a file cannot be read.
         """
@@ -233,7 +233,7 @@ class Records:
             )
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
-        """Refuse a recipe that differs from the one in the folder in more than `MAY_CHANGE`."""
+        """Compare the recipe with the recipe in the folder, and refuse it if parts outside `MAY_CHANGE` differ."""
         before = {"task": CLASSES} | _read(self.folder / RECIPE, _recipe_table)
         now = parse_toml(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):

@@ -13,10 +13,10 @@ and `begun` is the newest round that has begun."""
 
 
 class Repetitions:
-    """Counts the rounds that were repeated or interrupted. Epsilon counts them in addition to the rounds of the run.
+    """Counts the rounds that were repeated or interrupted. They raise epsilon, like the other rounds of the run.
 
     A deployed run draws its noise from the operating system. A repeated round therefore releases a second result with
-    other noise, and epsilon counts both results. An interrupted round counts too, because its result may have been
+    other noise, and epsilon must cover both results. An interrupted round counts too, because its result may have been
     released.
 
     Args:

@@ -38,7 +38,7 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
 
     Args:
         required: the section [require] of the device.
-        recipe: the recipe. It lacks no protection that the device demands, because `unmet` has found none.
+        recipe: the recipe. The caller has already checked that `unmet` yields nothing for it.
         model: the model.
         initial: the initial parameters.
     """
@@ -113,7 +113,7 @@ def _faults_of_sharing(spec: Privacy, *, shared: bool) -> Iterator[str]:
 
 
 def _faults_of_data(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    """Yield each option for the device's own file that would reveal information that epsilon does not cover."""
+    """Yield the options of [data] that would reveal more about the device's file than epsilon covers."""
     if not isinstance(recipe.data, Npz):
         return
     if spec.unit == "example" and recipe.data.standardise:

@@ -1,4 +1,4 @@
-"""Checks of a recipe's sections that involve more than one value."""
+"""Checks of the sections of a recipe. Each of these checks needs more than one value of the recipe."""
 
 from collections.abc import Mapping
 from numbers import Real

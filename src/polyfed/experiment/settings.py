@@ -36,9 +36,9 @@ class EngineSpec:
             classes) is left out. Set `min_nodes` if the run may go on without such a client.
         enrol_seconds: flower: how long to wait for clients before the first round, in seconds. If `on_refusal` is
             `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
-        classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 means the
-            smallest number that is sufficient for more than half of the clients and for the server's own rows. Set the
-            number if some clients lack classes.
+        classes: flower: the number of classes of a deployment; a client with larger labels is left out. With 0, the
+            server chooses the smallest number that includes all labels of its own rows, and all labels of more than
+            half of the clients. Set the number if some clients lack classes.
         shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another shape
             is left out. A modality that is not listed has the shape of the server's own rows. If the server has no
             rows, it is the shape that more than half of the clients with this modality report.

@@ -248,7 +248,7 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def settings(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return the keys of a resolved recipe whose value is not a list or table, by paths such as `train/lr`."""
+    """Return the numbers, texts and booleans of a resolved recipe, by paths such as `train/lr`. Lists are left out."""
     return {name: value for name, value in _leaves(recipe) if isinstance(value, bool | int | float | str)}
 
 

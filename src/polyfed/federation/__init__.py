@@ -1,7 +1,7 @@
 """Federation: the server's knowledge of its clients, and its requests to them.
 
-An algorithm's round reaches the clients only through `Federation.ask`, and an engine answers. This package uses
-messages and facts about clients. It imports neither engines nor algorithms.
+An algorithm's round reaches the clients only through `Federation.ask`, and an engine answers. This package imports
+neither engines nor algorithms. It works only with the messages of the clients, and with facts about the clients.
 
 - `federation`: `Federation`, the server's view of the clients in a round, with its method `ask`.
 - `client_registry`: facts about every client: number of rows, modalities, silo.

@@ -1,10 +1,10 @@
 """Simulated time: how long a round would take over given links and on given devices. The run itself does not wait.
 
-There are two channels. `wireless` simulates the cell of the FMML paper (docs/algorithms/pfmml.md). It places devices
-uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each device
-and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. Simulated time works
-with every algorithm: the ledger gives the bytes of each message, and the client datasets count the work of local
-training (docs/network.md).
+There are two channels. `wireless` simulates the radio cell of the FMML paper (docs/algorithms/pfmml.md). It places
+devices uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each
+device and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. Simulated time
+works with every algorithm. It needs only the bytes of each message, which the ledger gives, and the work of local
+training, which the client datasets count (docs/network.md).
 
 Names end with their unit: `_s` seconds, `_bps` bits per second, `_hz` hertz, `_w` watts, `_m` metres, `_flops`
 floating-point operations. In shapes, `K` is the number of clients. All numbers are in double precision.
@@ -228,7 +228,7 @@ class Clock:
         return count
 
     def forget(self, request: int, clients: Iterable[int]) -> None:
-        """Discard the work that these clients have counted in this request, because the engine repeats the request."""
+        """Set the counted work of these clients in this request to zero. The engine will repeat the request."""
         for client in clients:
             self.spent_flops.get(request, {}).pop(client, None)
 
@@ -262,7 +262,7 @@ class Clock:
     def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
         """Close a request when `enough` of the clients have replied, in the order of their simulated times.
 
-        For slower clients, `times` then no longer counts the time of this request.
+        The server does not wait for the slower clients. After this call, `times` leaves them out of this request.
 
         Args:
             request: the number of the request.

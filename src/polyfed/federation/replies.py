@@ -157,13 +157,15 @@ class Replies(Mapping[int, Any]):
 
 @dataclass(frozen=True)
 class Shares:
-    """The weights of the clients that sent a name, for a mean. Names from the same clients use the same object.
+    """The weights for the mean of one tensor, over the clients that sent this tensor.
+
+    If several tensors of a tree come from the same clients, their means use the same `Shares` object.
 
     Attributes:
         pieces: each client's share of the total weight, for each stack of replies.
         total: the sum of the weights.
         order: positions of the clients in ascending order of their numbers; None if they are in ascending order.
-        ascending: the shares in this order.
+        ascending: the shares, in ascending order of the clients' numbers.
     """
 
     pieces: tuple[tuple[float, ...], ...]
@@ -185,7 +187,7 @@ class Shares:
 
 
 def joined(requests: Iterable[Replies]) -> Replies:
-    """Join the replies to several requests to different clients, as if all replies answered one request."""
+    """Merge the replies of several requests, as if one request had asked all clients. No client is in two requests."""
     asked = list(requests)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)

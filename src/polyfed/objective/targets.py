@@ -30,7 +30,8 @@ def doubtful_targets(columns: Columns) -> str:
     """Return a remark on targets that may be class numbers in another form, or an empty text for other labels.
 
     In one such form, each row has one number, which is whole but stored as a float. The other form is one-hot: each row
-    has T numbers, one of them 1 and the others 0. `looks_like` takes both forms for targets.
+    has T numbers, one of them 1 and the others 0. `looks_like` suggests regression or multi-label for these two forms,
+    and never classification.
     """
     label = columns.label
     if not label.is_floating_point():

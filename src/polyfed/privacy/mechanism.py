@@ -95,7 +95,10 @@ class Mechanism:
         return map_fields(reply, change)
 
     def of_one(self, task: str, sent: Message, reply: Message, key: int) -> Any:
-        """Return the reply of one client as `of_stack` does."""
+        """Return the reply of one client, with the changes that `of_stack` makes to stacked replies.
+
+        The arguments have the same meaning as in `of_stack`, but the tensors of the reply have no leading client axis.
+        """
         if task not in self.protected and task not in self.withheld:
             return reply
         fields = {name: getattr(sent, name) for name in sent.kinds}

@@ -1,4 +1,7 @@
-"""Compares runs. Runs that differ only in seed and fold form a group, with mean and spread over its runs."""
+"""Compares groups of runs. The runs of a group have the same options; only their seed and fold may differ.
+
+For each group, the comparison shows the mean and the spread over its runs.
+"""
 
 import math
 import warnings
@@ -192,9 +195,9 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
     """Group finished runs, and compute the mean and the spread of their numbers.
 
     Args:
-        dirs: folders of runs, or of studies. A study stands for the runs that it reports. A folder that occurs twice
-            counts once. Folders without a finished run are left out with a warning. If no folder has a finished run,
-            this is an error.
+        dirs: folders of runs, or of studies. From the folder of a study, all runs that the study reports are compared.
+            A folder that occurs twice counts once. Folders without a finished run are left out with a warning. If no
+            folder has a finished run, this is an error.
         reach: an accuracy above 0 and at most 1. If given, also find the first round in which each run has at least
             this accuracy.
 
@@ -223,7 +226,10 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
 
 
 def _names(folders: Sequence[Folder], named: Mapping[Path, NamedRun | None]) -> list[tuple[str, NamedRun]]:
-    """Return the label, method and scenario of each group, from a study or from the options that differ."""
+    """Return the label, method and scenario of each group.
+
+    For the runs of a study, the study gives these names. Otherwise, they come from the options in which groups differ.
+    """
     plain = [folder for folder in folders if named[folder.path] is None]
     words = dict(
         zip((folder.path for folder in plain), zip(labels_of(plain), parts_of(plain), strict=True), strict=True)

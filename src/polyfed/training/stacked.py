@@ -182,7 +182,10 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
-        """Return what the training steps read, or None if they may not run as programs. Only the recipe decides."""
+        """Return what the training steps read, or None if the steps are not replayed as a recorded `Program`.
+
+        Whether the result is None depends only on the recipe.
+        """
         # a trace does not record autocast's decisions, nor a `vmap` inside of the step
         if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None

@@ -10,10 +10,10 @@ from polyfed.training.step_trace import makes_view
 
 
 class Program:
-    """Takes steps of one kind on plain tensors.
+    """Computes several training steps with the same graph of operations on plain tensors.
 
-    Operations whose result is the same in every step run once, before the first step: operations that make constants,
-    and views of parameters that are updated in place.
+    Some operations give the same result in every step. They run only once, before the first step. These are operations
+    that make constants, and views of parameters that are updated in place.
 
     Args:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.

@@ -100,7 +100,7 @@ class Trace:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the step can be repeated from its own result: it has not changed the layout of the state."""
+        """Whether the same operations can compute the next step: this step has not changed the layout of the state."""
         return self.before == self.after[:-1]
 
     def repeats(self, other: "Trace") -> bool:
@@ -152,8 +152,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Perform the operation and record it.
 
         Raises:
-            Unrecordable: the operation changes more than the step's own tensors, or its result does not follow from the
-                layouts of its arguments. The operation has not been performed.
+            Unrecordable: the operation changes a tensor from outside of the step, changes a shape in place, or makes a
+                number or a shape that depends on the values of a tensor. The operation has not been performed.
         """
         if not _recordable(func) or _selects(func, args) or any(map(self._outside, written(func, args))):
             raise Unrecordable
@@ -278,7 +278,7 @@ def _integer(value: int) -> Constant:
 
 
 def _same(mine: Tensor, its: Tensor) -> bool:
-    """Whether two outside tensors are the same. Equal 0-dim CPU tensors count as the same (`torch.tensor(7)`)."""
+    """Whether two tensors are one object. For 0-dim CPU tensors, such as `torch.tensor(7)`, equality is sufficient."""
     if mine is its or mine.dim() or its.dim() or mine.device.type != "cpu":
         return mine is its
     return mine.dtype == its.dtype and bool(mine == its)

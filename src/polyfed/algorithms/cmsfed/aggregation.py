@@ -54,7 +54,11 @@ def mean_by_clusters(
 
 
 def shares_that_trained(replies: Replies, weights: Mapping[int, float], fed: Federation) -> dict[str, float]:
-    """Return, by modality, the share of the total weight whose clients sent the modality's classifier columns."""
+    """Return the share of the cohort that trained each modality, between 0 and 1.
+
+    The share is the weight of the clients that sent the modality's classifier columns, divided by the weight of all
+    clients that replied.
+    """
     total = sum(weights[client] for client in replies)
     shares = {}
     for modality in fed.clients.modalities:
@@ -65,11 +69,11 @@ def shares_that_trained(replies: Replies, weights: Mapping[int, float], fed: Fed
 
 
 def with_whole_classifier(mean: Tree, sent: Tree, shares: Mapping[str, float], fed: Federation) -> Tree:
-    """Extend the mean of the classifier omega to the whole cohort, as in the paper.
+    """Average the classifier omega over all clients of the cohort, as in the paper.
 
     The classifier has columns for each modality, and a client sends only the columns of the modalities that it trained.
-    For the other modalities, the columns that the server had sent to this client enter the mean. The other blocks do
-    not change.
+    `mean` therefore averages each column over only the clients that trained it. This function adds the other clients to
+    the mean: they count with the columns that the server had sent to them. Blocks other than omega do not change.
 
     Args:
         mean: the mean over the clients that trained a block.

@@ -109,7 +109,11 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def follow(self, context: ClientContext, data: ClientData, local: Tree, got: Guidance) -> tuple[Followed, Tree]:
-        """Under `labels_at`, run Q local rounds of the encoders on <gradient, embedding>, without labels (FedBCD)."""
+        """Under `labels_at`, train the encoders for Q local rounds without labels (FedBCD).
+
+        The loss of a row is the inner product of the row's embedding and a gradient that the device has received. A
+        device with labels has computed this gradient of the task's loss with respect to the embedding.
+        """
         encoders = self._encoders(context, local)
         anchors = context.model.trainable(self.anchors(local, {}))
         pulled = {name: value for name, value in anchors.items() if name in encoders}

@@ -36,9 +36,10 @@ class VerticalOptions(Algorithm):
             same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and
             replaces an embedding that no device has by zeros. Under `common` and `all`, several devices may hold one
             modality; the edge takes the mean of their embeddings of a sample.
-        labels_at: the modality whose devices hold the labels. The other devices train on the gradients of their
-            embeddings, which the devices with labels compute once in an exchange (FedBCD, Liu et al., IEEE Transactions
-            on Signal Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
+        labels_at: the modality whose devices hold the labels. In each exchange, these devices compute the gradients of
+            the loss with respect to the embeddings of the other devices. The other devices use these gradients instead
+            of labels in all local rounds until the next exchange (FedBCD, Liu et al., IEEE Transactions on Signal
+            Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
         placebo: `shuffled` is a control that has the same cost. The embeddings that each device receives from other
             devices come from other rows of the mini-batch, so they are unrelated to its own samples. `none` is the
             method.

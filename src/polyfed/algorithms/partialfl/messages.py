@@ -16,8 +16,8 @@ class Call(Message):
 class Deposit(Message):
     """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves.
 
-    If some rows lack a modality, `there` holds, under `shared`, a table (n, M) of ones and zeros. The table marks which
-    row has which modality. Its M columns are the modalities in alphabetical order.
+    If some rows lack a modality, the field `there` holds a table (n, M) of ones and zeros, under the name `shared`. An
+    entry is one if the row has the modality. The M columns are the modalities in alphabetical order.
     """
 
     vectors: Tree = carries(

@@ -224,9 +224,9 @@ class PartialFL(PartialOptions):
     # the three losses
 
     def loss_global(self, objective: Objective, model: Model, theta_g: Tree, batch: Batch, got: Guided) -> Any:
-        """L_glob (Eq. 3): the task's loss, FedProx's proximal term, and beta times L^{T->A} (Eq. 1) of z_A towards z_T.
+        """L_glob (Eq. 3): the task's loss, plus FedProx's proximal term, plus beta times L^{T->A} (Eq. 1).
 
-        If there is a teacher, the method also returns the mean cosine of z_A and z_T.
+        L^{T->A} pulls the global model's z_A towards the tower's z_T. If z_T exists, also return their mean cosine.
         """
         z_A, logits = embed(model, theta_g, batch)
         value = objective.loss(logits, batch)
@@ -241,14 +241,17 @@ class PartialFL(PartialOptions):
         return value, teacher_rows.mean_alignment(near, batch, read)
 
     def loss_local(self, objective: Objective, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
-        """L_loc (Eq. 4): the task's loss plus beta L^{S->L} of z'_T towards z_T, over rows with a shared modality."""
+        """L_loc (Eq. 4): the task's loss plus beta times L^{S->L}, over rows that have a shared modality.
+
+        L^{S->L} is the contrastive loss that pulls the local model's embeddings z'_T towards the tower's z_T.
+        """
         z = model.features(theta_k, batch)
         beta = self.beta if self.beta_local is None else self.beta_local
         value = objective.loss(model.fuse(theta_k, z, batch), teacher_rows.rows_with(batch, z_T))
         return value + beta * self.contrast(z, z_T, batch, batch.y) if beta else value
 
     def loss_server(self, model: Model, theta_s: Tree, batch: Batch, student: Tree) -> Tensor:
-        """L_server = L^{L->S} (Eq. 2): z_T towards the device's z'_T. The server has no labels."""
+        """L_server = L^{L->S} (Eq. 2) pulls the tower's embeddings z_T towards the device's z'_T, without labels."""
         return self.contrast(model.features(theta_s, batch), student, batch, None)
 
     def contrast(
@@ -267,8 +270,8 @@ class PartialFL(PartialOptions):
             students: embeddings of the model in training, by modality.
             teacher: embeddings of the other model, by modality.
             batch: the rows of the students.
-            labels: classes of the rows (B,). If given, the option `same_class_negatives` can leave rows of the same
-                class out of the negatives.
+            labels: classes of the rows (B,), or None. With classes, the option `same_class_negatives` can remove rows
+                of the same class from the negatives.
             read: rows that the student's model can read, bool (B,); None means all rows.
         """
         same = labels if labels is not None and not self.same_class_negatives else None

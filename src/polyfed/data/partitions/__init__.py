@@ -3,12 +3,14 @@
 To add a partition, write a frozen dataclass that extends `Partition` in a new file, and add a line to `PARTITIONS`
 below.
 
+The modules, and the partitions in them:
+
 - `base`: the base class `Partition`, and the steps that partitions share.
-- `iid`: `iid` and `silos`, equal random shards, and silos of given sizes.
-- `dirichlet`: `dirichlet` and `dirichlet-authors`, label skew by a Dirichlet distribution.
-- `label_skew`: `classes-per-client` and `main-class`, label skew of the FMML paper.
-- `by_client`: `by-client`, the natural clients of the data.
-- `shards`: the rows of all clients, compressed into two arrays.
+- `iid`: `iid` and `silos` make random shards of equal size. `[clients] silo_sizes` makes silos of given sizes.
+- `dirichlet`: `dirichlet` and `dirichlet-authors` make label skew with a Dirichlet distribution.
+- `label_skew`: `classes-per-client` and `main-class` make the label skew of the FMML paper.
+- `by_client`: `by-client` uses the natural clients of the data.
+- `shards`: stores the rows of all clients in two arrays.
 """
 
 from polyfed.data.partitions.base import Partition

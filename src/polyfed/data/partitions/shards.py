@@ -17,7 +17,7 @@ Rows = NDArray[np.int64]
 class RowSlices(Sequence[Rows]):
     """Consecutive slices of one array. Each slice is made on access.
 
-    A list of a hundred thousand small arrays would take several times the memory of their numbers.
+    A list of a hundred thousand small arrays would need several times as much memory as one array of the same numbers.
 
     Args:
         rows: int64 (n,).

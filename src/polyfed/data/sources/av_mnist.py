@@ -30,10 +30,10 @@ class AvMnist(Source):
 
     Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset. Training images get recordings
     of the official training split, and test images get recordings of the official test split. The recording is drawn
-    uniformly. It is stored once, even if several images share it. The natural client of a pair is its speaker, 0..5 in
-    order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of Vielzeuf et
-    al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results on these two data
-    sets.
+    uniformly. It is stored once, even if several images share it. Each of the six speakers is a natural client. They
+    are numbered from 0 to 5 in alphabetical order of their names. Both modalities are standardised with training
+    statistics. This is not the AV-MNIST of Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are
+    noisy. Do not compare results on these two data sets.
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.

@@ -32,8 +32,8 @@ class MnistM(Source):
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` prints the layout.
         backgrounds: Folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
             .npz with one uint8 array (n, H, W, 3) named image.
-        subset: Share of the rows of every class that is kept, drawn at random. It is the same for training and test
-            rows.
+        subset: Share of the rows that is kept, drawn at random. The share is the same for every class, in the training
+            rows and in the test rows.
         seed: Seed of the crops and the subset; 42 in the public script. The run's own seed has no effect.
     """
 

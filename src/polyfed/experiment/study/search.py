@@ -29,8 +29,9 @@ class Searcher:
     Attributes:
         search: The section [search].
         space: The searched keys with their lists or ranges.
-        lowest: Whether the smallest score is the best one. Only a finished run shows this. The caller therefore sets
-            the attribute after the first batch of runs, before it passes the scores to `tell`.
+        lowest: Whether the smallest score is the best one. This depends on the metric, and only a finished run shows
+            which of the study's metrics it has. The caller therefore sets the attribute after the first batch of runs,
+            before it passes the scores to `tell`.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
     """
 

@@ -81,7 +81,7 @@ class Vector:
     Attributes:
         short: the 32-bit integers, uint32.
         long: the 64-bit integers, uint64.
-        forms: for each tensor, whether it is short, and its shape.
+        forms: for each tensor, whether its integers are in `short`, and its shape.
     """
 
     short: np.ndarray

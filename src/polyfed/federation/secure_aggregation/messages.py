@@ -59,7 +59,11 @@ class Ready(Message):
 
 @message
 class Unmasking(Message):
-    """The clients whose masked reply arrived, and the other senders of `Delivery`, bool (n,) each."""
+    """Tells which clients sent a masked reply.
+
+    `survivors`, bool (n,), marks the clients whose masked reply arrived. `dropped`, bool (n,), marks the clients that
+    sent shares earlier (`senders` of `Delivery`), but whose masked reply did not arrive.
+    """
 
     survivors: Tensor = carries("statistic", shape=(None,))
     dropped: Tensor = carries("statistic", shape=(None,))
