@@ -95,7 +95,10 @@ def superlink(
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
-    """Start a server's SuperLink. Devices with a known key can connect from anywhere, `flwr` only from this machine."""
+    """Start a server's SuperLink.
+
+    Devices with a known key can connect from anywhere. The command `flwr` can connect only from this machine.
+    """
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value

@@ -36,7 +36,7 @@ def audit(
 
 
 def _tables(found: "LeakageAudit") -> list["RenderableType"]:
-    """Return the measured attacks as a table, and the reasons why the other attacks have no number."""
+    """Return a table of the measured attacks, and the reasons why the other attacks were not measured."""
     from rich.text import Text
 
     from polyfed.report.leakage import LEVEL, MARKED, unmeasured

@@ -1,8 +1,8 @@
 """Parse JSON and TOML files that another person may have written or damaged.
 
-Some texts parse but break the code that walks through the result or converts it to a float. These texts are nested very
-deeply, or hold an integer of thousands of digits. The functions here refuse them with a ValueError, like any other
-invalid text.
+A file can be valid JSON or TOML and still crash the code that uses its values: a very deep nesting breaks code that
+walks through the values, and an integer of thousands of digits cannot become a float. The functions here refuse such a
+file with a ValueError, as if it were invalid.
 """
 
 import json

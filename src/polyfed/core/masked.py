@@ -30,7 +30,7 @@ def sum_only(kind: type[Message]) -> bool:
 
 @cache
 def masked_class(kind: type[Message]) -> type[Message]:
-    """Return the class of the masked messages of a sum-only message class.
+    """Return the message class that replaces the sum-only class `kind` under secure aggregation.
 
     Each tensor has the shape of the original tensor. Statistics are int64, and all other kinds are int32 or int64.
     """

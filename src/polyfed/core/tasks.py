@@ -25,8 +25,9 @@ class TaskInfo:
     Attributes:
         scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
         loop_because: why the task cannot run under vmap. Empty if the task can.
-        once: the block of the local state that holds secrets of the task. A device refuses to answer two different
-            messages with the same secrets. Empty if the task has no such block.
+        once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
+            a message, it never uses the same secrets to answer a different message. Empty if the task has no such
+            block.
     """
 
     scope: str = "server"
@@ -41,8 +42,9 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
         scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
         loop_because: why the task cannot run under vmap. The vectorised engine then runs the clients one after another,
             and reports this reason in an event.
-        once: the block of the local state that holds secrets of the task. A device refuses to answer two different
-            messages with the same secrets, even if a server goes back to an earlier round.
+        once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
+            a message, it never uses the same secrets to answer a different message. This also holds if a server goes
+            back to an earlier round.
     """
 
     def mark(method: _F) -> _F:
@@ -85,9 +87,9 @@ def info_of(task: Callable[..., Any]) -> TaskInfo:
 def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     """Return the types of the messages that a bound task receives and replies with.
 
-    The types come from the task's annotations. If an annotation is plain `Message`, as in a base class, the type comes
-    from the class attribute `sends` or `replies` of the object whose method the task is. Under secure aggregation, the
-    reply is masked if its type is sum-only (`core/masked.py`).
+    The types come from the task's annotations. An annotation may be plain `Message`, as in a base class. The type then
+    comes from the class attribute `sends` or `replies` of the task's object (`task.__self__`). Under secure
+    aggregation, the reply is masked if its type is sum-only (`core/masked.py`).
 
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.

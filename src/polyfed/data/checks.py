@@ -1,4 +1,4 @@
-"""A check that the schemas of `[data]` and `[clients]` share."""
+"""A function that checks a value of a recipe. The schemas of `[data]` and of `[clients]` both use it."""
 
 from polyfed.core.errors import RecipeError
 

@@ -103,15 +103,14 @@ class Columns:
         split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
         ids: int64 (N,), stable and distinct sample ids. The devices of a silo use them to align their rows.
         class_names: The names of the C classes, or of the T targets.
-        present: By modality, whether each row has it, bool (N,). Only modalities that some rows lack have an entry.
+        present: By modality, whether each row has it, bool (N,). `present` omits modalities that all rows have.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
         labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`. If there are no
             labels at all, `label` is 0 everywhere.
-        numbered: Whether `ids` are row numbers because the source has no ids. Such ids mean nothing outside of this
-            table.
+        numbered: True if the source has no ids. `ids` are then row numbers, which mean nothing outside of this table.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
     Raises:
@@ -176,8 +175,9 @@ class Columns:
     def fingerprint(self) -> str:
         """Return the SHA-256 of the labels, splits, ids and presence of all rows, and of the features of some rows.
 
-        The fingerprint covers the values on which a run depends. The rows whose features it covers are evenly spaced,
-        because reading all features of a large data set would take as long as a round of training.
+        The fingerprint covers the values on which a run depends. It covers the features of only some rows, because
+        reading all features of a large data set would take as long as a round of training. These rows are evenly
+        spaced.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
@@ -249,10 +249,10 @@ def check_finite(columns: Columns) -> None:
 def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:
     """Return the table with features scaled to mean 0 and deviation 1 over the training rows.
 
-    Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Every feature has
-    its own mean and deviation. Features lie along the last axis of vectors (F,) and sequences (T, F), and along the
-    first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so a
-    memory-mapped column is never copied. A constant feature is centred, but not scaled.
+    The training rows are the rows of split 0, except the rows that `split_personal` marks as test rows or guard rows of
+    a client. Every feature has its own mean and deviation. Features lie along the last axis of vectors (F,) and
+    sequences (T, F), and along the first axis of images (C, H, W) and larger samples. The statistics are summed in
+    float64, chunk by chunk, so a memory-mapped column is never copied. A constant feature is centred, but not scaled.
 
     Args:
         columns: The table.

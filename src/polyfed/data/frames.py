@@ -206,8 +206,8 @@ class _Read:
         values: (N, ...).
         there: bool (N,), which rows have the modality.
         note: a sentence that tells the user how the cells were read, for example that lists were padded; may be empty.
-        cut: bool (N,), the rows whose values were left out, because the row has only some of them; None if there are
-            none.
+        cut: bool (N,), the rows that have only some of the modality's values. Such a row counts as a row without the
+            modality. None if there is no such row.
     """
 
     values: Any

@@ -152,11 +152,11 @@ def _own_validation(
 
 
 def matched(columns: Columns, train: Shards, key: int) -> Shards:
-    """Draw own test rows from the global test set, in the label proportions of each client's training rows.
+    """Draw test rows for each client from the global test set, in the label proportions of its training rows.
 
     A client gets about the same share of the test set as of the training rows. It gets fewer rows if a class is too
-    rare in the test set, but at least one row of every class that it owns and that the test set has. A client's rows
-    are distinct, and clients may overlap. The FMML paper gives no size, see docs/partitions.md.
+    rare in the test set, but at least one row of every class that it owns and that the test set has. A client gets no
+    row twice, but two clients may get the same row. The FMML paper gives no size, see docs/partitions.md.
 
     Args:
         columns: The table.
@@ -203,9 +203,9 @@ def _rounded(share: Tensor, size: Tensor) -> Tensor:
 
 
 def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
-    """Return two masks of rows, bool (N,): possible own test rows of clients, and possible training rows.
+    """Return two masks, bool (N,): the rows that the data marks as test rows of a client, and the training rows.
 
-    Guard rows are in neither mask.
+    The first mask is empty unless `personal_test` is `split_personal`. Guard rows are in neither mask.
     """
     train = columns.split.cpu() == TRAIN
     if clients.personal_test != "split_personal":

@@ -1,4 +1,8 @@
-"""A check of a recipe on a device before a run: the parts it would send or refuse, and the limits it would break."""
+"""Check a recipe on a device before a run.
+
+The result says which parts of replies the device would send or refuse, and whether the run would break the device's
+limits.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +72,8 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
     Args:
-        given: the recipe of the run, or its path. A recipe at a path is read as on the device.
+        given: the recipe of the run, or its path. From a path, the recipe is read as a device reads it: without the
+            parts that only the server uses (`recipe_on`).
         text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
         overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
             `given` is a path.

@@ -55,8 +55,8 @@ class RequestId:
         """Read the request id of a header.
 
         Raises:
-            BadReply: the id is missing, or a part of it is malformed, such as the run's name, which becomes the name of
-                a folder.
+            BadReply: the id is missing, or a part of it is malformed. The run's name, for example, may hold only
+                letters, digits, `-` and `_`, because a folder gets this name.
         """
         match header.get("request_id"):
             case {"run": str(run), **numbers} if _WORD.fullmatch(run):
@@ -251,7 +251,7 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
-    """Return the packet of an answer that holds no reply, but the verdict `refused` or `failed` and the reason."""
+    """Return the packet of an answer without a reply. It holds the verdict `refused` or `failed`, and the reason."""
     header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": one_line(text)})
 

@@ -111,7 +111,7 @@ class Vectorised(InProcess):
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
     def _share(self, group: list[int]) -> int:
-        """Return how many of these clients a stack may hold, so that there are several stacks for worker processes."""
+        """Return how many of these clients one stack may hold. With smaller stacks, more worker processes have work."""
         work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
         stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / STACK_FLOPS)))
         return math.ceil(len(group) / stacks)
@@ -284,6 +284,6 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
     """Return whether axis 1 of `value` may contain padded rows.
 
-    It may if clients have different numbers of rows, and the axis is as long as the largest of these numbers.
+    This is the case if the clients have different numbers of rows, and axis 1 is as long as the largest number.
     """
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

@@ -51,7 +51,7 @@ def set_options(overrides: Sequence[str]) -> list[str]:
 
 
 def called(path: Path, overrides: Sequence[str]) -> str:
-    """Return how errors call a recipe: by its path and its overrides, because the mistake may be in either."""
+    """Return the name of a recipe in error messages: its path and its overrides, as the mistake may be in either."""
     return shlex.join(["recipe", str(path), *set_options(overrides)])
 
 

@@ -139,7 +139,9 @@ def median(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
-    """Return the mean of each entry, after dropping a share `lying` of the values at each end.
+    """Return the mean of each entry without its smallest and its largest values.
+
+    The option `lying` is the share of the values that the function drops at each of the two ends.
 
     Source: Yin et al., 2018, Definition 2, with beta = `lying`.
     """

@@ -93,9 +93,10 @@ class Attack:
         """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. The attack
-                is `label-flip`, which exchanges classes, but the labels are no classes. The backdoor does not fit the
-                data (`Trigger.of`, `poisoned`). The attackers are wrong (`attackers`).
+            RecipeError: the attack does not fit the data, or the attackers are wrong (`attackers`). `label-flip` and
+                `backdoor` need clients that share no rows, because one client alone could not change a shared row.
+                `label-flip` also needs labels that are classes, because it exchanges classes. For `backdoor`, see also
+                `Trigger.of` and `poisoned`.
         """
         attackers = self.attackers(population.num_clients, seed)
         if self.name == "alie" and len(attackers) == 1:
@@ -150,9 +151,10 @@ class Attack:
         return sent + factor * (own - sent)
 
     def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:
-        """Return a function that gives the false parameters mean - z * deviation (Baruch et al., Algorithm 3).
+        """Return a function that gives the attackers' false parameters (Baruch et al., Algorithm 3).
 
-        Mean and standard deviation are those of the attackers' own parameters.
+        The false parameters are m - z * s. Here m and s are the mean and the standard deviation of the attackers' own
+        parameters.
         """
         num, lying = sum(len(part.clients) for part in answer.parts), len(there)
         supporters = num // 2 + 1 - lying

@@ -139,7 +139,7 @@ def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor]) ->
 
 
 def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
-    """Return by how much rounding can enlarge the norm of one client's part of the sum.
+    """Return the largest amount that rounding can add to the norm of one client's part of the sum.
 
     A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again, so
     the noise has to be large enough for both rounding errors. Differential privacy compares the results on two

@@ -43,7 +43,7 @@ class Named:
         return name in self._slots.buffers
 
     def trainable(self, w: Mapping[str, Tensor]) -> Tree:
-        """The parameters in a Tree, without its buffers."""
+        """Return the entries of a Tree that are parameters. Entries that are buffers are left out."""
         return {name: value for name, value in w.items() if name not in self._slots.buffers}
 
     def num_parameters(self, modalities: Iterable[str] | None = None) -> int:

@@ -179,7 +179,7 @@ def _parts(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranked(bins: Tensor) -> dict[str, float]:
-    """Return AUROC, its largest possible error and average precision from histograms (2, T, BINS)."""
+    """Return three values from histograms (2, T, BINS): AUROC, its largest possible error, and average precision."""
     areas = [ranking.auroc_of(*pair) for pair in bins.unbind(1)]
     known = [area for area in areas if area is not None]
     found = {}

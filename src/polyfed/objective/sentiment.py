@@ -19,7 +19,9 @@ SIZE = 49 + 4 + 4
 
 
 def counts(predicted: Tensor, truth: Tensor) -> Tensor:
-    """Return each row's entries of the three confusion matrices, float64 (B, SIZE). This function runs under vmap.
+    """Return what each row of a batch adds to the three confusion matrices, float64 (B, SIZE).
+
+    This function runs under vmap.
 
     Args:
         predicted: scores (B,).

@@ -23,9 +23,9 @@ class Accounting:
         accountant: `rdp` or `pld`.
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
-        swing: the sensitivity of one use: by how many clip norms the sum that it computes changes if the data of one
-            unit changes. The sensitivity is 1 if the data of the unit is left out, because the unit then adds zero to
-            the sum. It is 2 if the data of the unit is replaced by other data.
+        swing: the sensitivity of one use, in clip norms. A use computes a sum. Its sensitivity is the largest change of
+            this sum if the data of one unit changes. The sensitivity is 1 if the data of the unit is left out, because
+            the unit then adds zero to the sum. It is 2 if the data of the unit is replaced by other data.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -45,7 +45,10 @@ class Accounting:
         return _epsilon(self, noise_multiplier, rounds) if rounds * self.uses else 0.0
 
     def noise_multiplier(self, epsilon: float, rounds: int) -> float:
-        """Return the smallest noise multiplier, up to `STEP`, with which the rounds spend at most this epsilon."""
+        """Return the smallest noise multiplier for which all rounds together spend at most this epsilon.
+
+        The result is rounded up to a multiple of `STEP`.
+        """
         return _noise_multiplier(self, epsilon, max(rounds * self.uses, 1))
 
     def rounds(self, noise_multiplier: float, epsilon: float, most: int) -> int:
@@ -92,8 +95,8 @@ def _fresh(accounting: Accounting) -> Any:
     """Make a new accountant with the library dp-accounting.
 
     Differential privacy compares two neighbouring data sets. For most runs, the second data set is the first one
-    without the data of one unit, so the unit adds zero (the library calls this zero-out). If the cohort is drawn in
-    secret, the library requires that the second data set replaces one unit by another unit.
+    without the data of one unit. This unit then adds zero to each sum, which the library calls zero-out. If the cohort
+    is drawn in secret, the library requires that the second data set replaces one unit by another unit.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL
@@ -103,7 +106,7 @@ def _fresh(accounting: Accounting) -> Any:
 
 
 def _event(accounting: Accounting, noise_multiplier: float, count: int) -> Any:
-    """Return the library's event for this number (`count`) of uses of a unit's data."""
+    """Describe `count` uses of a unit's data, each with this noise, as a `DpEvent` of the library dp-accounting."""
     dp = _library()
     one = dp.GaussianDpEvent(noise_multiplier / accounting.swing)
     if accounting.cohort is not None:

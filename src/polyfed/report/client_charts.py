@@ -33,7 +33,9 @@ def calibration(folder: Folder) -> list[Chart]:
 
 
 def gains(past: History, folder: Folder, baseline: Folder | None) -> list[Chart]:
-    """Each client's gain in personal accuracy over another run, from the largest loss to the largest gain.
+    """Draw each client's gain in personal accuracy over another run, in ascending order.
+
+    A negative gain means that the client has a lower personal accuracy than in the other run.
 
     Args:
         past: the rounds of the run.
@@ -108,11 +110,11 @@ def picks(past: History, modalities: Sequence[str], num_clients: int) -> list[Ch
 
 
 def _times(times: Sequence[int], num_clients: int) -> Chart:
-    """Draw in how many rounds each client was asked.
+    """Draw a chart with the number of rounds in which each client was asked.
 
     Args:
-        times: for each client that was asked at least once, in how many rounds it was asked. The numbers are in
-            ascending order.
+        times: for each client that was asked at least once, the number of rounds in which it was asked. The numbers are
+            in ascending order.
         num_clients: the number of all clients. If a chart cannot show all of them, neighbours share a point.
     """
     num = max(num_clients, len(times))  # a damaged run.json may say less

@@ -87,9 +87,11 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often each tail of a row occurs for each client, and the number of the first line with each tail.
+    """Counts of the tails of rows. The tail of a row is its text from the key "message" to the end.
 
-    The tail is the text of a row from the key "message" to the end.
+    Attributes:
+        pairs: how often each tail occurs for each client, by (client, tail).
+        first_seen: the number of the first line with each tail.
     """
 
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -105,7 +107,7 @@ def _evaluates(line: str, requests: Mapping[int, int]) -> bool:
 
 
 def _text(line: str, key: str) -> str:
-    """Return the text of the number that follows `key` in a row."""
+    """Return the number that follows `key` in a row, as text."""
     start = line.find(key) + len(key)
     return line[start : line.find(",", start)]
 

@@ -177,7 +177,7 @@ def entries_of(table: list[list[float]]) -> dict[str, float | None]:
 
 
 def square(matrix: list[list[float]] | None) -> list[list[float]] | None:
-    """Return the matrix unchanged, or None if there is no matrix.
+    """Check that a confusion matrix is square. Return it unchanged, or None if there is no matrix.
 
     Raises:
         ValueError: the matrix is not square.

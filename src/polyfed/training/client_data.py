@@ -181,8 +181,8 @@ class ClientData(ABC):
                 and types. Default: empty.
             only: names of the parameters to train, or blocks, which stand for all their parameters. Default: all
                 trainable parameters in `params`.
-            stream: number of the random stream for the order of rows and dropout; calls with the same number see the
-                same batches.
+            stream: number of a random stream. The order of rows and the dropout masks are drawn from it, so calls with
+                the same number see the same batches.
             split: whether `loss` returns its terms by name, and `direction` receives the gradient of each term. Without
                 `direction`, the optimiser uses the sum of the gradients. Every term needs one backward pass.
             after: result of an earlier call. This call continues with the earlier moments, step numbers and place in
@@ -303,9 +303,9 @@ def split_loss(out: Any) -> tuple[Any, Any]:
 
 
 def legs(train: Train) -> list[Train]:
-    """Split the options of E epochs of training into E options of one epoch each, for `minimise(after=...)`.
+    """Split training of E epochs into E legs of one epoch each; return a `Train` per leg, for `minimise(after=...)`.
 
-    Options that give a number of steps cannot be split. The result is then a list with the unchanged options.
+    If `train` gives a number of steps, it cannot be split. The result is then a list with the unchanged `train`.
     """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 

@@ -115,7 +115,7 @@ class SingleClientData(ClientData):
             )
 
     def _gradient(self, job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:
-        """Return the gradient of a batch's loss, or of each of its terms, with the loss itself and its aux."""
+        """Return gradient, loss and aux of a batch. Under `job.split`, there is one gradient per term of the loss."""
         if self.privacy is None:
             return _step_gradient(job, w, leaves, batch)
         rest = {name: value for name, value in w.items() if name not in leaves}
@@ -195,7 +195,7 @@ class SingleClientData(ClientData):
 
 
 def _step_gradient(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:
-    """Return the gradient of a batch's loss, or of each of its terms, with the loss itself and its aux."""
+    """Return gradient, loss and aux of a batch. Under `job.split`, there is one gradient per term of the loss."""
     if job.train.accumulate > 1:
         return *_accumulated(job, w, leaves, batch), {}
     value, aux = split_loss(job.loss(w, batch))

@@ -50,7 +50,7 @@ class Memory:
         )
 
     def knows(self, node: fx.Node) -> bool:
-        """Return whether the node was in the graph when these facts were collected."""
+        """Return whether the node was already in the graph when this `Memory` was made."""
         return node in self._at
 
     def overlap(self, one: fx.Node, other: fx.Node) -> bool:
@@ -58,7 +58,7 @@ class Memory:
         return bool(self._roots[one] & self._roots[other])
 
     def constant(self, node: fx.Node) -> bool:
-        """Return whether nothing ever writes into the tensor, and the step does not return it."""
+        """Return True if no operation writes into the tensor and the step does not return the tensor."""
         return not any(self._writes[root] or root in self._returned for root in self._roots[node])
 
     def last_use(self, node: fx.Node) -> bool:
@@ -148,7 +148,7 @@ def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
 
 
 def put(before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert an operation before the node `before`. Both results have the same form."""
+    """Insert an operation before the node `before`. The result of the new operation has the form of `before`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(op, args, kwargs)
     node.meta["form"] = form(before)

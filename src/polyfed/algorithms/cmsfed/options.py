@@ -34,11 +34,11 @@ class CmsFedOptions(Averaging):
             `batch_weak` is the weak modality of the batch (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` instead compares how far
             training moved the encoders (released code), so clients upload no gradients.
-        client_weights: weights of the clients in the mean. `samples` uses the number of rows. `clusters` uses the rows
-            of the clients that a chosen client represents (the gamma of Eq. 6), which are the clients with the most
-            similar gradients. In the block of the weak modality, the distances D_2 between the gradients of this
-            modality's encoder decide which clients these are. In the other blocks, the distances D_1 between the
-            gradients of the cross-entropy decide this.
+        client_weights: weights of the clients in the mean. `samples` uses the number of rows. Under `clusters`, every
+            client of the federation is represented by the chosen client with the most similar gradient. The weight of a
+            chosen client is the number of rows of all clients that it represents (the gamma of Eq. 6). In the block of
+            the weak modality, similarity means a small distance D_2 between the gradients of this modality's encoder.
+            In the other blocks, it means a small distance D_1 between the gradients of the cross-entropy.
         classifier_average: the clients over which a modality's columns of the classifier are averaged. `cohort`
             averages over all chosen clients. A client that did not train the columns then contributes the values that
             it received. `trained` averages only over the clients that trained the modality.
@@ -101,7 +101,10 @@ class CmsFedOptions(Averaging):
             )
 
     def private_faults(self, spec: Privacy) -> Iterator[str]:
-        """Yield the options under which the server reads single parameters, or under which epsilon is not counted."""
+        """Yield a text for each option that this method cannot use under `unit = "client"`.
+
+        With such an option, the server reads the parameters of a single client, or epsilon is computed too small.
+        """
         if self.modality_selection and self.gradient_split == "delta":
             yield (
                 'gradient_split = "delta" lets the server compare the trained parameters of single clients. Set '

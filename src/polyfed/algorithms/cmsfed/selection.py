@@ -73,8 +73,8 @@ class SelectionProblem:
         ratios: imbalance ratios of the clients.
         weak: the weak modality, or empty.
         dominance_threshold: chi. A candidate k2 with a dominance ratio above chi trains only the weak modality.
-        resolution: the rule that chooses which of the candidates k1 and k2 become selected clients, `paper` or
-            `authors`; see `CmsFed`.
+        resolution: the rule, `paper` or `authors`, that decides which of the candidates k1 and k2 are selected; see
+            `CmsFedOptions`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
         at_random: whether to draw k1 and k2 at random from the candidates, as a control.
@@ -117,7 +117,7 @@ class SelectionProblem:
         return choice
 
     def _best(self, cover: Cover, candidates: Sequence[int], key: int) -> int | None:
-        """Return the candidate with the smallest cost, or a random candidate that has a gradient."""
+        """Return the candidate with the smallest cost. If `at_random` is set, return a random one with a gradient."""
         if not self.at_random:
             return cover.best(candidates)
         able = [client for client in candidates if bool(cover.known[client])]

@@ -47,7 +47,10 @@ class Embedded(Message):
 
 @message
 class Exchange(Message):
-    """The message Phi from an edge to a device: the head, all latest embeddings, and the rows of the embeddings."""
+    """The message Phi from an edge to a device: the head, and the latest embeddings of all modalities.
+
+    The embeddings belong to samples of the mini-batch. `rows` are the positions of these samples in the device's data.
+    """
 
     head: Tree = carries("parameters", whole=True)
     embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))

@@ -48,8 +48,8 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: with `overlap = "exact"`, two devices hold different samples. With another `overlap`, a device
-                holds the same id twice.
+            DataError: two devices hold different samples although `overlap` is `exact`, or a device holds the same id
+                twice under another `overlap`.
             TooFewReplies: no device sent its ids.
         """
         if overlap == "exact":

@@ -52,7 +52,7 @@ from polyfed.training.kept_training import KeptTraining
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical(SiloScores):
-    """The template of training inside silos. `VerticalOptions` lists the options."""
+    """The base class of the methods that train inside silos. `VerticalOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
 
@@ -105,7 +105,8 @@ class Vertical(SiloScores):
         """Match the rows of the devices of each silo, and leave out silos that cannot take part yet.
 
         Raises:
-            DataError: `SiloSamples.of` raises it, or the devices of a silo hold no sample that can be used.
+            DataError: the rows of a silo's devices cannot be matched (`SiloSamples.of`), or the devices of a silo hold
+                no sample that can be used.
         """
         found = {}
         for silo, members in self.devices(fed).items():
@@ -126,7 +127,7 @@ class Vertical(SiloScores):
         Args:
             state: the state. In the returned state, `train_loss` and `drift` are means over devices.
             fed: the federation.
-            silos: the devices of each silo that take part.
+            silos: the silos that take part, each with those of its devices that take part.
             samples: the samples of these silos.
         """
         drifts: list[float] = []
@@ -201,7 +202,10 @@ class Vertical(SiloScores):
     def _asked(
         self, fed: Federation, task: Task, send: Mapping[int, Message], turn: Turn, *, heads: bool, quorum: bool = True
     ) -> tuple[Replies, int]:
-        """Send a request of an exchange. Return the replies and the bytes moved. Heads in replies must be complete."""
+        """Send a request of an exchange. Return the replies and the bytes moved.
+
+        If `heads` is set, the server rejects a reply whose head has other parameters than the head that it sent.
+        """
         accept = names_as_sent("head", send) if heads else None
         replies = fed.ask(task, sorted(send), send, quorum=quorum, turn=turn.number, accept=accept)
         return replies, bytes_down(fed, send) + bytes_up(replies)

@@ -1,7 +1,8 @@
-"""Functions for teachers and for deposited rows.
+"""Functions for the teachers that the server sends, and for the rows that devices have deposited at the server.
 
-They select the rows of a batch that have a teacher, and build a dataset from the rows that a device deposited. As a
-control experiment, they also replace the teachers by meaningless ones.
+A row's teacher is the server model's embedding of this row. The functions select the rows of a batch that have a
+teacher, and build a dataset from the rows that a device deposited. For control experiments, they also replace the
+teachers by meaningless vectors.
 """
 
 from collections.abc import Mapping
@@ -86,7 +87,7 @@ def rows_with(batch: Batch, z_T: Tree) -> Batch:
 
 
 def mean_alignment(near: Mapping[str, Tensor], batch: Batch, read: Tensor | None) -> Tensor:
-    """Return the mean of the cosines (B,) over modalities and over the rows that have a teacher, a 0-dim tensor."""
+    """Return a 0-dim tensor: the mean of the cosines (B,) over modalities and over the rows that have a teacher."""
     if read is None and not batch.present.keys() & near.keys():
         return batch.mean(torch.stack([*near.values()]).mean(0))
     masks = {m: paired(batch, m, read) for m in near}

@@ -100,19 +100,20 @@ class Pfmml(Algorithm):
         price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient. -1 is correct, because a device moves
             against its gradient. 1 is the sign that the paper's text states.
-        scale: how the updates of the coefficients, which are inner products, are scaled. `normalised` divides them by
-            the lengths of the two vectors, so one rate works for all blocks and data sets. `raw`, as in the paper, does
-            not scale them. `per-step` divides them by learning rate and steps. `per-size` treats every block as if it
-            were as large as the largest one. Inner products grow with the size of a block, so under `raw` the
-            coefficients of a small block hardly change (docs/results/pfmml.md).
+        scale: how the update of a coefficient is scaled. The update is an inner product of two vectors. `normalised`
+            divides it by the lengths of both vectors, so one rate works for all blocks and data sets. `raw`, as in the
+            paper, does not scale it. `per-step` divides it by the product of learning rate and number of steps.
+            `per-size` treats every block as if it were as large as the largest one. Inner products grow with the size
+            of a block, so under `raw` the coefficients of a small block hardly change (docs/results/pfmml.md).
         record: the copies that the update of the coefficients uses. `last` uses the newest copy of a device, however
             old it is. `previous-round` uses only copies of the last round.
         learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
         softmax_over: the devices over which the softmax for the score is taken: `all` devices, or the `owners` of the
             block.
         waits_for: the devices that the server waits for: `scheduled`, or `all`.
-        placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled`
-            shuffles each device's coefficients for the other devices before mixing. `none` is the method of the paper.
+        placebo: a control experiment with the same cost as the method. `uniform` learns coefficients but does not use
+            them. Under `shuffled`, a device's coefficients for the other devices are put into random order before
+            mixing. `none` is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -183,7 +184,7 @@ class Pfmml(Algorithm):
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the device's model with the copies that it received."""
+        """Return the device's model, with the personalised copies that it received in place of its own blocks."""
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:

@@ -77,7 +77,10 @@ def _evenly(num: int, count: int) -> list[int]:
 
 
 def _candidates(times: list[float], least: int) -> list[int]:
-    """Positions of the first frame of every second. If these are fewer than `least`, evenly spaced positions."""
+    """Return the position of the first frame in each second of the clip.
+
+    If these are fewer than `least` positions, return evenly spaced positions instead.
+    """
     begun: dict[int, int] = {}
     for place, time in enumerate(times):
         begun.setdefault(int(time - times[0] + 1e-3), place)

@@ -34,7 +34,7 @@ class ByClient(Partition):
         """Split the rows by natural client; see `Partition.split`.
 
         Raises:
-            RecipeError: The data has no natural clients, or one of them has too few rows to be cut.
+            RecipeError: The data has no natural clients, or one of them has too few rows for `shards` clients.
         """
         natural = natural_clients(columns, rows)
         if self.shards == 1:

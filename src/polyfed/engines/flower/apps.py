@@ -1,4 +1,7 @@
-"""Make a ClientApp of a handler and a ServerApp of a main function, and run both in Flower's simulation runtime."""
+"""Turn functions into Flower apps: a message handler into a ClientApp, and a main function into a ServerApp.
+
+The function `simulate` runs both apps in Flower's simulation runtime.
+"""
 
 import logging
 import signal

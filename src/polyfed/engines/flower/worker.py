@@ -120,8 +120,9 @@ def work(address: str, secret: bytes, duties: Duties, supernode: int) -> None:
         address: address of the SuperNode's interface for such processes, `host:port` on this machine.
         secret: the secret with which this process authenticates to the SuperNode.
         duties: the functions that handle the tasks.
-        supernode: process id of the SuperNode, which is the parent of this process. If the SuperNode has ended while
-            this process imported PyTorch, this process already has another parent, and ends.
+        supernode: process id of the SuperNode, which is the parent of this process. If the SuperNode ends, the
+            operating system gives this process another parent. This process then ends too, even if it was still
+            importing PyTorch when the SuperNode ended.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode handles the signal, and this process ends with it
     client = _client(address, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}), None)

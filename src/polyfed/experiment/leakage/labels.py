@@ -75,9 +75,9 @@ def classes_of_clients(found: Capture) -> Iterator[Finding]:
 def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
     """Measure how often a class that a client holds scores higher than a class that it lacks. Ties count as half.
 
-    Without the message, an attacker could rank the classes at random, or by how many other clients hold each class. The
-    better of these two rankings is the best guess without the message. Clients that hold all classes, and clients that
-    hold no class, are left out.
+    The result is compared with the best guess of an attacker who does not see the message. This attacker could rank the
+    classes at random, or by how many other clients hold each class. The better of these two rankings is the best guess.
+    Clients that hold all classes, and clients that hold no class, are left out.
 
     Args:
         scores: client -> scores (C,).
@@ -96,7 +96,8 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
 def _ranked(score: Tensor, held: Tensor) -> float:
     """Return how often a class that the client holds scores higher than a class that the client lacks.
 
-    The result is a share of all pairs of two such classes. Ties count as half.
+    The function compares every class that the client holds with every class that it lacks. The result is the share of
+    these pairs in which the held class has the higher score. Ties count as half.
     """
     differences = score[held][:, None] - score[~held][None, :]
     return float(((differences > 0).double() + 0.5 * (differences == 0).double()).mean())
@@ -210,7 +211,7 @@ def assigned(found: Tensor, labels: Tensor, num_classes: int, seed: int) -> Tall
 
 
 def _best(found: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Whether each row is right under the best assignment, float64 (n,)."""
+    """Assign the clusters to classes so that as many rows as possible are right; return which are, float64 (n,)."""
     table = torch.bincount(found * num_classes + labels, minlength=num_classes * num_classes).view(num_classes, -1)
     cluster, label = linear_sum_assignment(table.numpy(), maximize=True)
     names = torch.zeros(num_classes, dtype=torch.int64)

@@ -67,8 +67,8 @@ def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | Non
 def samples_of(found: Capture, block: str, rows: Tensor) -> Tensor:
     """Return the samples of these rows, flattened to vectors: (n, F).
 
-    The samples are those of the modality `block`. If the block is `shared` or `labels`, the vectors join the samples of
-    all modalities.
+    The samples are those of the modality `block`. If the block is `shared` or `labels`, the vector of a row is the
+    concatenation of its samples of all modalities.
     """
     modalities = found.population.columns.modalities
     names = [*modalities] if block in (SHARED, LABELS) else [block]

@@ -66,7 +66,7 @@ class Session:
         self.sent, self.survivors = (np.zeros(len(self.clients), bool) for _ in range(2))
 
     def chosen(self, places: np.ndarray) -> list[int]:
-        """Return the client numbers of the clients that `places`, bool (n,), marks."""
+        """Return the numbers of the clients at the places where `places`, bool (n,), is True."""
         return [client for client, inside in zip(self.clients, places, strict=True) if inside]
 
 
@@ -81,7 +81,7 @@ class SecureSum:
         template: the model's tree.
         emit: a function that is called with the name and the fields of each event.
         number: number of earlier requests in this round.
-        withheld: whether clients fill a field of a reply with zeros, as under [privacy].
+        withheld: a function that returns whether clients fill a field of a reply with zeros. [privacy] can cause this.
     """
 
     ask: Callable[..., Replies]
@@ -301,7 +301,7 @@ class SecureSum:
 
         Raises:
             RecipeError: the clients' sum is larger, because [engine] rows_cap has lowered a weight in the registry.
-            Abandoned: the two sums differ, but not because of rows_cap. A single client can cause this.
+            Abandoned: the clients' sum differs from the registry's sum for another reason. One client can cause this.
         """
         for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             told, known, limited = round(float(real[by, None])), sum(rows.values()), self.registry.limited & rows.keys()
