@@ -210,6 +210,9 @@ def test_an_app_whose_privacy_cannot_be_honoured_is_not_written(tmp_path: Path, 
     with pytest.raises(RecipeError) as refused:
         write_app(path, tmp_path / "app")
     assert words in str(refused.value)
+    path.write_text(f'{RECIPE}\n[attack]\nname = "sign-flip"\nshare = 0.34\n')
+    with pytest.raises(RecipeError, match="which only a simulation may"):
+        write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
 

@@ -1,5 +1,6 @@
 """Robust aggregation against plain NumPy, and against clients that lie."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,15 @@ from torch import Tensor
 
 from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.algorithms.averaging import Update
-from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.core.errors import Diverged, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree
+from polyfed.data import ClientsSpec
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import check
 from polyfed.federation.aggregation import RULES, aggregate
-from polyfed.federation.replies import Replies, stacked
+from polyfed.federation.attack import Attack, cure
+from polyfed.federation.replies import Replies, listed, stacked
+from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
 from world import algorithm, played, recipe
 
@@ -190,3 +196,40 @@ def test_every_rule_trains_and_both_engines_agree(name: str, rule: str) -> None:
         return
     for key, value in one.items():
         torch.testing.assert_close(value, two[key], atol=1e-4, rtol=1e-4)
+
+
+def krum(lying: float, **changes: Any) -> Any:
+    server = ServerOptimiser(aggregate="multi-krum", lying=lying)
+    method = algorithm("fedavg", server=server, selector=Uniform(participation=10))
+    clients = ClientsSpec(partition="iid", num=10)
+    return recipe(method, clients=clients, rounds=1, **changes)
+
+
+def test_check_does_not_take_the_few_clients_of_a_dry_run_for_the_cohort() -> None:
+    checked = check(krum(0.2))
+    assert not checked.failures
+    played(krum(0.2))
+
+
+@pytest.mark.parametrize("act", [assemble, check])
+def test_a_rule_that_no_round_can_satisfy_is_refused_before_the_run(act: Any) -> None:
+    with pytest.raises(RecipeError, match=r"at most 10 clients send the block 'shared'.*needs 11 to withstand 4"):
+        act(krum(0.4))
+    holdings = ClientsSpec(partition="iid", num=10, holdings=[["a", "b"], ["a"], ["a"], ["a"], ["a"]])
+    with pytest.raises(RecipeError, match=r"at most 2 clients send the block 'b'"):
+        act(replace(krum(0.2), clients=holdings))
+
+
+def test_the_error_of_a_run_under_attack_names_the_attack() -> None:
+    made = replace(krum(0.2), attack=Attack(name="sign-flip", share=0.2, scale=1e30), rounds=6)
+    made = replace(made, algorithm=replace(made.algorithm, server=ServerOptimiser()))
+    with pytest.raises(Diverged) as error:
+        played(made)
+    assert "sign-flip" in str(error.value) or "server's own model" in str(error.value)
+    assert "client -" not in str(error.value)
+
+
+def test_the_cure_depends_on_the_attack() -> None:
+    assert "robust rule" in cure(Attack(name="scaling", share=0.2))
+    assert "lr" in cure(None)
+    assert listed({-1: "not finite"}) == "the server's test: not finite"

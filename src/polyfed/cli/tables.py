@@ -34,7 +34,8 @@ def result_table(result: dict[str, Any]) -> Group:
     table.add_row("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}")
     table.add_row("time per round", seconds_of(result["seconds_per_round"]))
     if spent := result.get("privacy"):
-        table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]))
+        partial = " (of the protected parts only)" if spent["unprotected"] else ""
+        table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]) + partial)
     if "simulated_seconds" in result:
         table.add_row("simulated time", seconds_of(result["simulated_seconds"]))
     return titled(title, table)

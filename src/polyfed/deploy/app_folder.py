@@ -90,6 +90,8 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
     too large.
     """
+    if recipe.attack is not None:
+        raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section", ("attack",))
     refuse_app(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)

@@ -25,7 +25,7 @@ from polyfed.experiment.protection import guarantee_of
 from polyfed.experiment.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.section_checks import check_model
-from polyfed.experiment.sum_checks import refuse_small_cohorts
+from polyfed.experiment.sum_checks import refuse_few_replies, refuse_small_cohorts
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
@@ -177,6 +177,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     """Check the cohorts and apply [privacy]. The returned recipe ends with the round that spends the budget."""
     if not one_device:
         refuse_small_cohorts(recipe, fed)
+        refuse_few_replies(recipe, fed)
     guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
     if guarantee is None:
         return recipe, None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
 from polyfed.core.messages import Message, crossings
 from polyfed.core.request import Request, Send
@@ -168,7 +169,9 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
     """
     train = recipe.algorithm.train
     short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
-    brief = replace(recipe.algorithm, train=short)
+    brief: Any = replace(recipe.algorithm, train=short)
+    if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
+        brief = replace(brief, server=replace(brief.server, aggregate="mean"))
     alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
     seen: dict[tuple[Place, int], list[ObservedPart]] = {}
     engine = partial(DryRunEngine, ranks=recipe.clients.ranks)

@@ -1,6 +1,7 @@
 """Computes the mechanism and the guarantee of a run from [privacy], and refuses recipes that cannot honour it."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
-from polyfed.core.tree import SHARED, Tree, blocks
+from polyfed.core.tree import SHARED, Tree, block_of, blocks
 from polyfed.data import Population
 from polyfed.engines.base import Engine
 from polyfed.experiment.privacy_faults import (
@@ -67,7 +68,30 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
             f"that these parts do not cross, or accept that they cross unprotected: unprotected = [{kinds}]",
             ("privacy", "unprotected"),
         )
-    return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds)
+    outside = tuple(_not_covered(recipe, engine.population))
+    noise_norm = None if one_device else _noise_norm(mechanism, engine.initial)
+    return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds, outside, noise_norm)
+
+
+def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
+    """Yield what depends on the rows and is no part of a reply, in words."""
+    if getattr(recipe.data, "standardise", False):
+        yield "the means and deviations of [data] standardise, which are computed from all rows before the run"
+    if recipe.clients.validation and len(population.validation_rows):
+        yield f"{len(population.validation_rows):,} rows of [clients] validation, which the server of a simulation gets"
+    yield "the client registry (the modalities and the number of rows of each client), and which clients took part"
+
+
+def _noise_norm(mechanism: Mechanism, initial: Tree) -> float | None:
+    """Return the norm of the noise in the mean of the updates, as a multiple of the clip norm."""
+    if mechanism.unit != "client":
+        return None
+    total = 0.0
+    for name, value in initial.items():
+        if expected := mechanism.denominators.get(block_of(name), 0.0):
+            copies = 1.0 if mechanism.central else expected  # each client adds noise of its own
+            total += value.numel() * copies / expected**2
+    return mechanism.update_noise * math.sqrt(total)
 
 
 def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federation) -> Mechanism:

@@ -1,12 +1,17 @@
 """Does a method need only sums of what the clients send, as [secure_aggregation] requires?"""
 
+from typing import Any
+
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import types_of
+from polyfed.core.tree import SHARED
 from polyfed.data import Population
 from polyfed.experiment.privacy_support import read_singly, sent, withheld_of
 from polyfed.experiment.recipe import Recipe
+from polyfed.federation.aggregation import tolerance
 from polyfed.federation.federation import Federation
 from polyfed.privacy.differential import Privacy
 from polyfed.selection import Selector
@@ -101,6 +106,32 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
             f"would ever be read. Set min_clients to at most {size}, or raise [clients] participation",
             ("secure_aggregation", "min_clients"),
         )
+
+
+def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
+    """Refuse a robust rule that needs more replies for a block than a round can have.
+
+    Only the server can call this function; see `refuse_small_cohorts`.
+
+    Raises:
+        RecipeError: with the block, the number of replies and the number that the rule needs.
+    """
+    method: Any = recipe.algorithm
+    selector = getattr(method, "selector", None)
+    if not isinstance(method, Averaging) or not isinstance(selector, Selector):
+        return
+    size, clients = selector.size(fed), fed.clients
+    holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
+    for block, held in [(SHARED, size), *zip(clients.modalities, holders, strict=True)]:
+        num = min(size, held)
+        count, least = tolerance(method.server, num)
+        if 0 < num < least:
+            raise RecipeError(
+                f"[server] aggregate = '{method.server.aggregate}' with lying = {method.server.lying:g}: at most {num} "
+                f"clients send the block '{block}' in a round, and the rule needs {least} to withstand {count}. Raise "
+                "[clients] participation, lower lying, or use 'median'",
+                ("server", "lying"),
+            )
 
 
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:

@@ -223,8 +223,7 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
         TooFewReplies: there are too few replies for the rule to tolerate f false ones.
     """
     num = len(group.values)
-    count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
-    least = {"trimmed-mean": 2 * count + 1}.get(server.aggregate, 2 * count + 3)
+    count, least = tolerance(server, num)
     if num < least:
         raise TooFewReplies(
             f"[server] aggregate = '{server.aggregate}' with lying = {server.lying:g}: {num} clients sent the block "
@@ -232,6 +231,16 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
             "lying, or use 'median'"
         )
     return count
+
+
+def tolerance(server: ServerOptimiser, num: int) -> tuple[int, int]:
+    """Return f, the number of false replies among `num` replies, and how many replies the rule needs to tolerate f.
+
+    Rules that need no minimum of replies have the minimum 0.
+    """
+    count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
+    least = {"trimmed-mean": 2 * count + 1, "krum": 2 * count + 3, "multi-krum": 2 * count + 3}
+    return count, least.get(server.aggregate, 0)
 
 
 def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:

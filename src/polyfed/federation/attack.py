@@ -172,6 +172,15 @@ class Attack:
 
 
 @lru_cache(maxsize=16)
+def cure(attack: Attack | None) -> str:
+    """Return what to do about a training that diverged, as a sentence without a full stop."""
+    if attack is not None:
+        return (
+            f"The recipe has [attack] name = '{attack.name}': a robust rule such as [server] aggregate = 'median' helps"
+        )
+    return "Lower [train] lr, set [train] clip_norm, or scale the features down"
+
+
 def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
     """Draw the attackers of a run. The result is cached, because every request needs it."""
     return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))

@@ -20,7 +20,7 @@ from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
-from polyfed.federation.attack import Attack
+from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -245,7 +245,7 @@ class Federation:
         if lost and not replies:
             raise Diverged(
                 f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
-                f"clients. {listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
+                f"clients. {listed(lost)}. {cure(self.attack)}"
             )
         if len(replies) < min(self.min_replies, asked):
             raise TooFewReplies(

@@ -194,8 +194,11 @@ def joined(requests: Iterable[Replies]) -> Replies:
 
 
 def listed(reasons: Mapping[int, str]) -> str:
-    """List the first three missing clients with their reasons."""
-    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])
+    """List the first three missing clients with their reasons. The server's own rows have negative numbers."""
+    named = [
+        (f"client {client}" if client >= 0 else "the server's test", why) for client, why in sorted(reasons.items())
+    ]
+    return "; ".join(f"{who}: {why}" for who, why in named[:3])
 
 
 def _mean(pieces: list[Piece], shares: Shares) -> Tensor:

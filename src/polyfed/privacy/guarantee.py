@@ -25,6 +25,9 @@ class Guarantee:
         parts: every part of a reply that depends on data, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`.
         rounds: number of rounds that the run will do.
         wanted: number of rounds that the recipe asks for.
+        not_covered: data that depends on the rows and that epsilon does not cover, in words.
+        noise_norm: norm of the noise in the mean of the updates of a round, as a multiple of the clip norm. None if the
+            server adds no noise and the clients add none to their updates, or if the number is not known.
     """
 
     spec: Privacy
@@ -33,6 +36,8 @@ class Guarantee:
     parts: Sequence[tuple[Announced, str]]
     rounds: int
     wanted: int
+    not_covered: tuple[str, ...] = ()
+    noise_norm: float | None = None
 
     @property
     def resolved(self) -> Privacy:
@@ -91,8 +96,12 @@ class Guarantee:
             "stopped": self.stop_note,
             **self.after(rounds),
             "unprotected": [
-                {"message": p.message, "field": p.field, "kind": p.kind, "block": p.block} for p in self.unprotected
+                dict(zip(("message", "field", "kind", "block"), part, strict=True))
+                for part in dict.fromkeys((p.message, p.field, p.kind, p.block) for p in self.unprotected)
             ],
+            "not_covered": [*self.not_covered],
+            "noise_norm": self.noise_norm,
+            "simulated": not self.mechanism.secure,
         }
 
     @property
@@ -170,6 +179,18 @@ class Guarantee:
                 f"{self.mechanism.update_noise:.4f}, and the number of updates below the clip norm has noise with "
                 f"standard deviation {rule.count_noise:g}"
             )
+        if self.noise_norm is not None:
+            found.append(
+                f"Noise: in the mean of a round, the norm of the noise is about {self.noise_norm:.3g} times clip_norm. "
+                "The norm of the mean update is at most clip_norm, so the model learns less if this number is larger"
+            )
+        if self.not_covered:
+            found.append(f"Epsilon does not cover: {'; '.join(self.not_covered)}")
+        if not self.mechanism.secure:
+            found.append(
+                "A simulation draws the noise from the seed of the run. It measures the accuracy and protects nobody. "
+                "In a deployment, devices and the server draw the noise from the operating system"
+            )
         if names := in_words([part for part, state in self.parts if state == WITHHELD]):
             found.append(f"Withheld, so clients send zeros: {names}")
         if names := in_words(self.unprotected):
@@ -181,12 +202,15 @@ class Guarantee:
 
 
 def number(epsilon: float) -> str:
-    """Return an epsilon as text, rounded up to three decimals so that the text never promises too much.
+    """Return an epsilon as text, rounded up so that the text never promises too much.
 
-    >>> number(1.23401), number(0.0)
-    ('1.235', '0')
+    The text has three decimals, or six for an epsilon below 0.01.
+
+    >>> number(1.23401), number(0.0), number(0.0000999)
+    ('1.235', '0', '0.0001')
     """
-    return f"{math.ceil(round(epsilon * 1000, 6)) / 1000:g}" if math.isfinite(epsilon) else "infinity"
+    scale = 1000 if epsilon >= 0.01 else 1_000_000
+    return f"{math.ceil(round(epsilon * scale, 6)) / scale:g}" if math.isfinite(epsilon) else "infinity"
 
 
 def in_words(parts: Sequence[Announced]) -> str:

@@ -55,6 +55,9 @@ class PrivacyFacts(SpentPrivacy):
     assumption: str
     stopped: str
     unprotected: list[UnprotectedPart]
+    not_covered: NotRequired[list[str]]
+    noise_norm: NotRequired[float | None]
+    simulated: NotRequired[bool]
 
 
 @with_config(ANY_KEYS)

@@ -33,7 +33,7 @@ class Ids(Message):
 
 @message
 class Sample(Message):
-    """The edge's mini-batch: positions among the silo's rows, int64 (B_m,)."""
+    """The edge's mini-batch: positions of its samples among the device's own rows, int64 (B_m,)."""
 
     rows: Tensor = carries("ids", shape=(None,))
 
