@@ -179,9 +179,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     if any(apart):
         up, down = (sum(v for v in column if v is not None) for column in apart)
         add("evaluation traffic", up + down, "bytes", f"up {words.bytes_of(up)}, down {words.bytes_of(down)}")
-    partial = folder.result.get("privacy", {}).get("unprotected")
-    remark = "of the protected parts only, see below" if partial else "privacy spent, see below"
-    add("epsilon", past.last("epsilon"), "epsilon", remark)
+    add("epsilon", past.last("epsilon"), "epsilon", privacy.remark(folder))
     first = folder.result.get("seconds_first_round")
     remark = "median, without evaluation"
     remark += "" if first is None else f"; first round {words.seconds_of(first)}"

@@ -35,6 +35,12 @@ def spent(folder: Folder) -> Spent | None:
     return Spent(last["epsilon"], rows, folder.result.get("privacy", {}))
 
 
+def remark(folder: Folder) -> str:
+    """The note under the epsilon at the top of the page. It says if data leaves the clients without protection."""
+    partial = folder.result.get("privacy", {}).get("unprotected")
+    return "of the protected parts only, see below" if partial else "privacy spent, see below"
+
+
 def chart(past: History, modalities: Sequence[str]) -> list[Chart]:
     """The chart of epsilon over rounds: in total, and for each block if it differs from the total."""
     total = past.columns.get("epsilon", [])
