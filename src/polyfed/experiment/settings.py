@@ -62,8 +62,8 @@ class EngineSpec:
             read them; `refused` refuses algorithms that send such messages.
         message_megabytes: (`flower` only) the largest message that the server sends or reads, in units of 2**20 bytes.
             Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
-        client_cpus: (`flower` only) the number of CPUs for each client in a simulation. It limits how many clients run
-            at the same time.
+        client_cpus: (`flower` only) the number of CPUs for each client in a simulation. The more CPUs a client gets,
+            the fewer clients run at the same time on the machine.
     """
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"

@@ -23,8 +23,8 @@ HONEST_FORMS = ("label-flip",)
 def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     """Refuse secure aggregation if the server would have to read the reply of a single client.
 
-    The server has to read single replies in two cases. The method or its selector says in `single_replies` why it
-    needs them, or a message has a field that is not declared as sum-only.
+    The server has to read single replies in two cases. The method or its selector says in `single_replies` why
+    single replies are needed, or a message has a field that is not declared as sum-only.
 
     Raises:
         RecipeError: the server would have to read such a reply, or another section does not fit secure aggregation. The
@@ -114,7 +114,7 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
     Only the server can call this function; see `refuse_small_cohorts`.
 
     Raises:
-        RecipeError: the rule needs more replies. The text gives the block and both numbers of replies.
+        RecipeError: the rule needs more replies than a block can have. The text gives the block and both numbers.
     """
     method: Any = recipe.algorithm
     selector = getattr(method, "selector", None)

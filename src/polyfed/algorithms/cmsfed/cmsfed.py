@@ -126,7 +126,7 @@ class CmsFed(CmsFedOptions):
         return self.dominance_threshold
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask S_M to train all modalities, and other clients to train one. `min_replies` counts the replies of both."""
+        """Ask the clients S_M to train all modalities, and others to train one. `min_replies` counts all replies."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         if self.placebo == "random-prototypes":
             known = {m: prototypes.random_like(p, keys.key(fed.seed, "placebo", m)) for m, p in known.items()}
