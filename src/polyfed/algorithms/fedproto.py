@@ -114,8 +114,9 @@ class FedProto(Averaging):
         alpha_p: weight of the prototypical cross-entropy under `mm_fedavg`.
         active_rounds: number of rounds with the prototypical cross-entropy, from the second round. The first round has
             no prototypes. The comparison in the CMSFed paper uses 70 rounds.
-        feature_norm: length to which features are scaled before they are compared with prototypes. 0 does not scale
-            them, as published. Without scaling, the term of `mm_fedavg` can grow without bound.
+        feature_norm: length to which features are scaled before they are compared with prototypes. With 0, features are
+            not scaled, and the published method does not scale them either. Without scaling, the term of `mm_fedavg`
+            can grow without bound.
         predict_by: how a client's model predicts under `original`. `logits` uses the outputs of the model. `prototype`
             predicts the class of the nearest global prototype, with distances summed over modalities (the paper).
     """
@@ -222,7 +223,7 @@ class FedProto(Averaging):
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
-        """Count how many of its own test rows the client's model predicts correctly."""
+        """Count the client's own test rows that the client's model predicts correctly."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:

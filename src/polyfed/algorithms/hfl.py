@@ -35,7 +35,7 @@ class Hfl(Averaging):
         """Return the state of `Averaging`.
 
         Raises:
-            RecipeError: the data has more than one modality, so the modalities are not stacked.
+            RecipeError: the data has several modalities, because the recipe does not stack them into one.
         """
         if len(fed.clients.modalities) > 1:
             names = ", ".join(f'"{name}"' for name in fed.clients.modalities)

@@ -178,7 +178,7 @@ def source_facts(name: str) -> dict[str, Any]:
 
 
 def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
-    """The message fields that the tasks of an algorithm receive and send, with default hyper-parameters."""
+    """Yield the message fields that an algorithm's tasks receive and send under default hyper-parameters."""
     algorithm = cls()
     for name, task in tasks_of(algorithm).items():
         got, reply = types_of(task)

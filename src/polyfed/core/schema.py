@@ -22,7 +22,7 @@ class Within:
     """The range of an option, as metadata of its type: `mu: Annotated[float, NOT_NEGATIVE] = 0.0`.
 
     Attributes:
-        words: the allowed values in words, which complete the text "must be".
+        words: the allowed values in words, as an error message puts them after "must be".
         holds: a function that returns whether a finite value is in the range. For a tensor, it returns a result for
             each entry.
     """
@@ -83,7 +83,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """Describe a value outside of a range and what is allowed. Return "" for a value in the range and for None."""
+    """Return an error text if the value is outside of its range. Return "" if it is in the range or None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
@@ -187,14 +187,14 @@ def sifted(
 
 
 def _written(value: Any) -> Any:
-    """Convert a value that JSON cannot hold: a value of NumPy to a number or a list, any other value to a text."""
+    """Convert a value that JSON cannot hold. NumPy values become numbers or lists, and all other values become text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
-    """Return the end of an error text.
+    """Return the hint with which the error message about an unknown key ends.
 
-    It suggests a key of the same meaning or else of similar spelling, and lists the allowed keys.
+    The hint suggests an allowed key of the same meaning or else of similar spelling, and lists the allowed keys.
     """
     meant = advice_for(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
@@ -231,5 +231,5 @@ def _wanted(error: ValidationError, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as error texts show it, with booleans as in TOML."""
+    """Return a value as text for an error message. Booleans are written as in TOML, all other values as in Python."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

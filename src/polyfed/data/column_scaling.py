@@ -10,8 +10,8 @@ def scaling_of(columns: Columns) -> dict[str, Scaling] | None:
     """Return the shift and the scale of each modality that has one of them, on the CPU.
 
     Returns:
-        None if all rows are left out. In a deployment without data at the server, such a table only gives the shapes,
-        and each device scales its own rows.
+        None if all rows are left out. This happens in a deployment in which the server has no data: its `columns` only
+        give the shapes, and each device scales its own rows.
     """
     if not len(columns.rows(TRAIN, TEST, VALIDATION)):
         return None

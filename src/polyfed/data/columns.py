@@ -110,7 +110,7 @@ class Columns:
             has no meaning.
         labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`. If there are no
             labels at all, `label` is 0 everywhere.
-        numbered: True if the source has no ids. `ids` are then row numbers, which mean nothing outside of this table.
+        numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
     Raises:

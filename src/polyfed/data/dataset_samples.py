@@ -67,7 +67,8 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
 
     Raises:
         DataError: no sample has one of the named modalities, or a sample lacks the key of a role.
-        RecipeError: the samples do not have a form that `SampleForm` describes, or their parts need names.
+        RecipeError: a sample has no form that `SampleForm` describes, or it is a tuple of several inputs and
+            `form.modalities` does not give one name for each input.
     """
     rows = [_read(sample, form, row) for row, sample in enumerate(samples)]
     held = dict.fromkeys(name for parts, _ in rows for name in parts)

@@ -46,8 +46,8 @@ server = server_app(lambda transport, config: serve(RECIPE, transport, config, e
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
     """Write an app that `flwr run` starts: the recipe, a module with the server's half, and Flower's project file.
 
-    The recipe's [data] may have a path, which leads to the server's own rows. The absolute form of this path becomes
-    the option `data` of the app's configuration.
+    If the recipe's [data] has a path, the server reads its own rows there. The absolute form of this path becomes the
+    option `data` of the app's configuration.
 
     Args:
         recipe_path: the recipe.
@@ -143,7 +143,7 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
 
 
 def _policy_for(recipe: Recipe) -> str:
-    """Return the text of a policy file with which this recipe runs as in a simulation."""
+    """Return the text of a client's policy file that allows all that this recipe does in a simulation."""
     head = "# What may leave this client, and what a recipe may use on it ([allow]).\n"
     head += "# This file belongs to the client: the server's recipe can only forbid more.\n"
     rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}

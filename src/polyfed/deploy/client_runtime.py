@@ -244,7 +244,7 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
     """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
 
     Args:
-        population: the device's data. Its clients have the same numbers as in the federation.
+        population: the device's data, in which each client has the same number as in the federation.
         policy: the client's policy. It must allow statistics of the `shared` block to go to the server.
         client: the client's number in the federation.
         limits: the limits that the client's device sets.

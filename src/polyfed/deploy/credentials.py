@@ -1,6 +1,6 @@
 """Certificates for a server, and keys of devices for trials.
 
-The certificate authority signs one certificate, and its private key is not stored. Nobody can therefore sign another
+The certificate authority signs one certificate. The authority's private key is not stored, so nobody can sign another
 certificate in the authority's name. The device keys from this module are for trials on one machine. In a real
 federation, each device makes its own key, and the private key never leaves the device.
 """

@@ -64,7 +64,8 @@ class Local:
         """Start the SuperLink and the SuperNodes.
 
         This method deletes the SuperLink's database of an earlier call, because that database still lists ended
-        SuperNodes as alive. A run resumes from the folders of the server and of the nodes.
+        SuperNodes as alive. A run can still resume, because it resumes from the folders of the server and of the nodes,
+        and not from the database.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()

@@ -17,8 +17,9 @@ class ServerPorts:
         host: address of the ports for other machines.
         port: port for devices.
         control_port: port on loopback, for `flwr` and the processes of an app.
-        metrics_port: port on loopback, for health and metrics, or 0 for no such port.
-        status_port: port for health, metrics and status, for other machines that have the token, or 0 for no such port.
+        metrics_port: port on loopback that serves health and metrics. With 0, there is no such port.
+        status_port: port that serves health, metrics and status to other machines that have the token. With 0, there is
+            no such port.
     """
 
     host: str = "0.0.0.0"

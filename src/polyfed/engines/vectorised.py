@@ -2,8 +2,9 @@
 
 Clients share a stack if they have the same modalities, and if their messages and local states have the same names,
 shapes and types. The engine sorts these clients by number of rows, which keeps padding small, and divides them into
-stacks that fit a memory budget. Evaluation clients and single clients run one by one. If a task declares `loop_because`
-or raises an exception in a stack, its clients also run one by one, and the engine emits the event `looped`.
+stacks that fit a memory budget. Evaluation clients, and clients without another client to share a stack with, run one
+by one. If a task declares `loop_because` or raises an exception in a stack, its clients also run one by one, and the
+engine emits the event `looped`.
 """
 
 import math
@@ -93,7 +94,7 @@ class Vectorised(InProcess):
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def convolutions_fill_a_core(self) -> bool:
-        """Return whether a step of one client has so much work in 2-d convolutions that a stack would take longer."""
+        """Return whether each client has so much work in 2-d convolutions that a stack is slower than a loop."""
         if self.device.type != "cpu" or not self.model.convolves:
             return False
         rows = self.algorithm.train.batch_size or int(self.registry.num_rows.max())
@@ -111,7 +112,7 @@ class Vectorised(InProcess):
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
     def _share(self, group: list[int]) -> int:
-        """Return how many of these clients one stack may hold. With smaller stacks, more worker processes have work."""
+        """Return how many of these clients one stack may hold. Smaller stacks give work to more worker processes."""
         work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
         stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / STACK_FLOPS)))
         return math.ceil(len(group) / stacks)

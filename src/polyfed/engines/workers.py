@@ -221,7 +221,7 @@ def _stdin_dropped() -> Iterator[None]:
     """Inside a `with` block of this context manager, every forked process starts without `sys.stdin`.
 
     `multiprocessing` closes `sys.stdin` in the new process, and closing it takes a lock. If another thread of this
-    process reads `sys.stdin` during the fork, this thread holds the lock. Nobody in the new process ever
+    process reads `sys.stdin` during the fork, the reading thread holds the lock. Nobody in the new process ever
     releases its copy of the lock, so the new process would wait for it forever.
     """
     _stdins.append(sys.stdin)

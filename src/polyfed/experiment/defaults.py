@@ -22,7 +22,7 @@ def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
     If the model is one whole module, it has no encoders, and the recipe is returned unchanged.
 
     Raises:
-        ModelError: no encoder is chosen for samples of this shape.
+        ModelError: there is no default encoder for samples of this shape.
         DataError: token ids do not fit the vocabulary of their encoder.
     """
     if recipe.model.module is not None:
@@ -50,7 +50,7 @@ def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
     """Return the default encoder of a modality; see `default_encoder`.
 
     Raises:
-        ModelError: no encoder is chosen for samples of this shape.
+        ModelError: there is no default encoder for samples of this shape.
     """
     try:
         return default_encoder(column.shape, vocabulary_of(column), embedding)

@@ -103,8 +103,8 @@ class RecordingGate(EgressGate):
 class DryRunEngine(Sequential):
     """An engine on which only a few clients of each group run a request, namely the clients with the most rows.
 
-    Two tasks may run on different clients of the same group. A client without a local state then gets the local state
-    that the last client of its group has left. `ranks` are the LoRA ranks of `[clients]`.
+    Two tasks may run on different clients of the same group. If a client has no local state yet, it starts with the
+    local state of the client of its group that ran last. `ranks` are the LoRA ranks of `[clients]`.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class DryRunEngine(Sequential):
 
 
 def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:
-    """Measure the parts of all replies in the first round, and in an evaluation after it.
+    """Measure how large the parts of the replies are, in the first round and in an evaluation after it.
 
     Args:
         recipe: the recipe.

@@ -132,8 +132,8 @@ def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
 def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[str]:
     """Yield the reasons why [privacy] cannot protect single rows.
 
-    Either a row could be used more often than epsilon counts, or a gradient would not be a mean over the rows of a
-    batch.
+    There are two kinds of reasons. Training could use a row more often than the calculation of epsilon assumes. Or a
+    gradient would not be a mean over the rows of a batch.
 
     Args:
         recipe: the recipe.

@@ -83,7 +83,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int | N
 
 
 def _unfit(recipe: Recipe, model: Model, way: str) -> str:
-    """Return why clients cannot have different LoRA ranks with the other sections of the recipe, or "" if they can."""
+    """Return why the rest of the recipe does not allow clients with different LoRA ranks, or "" if it allows them."""
     method = recipe.algorithm
     kind = type(method)
     name = name_of(method, ALGORITHMS)

@@ -21,46 +21,49 @@ class EngineSpec:
             of this process uses PyTorch's default number. On small operations, several threads lose more time by
             waiting than they save, above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
-            number by a memory budget. On a CPU, it then does not stack models with large 2-d convolutions, because
-            these run more slowly in a stack.
+            number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
+            convolutions, because such a model is slower in a stack.
         replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
             Results may differ in their last bits. Switch it off for a loss of your own that depends on more than its
             parameters, its batch and the values that it closes over.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
-            Otherwise, the round only leaves the client out.
-        nodes: flower: the number of clients to wait for before the first round of a deployment; 0 means [clients] num.
-        min_nodes: flower: if fewer clients have connected after `enrol_seconds`, the run ends before its first round
-            with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too many
-            classes) is left out. Set `min_nodes` if the run may go on without such a client.
-        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. If `on_refusal` is
-            `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
-        classes: flower: the number of classes of a deployment; a client with larger labels is left out. With 0, the
-            server chooses the smallest number that includes all labels of its own rows, and all labels of more than
+            Otherwise, the run continues, and the round leaves this client out.
+        nodes: (`flower` only) the number of clients to wait for before the first round of a deployment; 0 means
+            [clients] num.
+        min_nodes: (`flower` only) if fewer clients have connected after `enrol_seconds`, the run ends before its first
+            round with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too
+            many classes) is left out. Set `min_nodes` if the run may go on without such a client.
+        enrol_seconds: (`flower` only) how many seconds the server waits for clients before the first round. If
+            `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
+            have enrolled.
+        classes: (`flower` only) the number of classes of a deployment; a client with larger labels is left out. With 0,
+            the server chooses the smallest number that includes all labels of its own rows, and all labels of more than
             half of the clients. Set the number if some clients lack classes.
-        shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another shape
-            is left out. A modality that is not listed has the shape of the server's own rows. If the server has no
-            rows, it is the shape that more than half of the clients with this modality report.
-        rows_cap: flower: the limit on the number of rows that a client reports, as a multiple of the median over all
-            clients. The server reduces larger numbers to the limit, because the numbers are weights and the server
-            cannot check them; 0 removes the limit.
-        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. A client that
-            missed a deadline still receives later requests. For its next 2 requests, however, the server waits for this
-            client only a tenth longer than the other clients took. Each further miss in a row doubles the number of
-            these requests, up to 64.
-        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. If the
-            share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more clients
-            than needed.
-        away_seconds: flower: how long the server waits for the return of a client whose node signed off or is offline,
-            within `reply_seconds`.
-        on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves
-            the client out of the request.
-        relay: flower: `server-sees` lets messages between clients of a silo pass through the server, which can read
-            them; `refused` refuses algorithms that send such messages.
-        message_megabytes: flower: the largest message that the server sends or reads, in units of 2**20 bytes. Each
-            device has its own limit, which `polyfed supernode --message-megabytes` sets.
-        client_cpus: flower: CPUs per client in a simulation; as many clients run at a time as fit on the machine.
+        shapes: (`flower` only) modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
+            shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
+            no rows, it is the shape that more than half of the clients with this modality report.
+        rows_cap: (`flower` only) the limit on the number of rows that a client reports, as a multiple of the median
+            over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
+            server cannot check them; 0 removes the limit.
+        reply_seconds: (`flower` only) how many seconds a client has for its reply. The server ignores a later reply. A
+            client that missed a deadline still receives later requests. For its next 2 requests, however, the server
+            waits for this client only a tenth longer than the other clients took. Each further miss in a row doubles
+            the number of these requests, up to 64.
+        close_at: (`flower` only) the server closes a request as soon as this share of the asked clients has replied. If
+            the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
+            clients than needed.
+        away_seconds: (`flower` only) how many seconds the server waits for a client to come back after its node signed
+            off or went offline. The wait never exceeds `reply_seconds`.
+        on_refusal: (`flower` only) if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
+            leaves the client out of the request.
+        relay: (`flower` only) `server-sees` lets messages between clients of a silo pass through the server, which can
+            read them; `refused` refuses algorithms that send such messages.
+        message_megabytes: (`flower` only) the largest message that the server sends or reads, in units of 2**20 bytes.
+            Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
+        client_cpus: (`flower` only) the number of CPUs for each client in a simulation. The more CPUs a client gets,
+            the fewer clients run at the same time on the machine.
     """
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"

@@ -23,8 +23,8 @@ HONEST_FORMS = ("label-flip",)
 def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     """Refuse secure aggregation if the server would have to read the reply of a single client.
 
-    A method has to read such replies if `single_replies` of the method or its selector gives a reason, or if a message
-    has a field that is not declared as sum-only.
+    The server has to read single replies in two cases. The method or its selector says in `single_replies` why
+    single replies are needed, or a message has a field that is not declared as sum-only.
 
     Raises:
         RecipeError: the server would have to read such a reply, or another section does not fit secure aggregation. The
@@ -114,7 +114,7 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
     Only the server can call this function; see `refuse_small_cohorts`.
 
     Raises:
-        RecipeError: with the block, the number of replies and the number that the rule needs.
+        RecipeError: the rule needs more replies than a block can have. The text gives the block and both numbers.
     """
     method: Any = recipe.algorithm
     selector = getattr(method, "selector", None)

@@ -40,7 +40,7 @@ class PrivateMean:
 
     @classmethod
     def after(cls, mechanism: Mechanism, key: int, moments: Moments) -> "PrivateMean":
-        """Return the mean of a round. Under adaptive clipping, its clip norm is the one in `moments`."""
+        """Return the `PrivateMean` for one round. Under adaptive clipping, its clip norm comes from `moments`."""
         if CLIP_NORM in moments:
             mechanism = replace(mechanism, clip=Clip(float(moments[CLIP_NORM][CLIP_NORM])))
         return cls(mechanism, key)

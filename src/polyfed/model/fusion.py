@@ -67,7 +67,7 @@ class Fusion(nn.Module):
         Args:
             parts: the modalities' parts of the fusion.
             z: the embeddings, in the model's order of modalities.
-            present: for modalities that some rows lack, which rows have them.
+            present: modality -> whether each row has it. Modalities that all rows have are left out.
         """
         raise NotImplementedError
 
@@ -76,16 +76,19 @@ class Fusion(nn.Module):
         return self.head(self.joint(parts, z, present))  # type: ignore[no-any-return]
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """Return the term (B, C) of one modality in linear logits, including `share` times the bias."""
+        """Return what one modality adds to the logits, (B, C), plus the bias times `share`.
+
+        Only fusions whose logits are linear in the embeddings have such a term for each modality.
+        """
         raise NotImplementedError
 
 
 class Concat(Fusion):
     """A linear layer on the concatenated embeddings, stored as one linear map per modality and a shared bias.
 
-    If there is a head, a ReLU and the remaining layers of the head come after this layer. The embedding of an absent
-    modality is zero, so the map of this modality adds nothing. The bias is always added
-    (docs/algorithms/conventions.md, Blocks).
+    If the model has no hidden layers in its head, this layer returns the logits. Otherwise, a ReLU and the remaining
+    layers of the head follow. The embedding of an absent modality is zero, so the map of this modality adds nothing.
+    The bias is always added (docs/algorithms/conventions.md, Blocks).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
@@ -143,8 +146,8 @@ class Gated(Fusion):
 
     Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; the papers of PMR and OGM-GE
     compare with this fusion. The first modality of the model is the gate. With more than two modalities, the first
-    modality gates the sum of the others. If a row lacks the gate or all other modalities, the linear maps of its
-    modalities are not gated.
+    modality gates the sum of the others. If a row lacks the first modality, or if it lacks all others, nothing is
+    gated: the head receives the sum of W z over the modalities that the row has.
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, gate: str) -> None:

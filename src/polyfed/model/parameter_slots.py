@@ -22,23 +22,23 @@ _Place = tuple[_Holder, str]
 
 
 Naming = Callable[[str], str]
-"""`naming(path)` returns the name of a tensor in the Tree; `path` is `block.path` of the tensor in its module."""
+"""`naming(path)` returns a tensor's name in the Tree. `path` is the block's name, a dot and the path in its module."""
 
 
 def as_it_is(path: str) -> str:
-    """Return the path unchanged. This is the naming of a model that has one module for each block."""
+    """Return the path unchanged. A model with one module for each block names its tensors in this way."""
     return path
 
 
 class Slots:
-    """For some blocks, the modules and keys that hold each parameter and float buffer.
+    """Knows the module and the key that hold each parameter and float buffer of the given blocks.
 
     A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`) and some buffers: those that
     are not saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation
     mode.
 
     Args:
-        blocks: the module of each block; paths are `block.path`.
+        blocks: the module of each block. In the path of a tensor, the block's name precedes the path in the module.
         naming: returns a tensor's name in the Tree, given its path.
 
     Attributes:

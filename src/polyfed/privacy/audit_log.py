@@ -175,7 +175,7 @@ class AuditLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock the log against other processes. Only this user can read files that are made inside the block."""
+        """Lock the log against other processes. Only this process's user can read files made in the `with` block."""
         before = os.umask(0o077)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,8 @@ class Policy:
     """The rules of a client, or of all clients of a federation.
 
     Attributes:
-        rules: the kinds that may leave, by (block, destination), for each row of the policy.
+        rules: (block, destination) -> the kinds of data that may go from this block to this destination. Pairs that the
+            policy does not name are left out.
         owned: the modalities of the client, or None for all modalities of the federation. If the policy has no row for
             `shared`, the policy rows of these modalities limit what `shared` may send.
     """
@@ -150,7 +151,7 @@ class Policy:
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """Yield sentences that explain why the policy forbids that data of the block `shared` leaves.
+        """Yield sentences that explain why the policy does not let data of the block `shared` leave the client.
 
         A sentence names the modalities whose rows in the policy are the reason. There is at most one sentence for each
         destination.

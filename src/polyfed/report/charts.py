@@ -119,7 +119,7 @@ def accuracy(history: History, modalities: Sequence[str]) -> Chart:
 
 
 def scores(history: History) -> Chart:
-    """The other scores of the global model."""
+    """All scores of the global model except the headline score, which the chart `accuracy` shows."""
     names = [name for name in TITLES if name != history.headline.score and f"global.{name}" in history.columns]
     series = _present(history, [(title_of(name), f"global.{name}", n, False) for n, name in enumerate(names, 1)])
     caption = "The global model on the test set; docs/evaluation.md defines the scores."

@@ -69,7 +69,7 @@ class History:
         tables: name -> the matrices of this name that the algorithm logged.
         reasons: each reason why clients gave no usable reply -> how often it occurred.
         confusion: the confusion matrix of the last round, if the run has one.
-        picked: client -> the number of rounds in which the server asked the client.
+        picked: client -> the number of rounds whose cohort included the client.
         requests: round -> the number of training requests. Later requests of the round were evaluations.
     """
 

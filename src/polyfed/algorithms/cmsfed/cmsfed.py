@@ -126,7 +126,7 @@ class CmsFed(CmsFedOptions):
         return self.dominance_threshold
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask S_M and the clients that train one modality. `min_replies` counts the replies to both requests."""
+        """Ask the clients S_M to train all modalities, and others to train one. `min_replies` counts all replies."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         if self.placebo == "random-prototypes":
             known = {m: prototypes.random_like(p, keys.key(fed.seed, "placebo", m)) for m, p in known.items()}
@@ -202,8 +202,8 @@ class CmsFed(CmsFedOptions):
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
         """Return `loss(w, batch)` for L = CE + sum of beta * PCE over the helped modalities (Eq. 9).
 
-        `loss` returns L and the values of its terms. If clients send g and h, it returns the differentiable terms
-        instead of L, so that g and h can be summed over the steps.
+        `loss` returns L and the values of its terms. If clients send the gradients g and h, `loss` returns the separate
+        terms instead of their sum L, because g and h need the gradient of each term.
         """
 
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -222,7 +222,7 @@ class CmsFed(CmsFedOptions):
     def fit(
         self, scope: TrainingScope, data: ClientData, params: Tree, near: Mapping[str, Prototypes] | None, train: Train
     ) -> TrainingResult:
-        """Train with the prototypes `near`, or if None, with the client's own, computed again before every epoch."""
+        """Train with the prototypes `near`. If it is None, compute the client's own prototypes before every epoch."""
         sums = GradientSums(scope, exact=self.sends_gradients)
         return sums.minimise(lambda use: self.local_loss(scope, use), data, params, near, train)
 

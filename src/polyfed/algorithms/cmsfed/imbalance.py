@@ -133,8 +133,9 @@ def pce_weights(
 ) -> dict[str, float | Tensor]:
     """Compute beta, the weight of PCE in a batch, for each helped modality (PMR Eq. 10-11).
 
-    At full strength, beta is `strength` (alpha_p). Otherwise beta depends on r_batch, the ratio of the strongest other
-    modality over the helped one. No gradient flows through beta.
+    At full strength, beta is `strength` (alpha_p). Otherwise beta depends on r_batch: the largest
+    `prototypes.confidence` of another modality, divided by the confidence of the helped modality. No gradient flows
+    through beta.
 
     Args:
         scope: the part of the model that the client trains.

@@ -114,7 +114,9 @@ class PartialOptions(Averaging):
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """Return the recipe's model for the private modalities, or for all.
+        """Return the recipe's model and the modalities that it reads.
+
+        It reads all modalities if `global_model` is `all`, and otherwise only the private modalities.
 
         Raises:
             RecipeError: the policy does not allow any modality to be shared, or it shares all modalities although

@@ -1,4 +1,4 @@
-"""A client's local state between two tasks of a cut model: its half of the model and the moments of its optimiser."""
+"""The local state that a client keeps between tasks: the client's half of a split model and its optimiser's moments."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,9 +48,8 @@ def _moments(moments: Moments) -> Tree:
 def last_loss(fit: TrainingResult) -> Tensor:
     """Return the loss of the last step.
 
-    `fit` is the result of one step that continued the training of `earlier_steps`. `fit.loss` is the mean loss over all
-    steps, where the loss of every earlier step counts as 0. The sum over all steps is therefore the loss of the last
-    step.
+    `fit` is the result of training for one more step after `earlier_steps`. `fit.loss` is the mean loss over all steps,
+    where the loss of every earlier step counts as 0. The sum over all steps is therefore the loss of the last step.
     """
     return fit.loss * fit.num_steps
 

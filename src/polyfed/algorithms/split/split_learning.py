@@ -4,9 +4,9 @@ Gupta, Raskar, "Distributed learning of deep neural network over multiple agents
 activations of a batch at the cut and sends them together with the labels. The server computes the loss, updates its
 half, and returns the gradients at the cut. The client uses them to update its half. After its local epochs, the client
 returns its half, and the server sends it to the next client. The order of the clients is random and changes every
-round. The server's optimiser keeps its state over clients and rounds. A client's optimiser starts afresh in every
-round. If `u_shaped` is set, the head and the labels stay on the client (Vepakomma, Gupta, Swedish, Raskar, "Split
-learning for health", 2018).
+round. The server's optimiser keeps its state from client to client and from round to round. A client's optimiser starts
+afresh in every round. If `u_shaped` is set, the head and the labels stay on the client (Vepakomma, Gupta, Swedish,
+Raskar, "Split learning for health", 2018).
 
 In every step, the client sends activations and labels, and the server sends gradients. In every round, the server sends
 the lower half of the model to each client in turn, and each client sends the trained half back. Page:

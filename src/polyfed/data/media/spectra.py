@@ -58,9 +58,9 @@ class LogSpectrogram(PlainExtractor):
 class StftMagnitude(PlainExtractor):
     """FMML's log-spectrogram, float32 (1, 257, 188) for 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
 
-    The windows are periodic Hann windows of 512 samples, centred on every 353rd sample. The sound is mirrored by 256
-    samples at both ends, as by default in librosa up to version 0.9. That FMML used such a version is inferred from the
-    date of its release.
+    The windows are periodic Hann windows of 512 samples, centred on every 353rd sample. Reflection padding adds 256
+    samples at both ends of the sound, as librosa does by default up to version 0.9. That FMML used such a version is
+    inferred from the date of its release.
 
     Attributes:
         seconds: Length that every clip is tiled and cut to.

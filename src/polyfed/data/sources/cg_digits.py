@@ -1,4 +1,4 @@
-"""cg-digits: scikit-learn's scanned digits as gray and coloured pairs, which need no files."""
+"""cg-digits: every scanned digit of scikit-learn as a gray and a coloured image. This source needs no files."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Colour digits: the gray and coloured pairs of `cg-digits` and `cg-mnist` (docs/data.md)."""
+"""Colour digits: `cg-digits` and `cg-mnist` hold every digit as a gray and a coloured image (docs/data.md)."""
 
 import torch
 from torch import Tensor

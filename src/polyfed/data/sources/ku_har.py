@@ -38,8 +38,9 @@ _FOLDS = 5
 class KuHar(MediaSet):
     """Windows `acc` and `gyro` of 128 steps x 3 axes at 50 Hz, of the 8 activities of FedMultimodal, or of all 18.
 
-    The natural clients are the subjects, and a fifth of them is the test set. FedMultimodal cuts windows of 256 lines,
-    but its released extractor reads only the first half of each window, 64 steps. This source reads the whole window.
+    The natural clients are the subjects, and a fifth of them is the test set. A window covers 256 lines of a file, as
+    in FedMultimodal. Every second line is a step, so a window has 128 steps. The extractor that FedMultimodal released
+    reads only the first 64 steps. This source reads all 128.
 
     Attributes:
         path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.

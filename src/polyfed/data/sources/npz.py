@@ -197,8 +197,8 @@ class Npz(Source):
         modality as missing.
 
         Raises:
-            DataError: all values of a row are NaN, in all modalities. This is allowed only if an array
-                `<modality>_present` marks at least one modality of the row as missing.
+            DataError: all values of a row are NaN, in all modalities, and no array `<modality>_present` marks one of
+                the row's modalities as missing.
         """
         found = {name: there for name, there in held.items() if there is not None}
         undeclared = dict(found)

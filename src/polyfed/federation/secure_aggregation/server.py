@@ -265,8 +265,8 @@ class SecureSum:
         """Return the sums as real numbers.
 
         Raises:
-            Abandoned: a sum is out of range, because a client revealed a wrong share. Or the weights are wrong; see
-                `_check_weights`.
+            Abandoned: a sum is out of range, because a client revealed a wrong share. It is also raised if the clients
+                used other weights than the registry; see `_check_weights`.
             RecipeError: the sum of the weights is too large; see `_check_weights`.
         """
         alive = here.chosen(here.survivors)

@@ -23,7 +23,8 @@ class SummedReplies(Replies):
         senders: for each tensor, the clients whose values are in its sum.
         weights_in: for each field, the weight by which each client multiplied it.
         template: the model's tree, which gives the types of the means.
-        errors: for each tensor, the largest difference between an entry of one client and the integer that it sent.
+        errors: for each tensor, the largest rounding error of one client, which rounds every entry to a fixed-point
+            number.
     """
 
     clients: tuple[int, ...] = ()
