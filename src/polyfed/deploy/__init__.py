@@ -15,7 +15,7 @@ Files:
     request_limits: on a device, limits how many requests of the server the device answers.
     state_store: a client's local state on its own disk.
     faults: reports errors of a device to its own log and, in short, to the server.
-        run_log: writes a server's log, and a file with the status of its run.
+    run_log: writes a server's log, and a file with the status of its run.
     server_monitor: health, metrics and status of a server.
     status_client: gets the status of a server from another machine.
     device_monitor: health and metrics of a device.

@@ -215,7 +215,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4). In `uploads`, a block's row marks its uploaders."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4). `uploads` shows who uploaded each block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}

@@ -116,9 +116,9 @@ class GridTransport:
         If a request is lost because a node went offline, the transport sends the request again when the node is back. A
         repeated task gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered,
         when `patience.enough` clients have replied, or at the deadline. If a client has missed a deadline, the
-        transport waits for it for a shorter time in some of the next requests. This time is `open_request.GRACE` times
-        as long as the other clients took. The wait for a client whose node is offline takes at most
-        `patience.away_seconds`.
+        transport waits for this client for a shorter time in some of the next requests. This time is
+        `open_request.GRACE` times as long as the other clients took. The wait for a client whose node is offline takes
+        at most `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
