@@ -62,7 +62,7 @@ class DivFl(Selector):
     """Chooses diverse clients. Blocks that a client lacks count as zeros.
 
     Attributes:
-        grad: the vector that describes a client. `delta` is the change of the parameters in its local training
+        grad: the vector that describes a client. `delta` is the change of the client's parameters in local training
             (CMSFed's comparison). `at_global` is the full-batch gradient at the global model (DivFL's code). Under
             `at_global`, the server requests the cohort's gradients in every round.
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
@@ -119,8 +119,8 @@ class DivFl(Selector):
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 
         The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Clients that have
-        never sent a vector are not counted. The mean divides by the sum of the weights, which gives the gamma_i = |C_i|
-        / K of the paper.
+        never sent a vector are not counted. The mean divides by the sum of the weights, which gives the paper's gamma_i
+        = |C_i| / K.
         """
         if self.weights == "samples" or memory.similarity is None:
             return weights
