@@ -119,8 +119,8 @@ class DivFl(Selector):
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 
         The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Clients that have
-        never sent a vector are not counted. The mean divides by the sum of the weights, which gives the paper's gamma_i
-        = |C_i| / K.
+        never sent a vector are not counted. The mean divides by the sum of the weights. The result is the weight of the
+        paper, gamma_i = |C_i| / K.
         """
         if self.weights == "samples" or memory.similarity is None:
             return weights
