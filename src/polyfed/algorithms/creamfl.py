@@ -83,8 +83,8 @@ class Stored(Message):
 class GlobalRepresentations(Message):
     """Global representations of the public set, (P, E) by modality.
 
-    `own` holds the representations of each modality of the client. `other` holds, under the same name, the mean of all
-    other modalities.
+    For each modality m of the client, `own` holds the global representations of m under the name m. `other` holds, also
+    under the name m, the mean of the global representations of all modalities except m.
     """
 
     own: Tree = carries("embeddings", rows="num_public")
@@ -127,7 +127,8 @@ class CreamFL(Algorithm):
         inter: weight of the inter-modal contrast, which uses the other modality's global representations.
         intra: weight of the intra-modal contrast, which uses the client's previous representations.
         temperature: temperature of both contrastive terms.
-        distil: weight of the server's mean squared distance to the aggregated representations.
+        distil: weight of the distillation term in the loss of the server's model. This term is the mean squared
+            distance between the model's representations and the aggregated representations.
         server_epochs: epochs of the server over the public set in a round.
         selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
             is allowed.

@@ -77,8 +77,8 @@ class FedAmpState:
 
     Attributes:
         params: the common initial model; there is no global model.
-        clouds: by block, the cloud blocks to send in the next round: new ones, and those that did not arrive in the
-            last round.
+        clouds: the cloud blocks to send in the next round, by block. Some are new. The others were sent in the last
+            round and did not arrive.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
         pull: mean proximal term of the clients that uploaded in the last round, as a share of `train_loss`. A client

@@ -156,11 +156,11 @@ class Local(Algorithm):
 def over_clients(
     scores: Mapping[int, dict[str, float]], rows: Mapping[int, float], objective: Objective
 ) -> dict[str, dict[str, float]]:
-    """Return the groups of result.json for a server evaluation of one model per client.
+    """Summarise the scores that the clients' own models reach on the server's rows, as groups of result.json.
 
     Args:
         scores: client -> its model's metrics on the server's rows.
-        rows: client -> number of training rows, which weights the statistic `weighted`.
+        rows: client -> number of its training rows. In the statistic `weighted`, this number is the client's weight.
         objective: the objective of the run.
 
     Returns:

@@ -50,7 +50,8 @@ class Moon(Averaging):
     Attributes:
         mu: weight of the contrastive term. The paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
         temperature: temperature tau of the cosine similarities. The paper uses 0.5.
-        projection: width of the projection head. The paper uses 256. 0 removes the head.
+        projection: width of the projection head. The paper uses a width of 256. With `projection = 0`, there is no
+            projection head.
         per_modality: whether to contrast the features of each modality instead of their concatenation. This option
             works only without a projection head.
     """

@@ -23,8 +23,8 @@ class Given:
             parts of a sample. If a sample is a dictionary, its other keys are not read.
         present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
-        ids: sample ids of the rows, distinct integers (N,). Or `rows`, which declares that row i of every array is the
-            same sample.
+        ids: sample ids of the rows, distinct integers (N,). The word `rows` instead of ids declares that row i of every
+            array is the same sample.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
         needs_labels: whether the task needs labels.

@@ -1,4 +1,4 @@
-"""Joins data in memory that consists of several splits. Each split is a data frame or data set of its own."""
+"""Joins the splits of data in memory, where each split is a data frame or a data set of its own."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -18,8 +18,10 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 
     Args:
         data: split -> a data frame or another data set.
-        modalities: the caller's columns of each modality. If None, polyfed reads all columns of numbers.
-        named: the caller's labels and clients. If one of them is the name of a column, this column is read too.
+        modalities: the option `modalities`, with which the caller names the columns of each modality. If None, polyfed
+            reads all columns of numbers.
+        named: the options `labels` and `clients`. If one of them is the name of a column, polyfed reads this column
+            too.
 
     Raises:
         DataError: a split has no rows, or lacks a column that other splits have. The message lists all faults.
@@ -53,14 +55,14 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 
 
 def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
-    """Refuse `data` that is not a dictionary of arrays by modality, and refuse a name as `labels`.
+    """Check that `data` maps each modality to an array, and that `labels` is not the name of a column.
 
     The function refuses two kinds of `data`: a dictionary with the path of a file for each split, and a dictionary with
     another dictionary for each split. If `data` holds arrays, `labels` must hold one label for each row, because arrays
     have no column that a name could select.
 
     Raises:
-        RecipeError: the values of `data` are one file or one dictionary for each split, or `labels` is a name.
+        RecipeError: `data` maps each split to the path of a file or to a dictionary, or `labels` is a name.
     """
     by_split = all(str(name).lower() in SPLITS for name in data)
     name, part = next(iter(data.items()))
@@ -120,12 +122,12 @@ def is_frame(data: Any) -> bool:
 
 
 def is_hugging_face(data: Any) -> bool:
-    """Whether an object is a data set of the Hugging Face library datasets."""
+    """Whether an object is a `Dataset` of the library `datasets` by Hugging Face."""
     return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")
 
 
 def has_rows(values: Any) -> bool:
-    """Whether a value has a length and is not a text, so that it can have an entry for each row."""
+    """Whether a value can hold one entry for each row: it has a length, and is not a text, a mapping or a set."""
     try:
         return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
     except TypeError:  # None, a number, an array or a tensor without axes

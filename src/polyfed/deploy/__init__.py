@@ -12,10 +12,10 @@ Files:
     device: what a device's owner configures: the data, the policy, and the code that recipes may use.
     device_check: checks a recipe on a device before a run.
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
-    request_limits: limits the requests of a server to a device.
+    request_limits: on a device, limits how many requests of the server the device answers.
     state_store: a client's local state on its own disk.
     faults: reports errors of a device to its own log and, in short, to the server.
-    run_log: writes a server's log, and the status of its run to a file.
+    run_log: writes a server's log, and a file with the status of its run.
     server_monitor: health, metrics and status of a server.
     status_client: gets the status of a server from another machine.
     device_monitor: health and metrics of a device.

@@ -174,7 +174,7 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
 
     Args:
         header: header of the packet.
-        here: who reads the packet, for the error text. Example: "the server".
+        here: the name of the side that reads the packet, for the error message. Example: "the server".
 
     Raises:
         BadReply: the versions differ, or the header has no versions.
@@ -251,7 +251,7 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
-    """Return the packet of an answer without a reply. It holds the verdict `refused` or `failed`, and the reason."""
+    """Return the packet that is sent instead of a reply. It holds the verdict `refused` or `failed`, and the reason."""
     header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": one_line(text)})
 

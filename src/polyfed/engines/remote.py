@@ -43,8 +43,8 @@ class ReplyTerms:
         session: number of the current session. Each start of the server begins a session with a larger number.
         reply_seconds: deadline of a request, in seconds.
         close_at: share of the asked clients whose replies close the request.
-        min_replies: smallest number of replies. While fewer clients have replied, the server waits until the deadline
-            for all clients, even for those that missed earlier deadlines.
+        min_replies: smallest number of replies. With fewer replies, the server keeps waiting for all other clients
+            until the deadline. It does so even for clients that missed earlier deadlines.
         away_seconds: how long the server waits for a client whose SuperNode is offline.
         stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
         relay: whether the server may relay, and so see, the messages between clients of a silo.

@@ -33,6 +33,6 @@ Many runs:
 The result:
 
 - `leakage`: what the messages of a run reveal. `polyfed audit` attacks the messages.
-- `run_result`: the finished run, at its end or loaded from its folder.
+- `run_result`: the finished run: what `polyfed.run` returns, and what `polyfed.load_run` reads from a folder.
 - `models`: the trained models and their predictions. `saved_model`: saving models, and loading them without the run.
 """

@@ -71,8 +71,9 @@ def check(recipe: Recipe | str | Path) -> Check:
 def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     """Yield sentences that explain the refused parts.
 
-    If the policy has no row for `shared`, the rows of the modalities decide what `shared` may send. The sentences name
-    the row that forbids a part of `shared`, and explain how to train blocks that may not leave.
+    If the policy has no row for `shared`, the rows of the modalities decide which data of the block `shared` may leave
+    a client. The sentences name the row that forbids a part of `shared`. They also explain how to train blocks whose
+    parameters may not leave.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")

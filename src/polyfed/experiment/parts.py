@@ -151,7 +151,10 @@ def class_of(
 
 
 def egress_of(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Return the table of the policy. `Policy.parse`, which knows the modalities, checks the words in it."""
+    """Return the [egress] table of a recipe, after checking its form.
+
+    `Policy.parse`, which knows the modalities, later checks the names of blocks, destinations and kinds in the table.
+    """
     problems = Problems()
     for block, row in rows.items():
         if not isinstance(row, Mapping):

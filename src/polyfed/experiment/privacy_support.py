@@ -21,7 +21,8 @@ ANY = "any"
 def methods_that_honour(unit: str) -> str:
     """List the algorithms that support [privacy] with this unit, `client` or `example`.
 
-    Algorithms that need other options than their defaults, or that also send unprotected kinds, come last.
+    Algorithms that need other options than their defaults come last. So do algorithms that also send kinds of data that
+    [privacy] does not protect.
     """
     able = {name: _wanted(cls, unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
     found = [name for name, wanted in able.items() if not wanted]
@@ -43,7 +44,7 @@ def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
 
     Args:
         method: the algorithm with its options.
-        unit: the unit of [privacy], which the algorithm can honour.
+        unit: the unit of [privacy], which the algorithm supports.
     """
     covered = {*method.honours(unit), *withheld_of(method)}
     kinds = {types_of(task)[1].kinds[field] for name, task, field in sent(method) if f"{name}.{field}" not in covered}
@@ -82,7 +83,7 @@ def can_send(method: Algorithm, task: str, field: str) -> bool:
 
 
 def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
-    """Describe whether an algorithm can honour a unit of [privacy], and with which options, or why it cannot."""
+    """Describe whether an algorithm supports a unit of [privacy], and with which options, or why it does not."""
     if not cls.honours(unit):
         return f"no: {cls.dishonour(unit)}"
     method, wanted = cls(), []

@@ -24,8 +24,8 @@ class Rows:
         key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
-        bound: True if the modules hold the parameters of this call only during the call. False for the parameters that
-            `Model.live` yields, because the modules keep those parameters after the call.
+        bound: True if the modules get this call's parameters at its start and lose them at its end. False for the
+            parameters that `Model.live` yields, because the modules keep those parameters after the call.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class PlainModule(nn.Module):
 
 
 class _ByPosition(nn.Module):
-    """The same module with one positional input for each modality, as ONNX requires."""
+    """A `PlainModule` whose `forward` takes one positional input for each modality, as ONNX requires."""
 
     def __init__(self, module: PlainModule) -> None:
         super().__init__()

@@ -61,7 +61,8 @@ def units_of(columns: Columns) -> tuple[float, float] | None:
 
     A model starts with outputs near 0. If the targets are far from 0 or have a large or small spread, the first rounds
     only learn their mean. The result is None if the mean is at most three standard deviations from 0 and the standard
-    deviation is from 0.1 to 10. It is also None for several targets a row, because their units may differ.
+    deviation is from 0.1 to 10. It is also None if each row has several targets, because the targets may have different
+    units.
     """
     label = as_matrix(columns.label)
     known = label[columns.rows(0)].double()

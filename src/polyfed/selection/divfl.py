@@ -62,9 +62,9 @@ class DivFl(Selector):
     """Chooses diverse clients. Blocks that a client lacks count as zeros.
 
     Attributes:
-        grad: what the vector of a client is. `delta` is the change of its parameters in local training (CMSFed's
-            comparison). `at_global` is the full-batch gradient at the global model (DivFL's code). Under `at_global`,
-            the server requests the cohort's gradients in every round.
+        grad: the vector that describes a client. `delta` is the change of the client's parameters in local training
+            (CMSFed's comparison). `at_global` is the full-batch gradient at the global model (DivFL's code). Under
+            `at_global`, the server requests the cohort's gradients in every round.
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
@@ -118,9 +118,9 @@ class DivFl(Selector):
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 
-        The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Only clients that
-        have sent a vector count. The mean divides by the sum of the weights, which gives the gamma_i = |C_i| / K of the
-        paper.
+        The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Clients that have
+        never sent a vector are not counted. The mean divides by the sum of the weights. The result is the weight of the
+        paper, gamma_i = |C_i| / K.
         """
         if self.weights == "samples" or memory.similarity is None:
             return weights

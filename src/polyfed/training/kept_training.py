@@ -72,5 +72,8 @@ class KeptTraining:
         return KeptTraining(params, moments, fit.num_steps)
 
     def loss(self, fit: TrainingResult) -> Tensor:
-        """Return the mean loss of the steps that `fit` added, 0-dim. In `fit.loss`, each earlier step counts as 0."""
+        """Return the mean loss of the steps that `fit` added, 0-dim.
+
+        `fit.loss` is a mean over all steps of the training run. It takes the loss of every step before `fit` as 0.
+        """
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

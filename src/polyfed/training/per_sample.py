@@ -114,7 +114,7 @@ def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[
 
 
 def refuse_batch_facts(aux: Any) -> None:
-    """Refuse a loss that returns `aux`. `direction` would change the gradient by `aux`, which has no noise.
+    """Refuse a loss that returns `aux`. `aux` has no noise, and `direction` could change the gradient with it.
 
     Raises:
         RecipeError: `aux` is not empty.

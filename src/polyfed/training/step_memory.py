@@ -104,9 +104,9 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
-    """Return the argument whose memory a node shares, because the node is a view or an entry of this argument.
+    """Return a list with the argument whose memory a node shares, or an empty list if the node has its own memory.
 
-    The list is empty if the node has memory of its own.
+    A node shares the memory of an argument if the node is a view of the argument, or one of its entries.
     """
     takes = node.op == "call_function" and (not is_operation(node) or makes_view(node.target))
     return [node.args[0]] if takes else []  # type: ignore[list-item]

@@ -100,7 +100,7 @@ class Trace:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same operations can compute the next step: this step has not changed the layout of the state."""
+        """Whether the same operations can compute the next step. They can if this step kept the state's layout."""
         return self.before == self.after[:-1]
 
     def repeats(self, other: "Trace") -> bool:
@@ -227,8 +227,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _recordable(op: Any) -> bool:
     """Return whether a trace can record an operation.
 
-    An operation cannot be recorded if it changes a shape in place, or if a value in a tensor determines a number or a
-    shape.
+    An operation cannot be recorded if it changes a tensor's shape in place. It also cannot be recorded if a tensor's
+    values determine a Python number that it returns, or the shape of its result.
     """
     tags = torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return op is INDEX or not any(tag in op.tags for tag in tags)  # only masks select, see `_selects`

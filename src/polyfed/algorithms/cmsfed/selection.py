@@ -21,8 +21,8 @@ class Choice:
     Attributes:
         weak: the weak modality; empty if there is none.
         train_all: S_M, clients that train all modalities, in the order in which they were chosen.
-        train_alone: clients that train a single modality, each with this modality. The clients that train `weak` are
-            S_w. The other clients do not own `weak`.
+        train_alone: for each client that trains only one modality, this modality. The clients that train the weak
+            modality form the set S_w. The other clients in `train_alone` do not own the weak modality.
     """
 
     weak: str = ""
@@ -91,7 +91,7 @@ class SelectionProblem:
     at_random: bool = False
 
     def solve(self, clients: ClientRegistry, key: int) -> Choice:
-        """Select clients pass by pass. In each pass, both problems name their best candidate before a client joins.
+        """Select clients in passes. Each pass finds the best candidate for G_1 and for G_2 before it selects a client.
 
         Args:
             clients: the client registry.
@@ -117,7 +117,10 @@ class SelectionProblem:
         return choice
 
     def _best(self, cover: Cover, candidates: Sequence[int], key: int) -> int | None:
-        """Return the candidate with the smallest cost. If `at_random` is set, return a random one with a gradient."""
+        """Return the candidate with the smallest cost, or None if no candidate has ever sent a gradient.
+
+        If `at_random` is set, return a random candidate that has sent a gradient.
+        """
         if not self.at_random:
             return cover.best(candidates)
         able = [client for client in candidates if bool(cover.known[client])]

@@ -40,9 +40,9 @@ class VerticalOptions(Algorithm):
             the loss with respect to the embeddings of the other devices. The other devices use these gradients instead
             of labels in all local rounds until the next exchange (FedBCD, Liu et al., IEEE Transactions on Signal
             Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
-        placebo: `shuffled` is a control that has the same cost. The embeddings that each device receives from other
-            devices come from other rows of the mini-batch, so they are unrelated to its own samples. `none` is the
-            method.
+        placebo: a control experiment with the same cost as the method. Under `shuffled`, the embeddings that each
+            device receives from other devices come from other rows of the mini-batch, so they are unrelated to its own
+            samples. `none` is the method itself, without a control.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5

@@ -47,7 +47,7 @@ class Turn:
         number: number of the exchange in its round, from 0.
         silos: the devices of each silo that take part.
         samples: the samples of each silo.
-        batches: B_m of each silo, positions among its samples, int64 (B_m,).
+        batches: for each silo, the positions of the drawn samples B_m among the silo's samples, int64 (|B_m|,).
     """
 
     number: int

@@ -204,7 +204,8 @@ class Vertical(SiloScores):
     ) -> tuple[Replies, int]:
         """Send a request of an exchange. Return the replies and the bytes moved.
 
-        If `heads` is set, the server rejects a reply whose head has other parameters than the head that it sent.
+        If `heads` is set, every reply contains a head. The server rejects a reply if the parameters of this head have
+        other names than the parameters of the head that the server sent to the device.
         """
         accept = names_as_sent("head", send) if heads else None
         replies = fed.ask(task, sorted(send), send, quorum=quorum, turn=turn.number, accept=accept)
@@ -246,7 +247,7 @@ class Vertical(SiloScores):
         known: Mapping[int, Sent],
         phi: Mapping[int, Exchange],
     ) -> tuple[Replies, int]:
-        """Train the devices without labels, if `labels_at` is set. Return their replies and the bytes moved."""
+        """Train the devices that hold no labels (option `labels_at`). Return their replies and the bytes moved."""
         slopes, moved = self._asked(fed, self.guide, phi, turn, heads=False)
         send: dict[int, Guidance] = {}
         for silo, members in turn.silos.items():

@@ -1,4 +1,8 @@
-"""Checks of the rows that clients deposited and of the embeddings that clients return, and the numbers to log."""
+"""Checks what PartialFL's clients send, and computes the values that a round logs.
+
+A client deposits rows at the server: it sends the rows of its shareable modalities, and the server keeps them. Later,
+the client returns embeddings of these rows. This module checks the deposited rows and the returned embeddings.
+"""
 
 from collections.abc import Mapping
 from typing import Any

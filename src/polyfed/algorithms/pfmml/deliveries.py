@@ -18,7 +18,7 @@ class Deliveries:
 
     Attributes:
         blocks: the server's knowledge about each block.
-        undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
+        undelivered: by block, devices that still lack their newest copy, built before the last round, bool (K,).
     """
 
     blocks: Mapping[str, BlockState]

@@ -1,9 +1,9 @@
 """Personalised federated multimodal learning over wireless networks, with learned aggregation coefficients.
 
-Every device trains its own model. A block is a modality's encoder with its columns of the first layer, or the shared
-rest of the model. For each block, the server mixes the uploads of a few devices into a personalised copy for each of
-them. The coefficients of the mixtures are learned in closed form. The devices that upload are those with the largest
-benefit per second.
+Every device trains its own model. A modality's block is its encoder and its columns of the first classifier layer. The
+rest of the model is one shared block. For each block, the server mixes the uploads of a few devices into a personalised
+copy for each of these devices. The coefficients of the mixtures are learned in closed form. The devices that upload are
+those with the largest benefit per second.
 
 The steps are those of Algorithm 1 in the paper. Xi are the logits of the coefficients, and xi the coefficients. W is a
 copy at the server, w an upload, and A the age of a block. K-hat is the number of uploads per block and round. At the
@@ -62,7 +62,7 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
+        undelivered: by block, devices that still lack their newest copy, built before the last round, bool (K,).
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -98,8 +98,8 @@ class Pfmml(Algorithm):
         rule: how the score of a device is computed. `ratio` is the benefit per second. `linear` is the benefit minus
             `price_per_second` * seconds (Table III).
         price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
-        grad_sign: sign of a device's drift as an estimate of its gradient. -1 is correct, because a device moves
-            against its gradient. 1 is the sign that the paper's text states.
+        grad_sign: a device's gradient is estimated as this sign times the change of its block in training. -1 is
+            correct, because training moves against the gradient. 1 is the sign in the paper's text.
         scale: how the update of a coefficient is scaled. The update is an inner product of two vectors. `normalised`
             divides it by the lengths of both vectors, so one rate works for all blocks and data sets. `raw`, as in the
             paper, does not scale it. `per-step` divides it by the product of learning rate and number of steps.
@@ -215,7 +215,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4), and in `uploads` who uploaded which block."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4). `uploads` shows who uploaded each block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}

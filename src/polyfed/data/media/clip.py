@@ -121,7 +121,7 @@ class Extractor(Protocol):
 
     @property
     def norm(self) -> Norm | None:
-        """Shift and scale of the column."""
+        """The shift and the scale of the column."""
         ...
 
     @property
@@ -167,5 +167,10 @@ def optional(module: str, extra: str) -> Any:
 
 
 def corrupt(clip: Clip, why: object) -> DataError:
-    """Return the error for a clip that cannot be used; `why` is a phrase with the clip as its subject."""
+    """Return the error for a clip that cannot be used.
+
+    Args:
+        clip: the clip. Its name begins the error text.
+        why: the words that follow the name, such as "holds no sound".
+    """
     return DataError(f"'{clip.name}' {why}. Fetch it again, or prepare with on_corrupt='skip'")

@@ -16,7 +16,7 @@ _MARGIN = 256 / 224  # as for MobileNetV2 in docs/data.md: shorter side 256, mid
 
 
 def bytes_norm(axes: int) -> Norm:
-    """Shift and scale that standardise bytes by ImageNet's mean and deviation.
+    """Return the shift and the scale that standardise bytes by ImageNet's mean and standard deviation.
 
     Args:
         axes: How many axes a sample has: 3 for an image (3, height, width). The first axis holds the three colour
@@ -41,7 +41,7 @@ class Image(PlainExtractor):
 
     @property
     def norm(self) -> Norm:
-        """Shift and scale by ImageNet's mean and deviation."""
+        """The shift and the scale that standardise pixels by ImageNet's mean and standard deviation."""
         return bytes_norm(3)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:

@@ -42,7 +42,7 @@ class Frames(PlainExtractor):
 
     @property
     def norm(self) -> Norm:
-        """Shift and scale by ImageNet's mean and deviation."""
+        """The shift and the scale that standardise pixels by ImageNet's mean and standard deviation."""
         return bytes_norm(4)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:

@@ -116,8 +116,9 @@ class GridTransport:
         If a request is lost because a node went offline, the transport sends the request again when the node is back. A
         repeated task gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered,
         when `patience.enough` clients have replied, or at the deadline. If a client has missed a deadline, the
-        transport waits less long for this client in some of the next requests: `open_request.GRACE` times as long as
-        the other clients took. The wait for a client whose node is offline takes at most `patience.away_seconds`.
+        transport waits for this client for a shorter time in some of the next requests. This time is
+        `open_request.GRACE` times as long as the other clients took. The wait for a client whose node is offline takes
+        at most `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
@@ -255,9 +256,9 @@ class GridTransport:
         return answers
 
     def _place(self, client: Any, node: int) -> str:
-        """Record the node of a client, and return an empty text.
+        """Record the node of a client. Return "" if this succeeds, and otherwise the reason why it does not.
 
-        If the client number is invalid or belongs to another online node, return this reason instead.
+        It does not succeed if the client number is invalid or belongs to another node that is online.
         """
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"

@@ -80,7 +80,8 @@ def match_gradient(
     Args:
         loss: `loss(params, batch)`, 0-dim.
         params: the parameters at which the gradient was computed.
-        gradient: the gradient, or known parameters minus new ones, by name. Other parameters are ignored.
+        gradient: the gradient of a client, by parameter name. If the client sent new parameters instead, the tree holds
+            the parameters before training minus the new ones. Parameters that the tree lacks are ignored.
         start: modality -> first values of the samples, float32 (n, ...).
         y: the labels of the rows (n,).
 

@@ -85,8 +85,8 @@ class Board:
         reported: Number of a cell -> the runs whose scores the cell reports. The runs of a search are not among them.
             There is no entry before the settings of these runs are chosen.
         trials: Number of a cell -> the settings that its search tried, with their scores.
-        blocked: Number of a cell without an entry in `reported` -> the reason: its search has not chosen the settings
-            yet, its search stopped, or the study leaves the cell out.
+        blocked: Number of a cell -> why the cell has no entry in `reported`. For example, its search has not chosen the
+            settings yet, its search stopped, or the study leaves the cell out.
     """
 
     folder: Path

@@ -153,7 +153,8 @@ class Planner:
     def _check(self, cell: Cell) -> None:
         """Refuse a cell whose recipe is wrong.
 
-        If the cell searches keys, the recipe is checked twice: with the first value of every key and with the last.
+        If the cell searches the best values of some keys, the recipe is checked twice: with the first candidate value
+        of each of these keys, and with the last.
         """
         for last in (False, True):
             chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
@@ -220,5 +221,5 @@ def _end(entry: Any, last: bool) -> Any:
 
 
 def _all(places: list[str]) -> str:
-    """Return the first place of a problem, and the number of other places with the same problem."""
+    """Return, as text, the first place where a problem occurs, and the number of other places where it occurs."""
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"

@@ -145,7 +145,7 @@ class _Sweep:
         return searcher.best
 
     def _entry(self, cell: Cell, seed: int, chosen: Mapping[str, Any], *, tuning: bool = False) -> Entry:
-        """Return the run with this content. Cells that need the same run share it."""
+        """Return the run of a cell with this seed and these chosen settings. Cells that need the same run share it."""
         table = cell.recipe(seed, chosen, tuning=tuning)
         name = self.planner.name(table)
         if name not in self.board.entries:

@@ -76,7 +76,7 @@ OVER_HALF = Within(
 
 @dataclass(frozen=True, kw_only=True)
 class SecureAggregation:
-    """The [secure_aggregation] section of a recipe, with which the server reads only sums over the clients.
+    """The [secure_aggregation] section of a recipe. If it is present, the server reads only sums over the clients.
 
     Attributes:
         min_clients: least number of clients in a sum. If fewer clients of the cohort have a block, they do not send
@@ -121,7 +121,7 @@ class SecureAggregation:
 
     @task(loop_because=LOOP, once=SECRETS)
     def share(self, context: ClientContext, data: ClientData, local: Tree, got: Roster) -> tuple[EncryptedShares, Tree]:
-        """Check the cohort, and share the seed of the mask key and the seed of the self-masks.
+        """Check the cohort. Split two seeds, of the mask key and of the self-masks, into encrypted secret shares.
 
         Raises:
             Refusal: the cohort is too small, contains a key twice, or lacks this client's keys or one of its blocks.
@@ -197,7 +197,7 @@ class SecureAggregation:
             raise Refusal(f"{chosen.sum()} of {len(cohort.keys)} clients {what}, and {least} are needed")
 
     def mask(self, reply: Message, weight_of: Callable[[str], str | None], local: Tree) -> tuple[Message, Tree]:
-        """Return the masked reply, and the local state after it. The engine calls this before the egress gate.
+        """Return the masked reply and the client's new local state. The engine calls this before the egress gate.
 
         For each block, the client adds a self-mask. The client also shares one mask with every other client that has
         the block. It adds this mask if the other client has a later place in the cohort, and subtracts it if the other
@@ -211,8 +211,8 @@ class SecureAggregation:
             local: the client's local state.
 
         Raises:
-            Refusal: there are no keys for this request, or a value is beyond `range`. Or too few clients have the block
-                of a field that is a single tensor; only tensors of a tree can be left out of the reply.
+            Refusal: there are no keys for this request, or a value is beyond `range`. A field that is a single tensor,
+                not a tree, cannot be left out of the reply. So it is also an error if too few clients have its block.
         """
         state = state_of(local, DELIVERED)
         cohort, place = cohort_in(state), int(state["place"])
