@@ -89,7 +89,7 @@ class Diverged(PolyfedError):
 
 
 class BadReply(Exception):
-    """The server must not use a client's reply. The server drops this reply and records the text as the reason."""
+    """A client's reply is invalid. The server drops this reply, and records the text of the error as the reason."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
