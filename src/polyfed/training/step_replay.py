@@ -186,7 +186,7 @@ class Replay:
         """Whether a tensor that a program reads occurs several times in `Source.tensors`.
 
         For example, the initial model and the server's model are the same tensors in round 1. Another training run uses
-        such a program only if its `Source.tensors` holds the same tensor twice at the same positions.
+        such a program only if the same positions of its `Source.tensors` also hold one and the same tensor.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 

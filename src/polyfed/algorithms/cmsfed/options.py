@@ -55,7 +55,7 @@ class CmsFedOptions(Averaging):
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
             them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
             classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
-        placebo: a control experiment. It costs as much as CMSFed, but replaces one part of the method by random values.
+        placebo: a control experiment. A placebo costs as much as CMSFed, but makes one part of the method random.
             `random-picks` draws both candidates of a pass at random instead of by facility location. `random-modality`
             draws the weak modality of a round at random. `random-prototypes` sends random vectors of the same lengths
             as the prototypes. These vectors do not change between rounds.
