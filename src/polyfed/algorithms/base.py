@@ -110,7 +110,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
-        """Warn if a name is almost a hook's name: a class that defines `losses` still uses the inherited `loss`."""
+        """Warn if a method has almost the name of a hook. For example, `losses` does not override the hook `loss`."""
         super().__init_subclass__()
         hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
         for name, value in vars(cls).items():

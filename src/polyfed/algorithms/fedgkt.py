@@ -2,15 +2,15 @@
 
 He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020. A
 client trains its feature extractor and classifier on its labels and on the server's logits for its rows. It then
-uploads features, logits and labels of all its rows. The server trains a network that reads these features, and returns
-its logits. No parameters are averaged, and every client keeps its extractor.
+uploads features, logits and labels of all its rows. The server trains a network of its own on these features, and sends
+the logits of this network back to the clients. No parameters are averaged, and every client keeps its extractor.
 
 polyfed's choices: rows are matched by their position in the client's dataset, which never changes. Each modality has
 one extractor on the clients and one tower on the server. The first common layer sums the towers' outputs, and a missing
 modality adds nothing.
 
-Clients send features, logits and labels of all training rows, and the server sends logits. The default policy refuses
-this method, because it does not let clients send features, logits or labels. Page: docs/algorithms/fedgkt.md.
+Clients send features, logits and labels of all training rows, and the server sends logits. The default policy does not
+let clients send features, logits or labels, so it refuses this method. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ class FedGKT(Algorithm):
     # the clients' half
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model: the common initial model."""
+        """Return the client's model before round 1. All clients start with the same initial model."""
         return dict(context.initial)
 
     @task()

@@ -9,7 +9,8 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`.
 
-The files below produce what the verbs print or write. They are imported only when a verb that needs them runs:
+The other files of this folder define no verbs. They make the tables, texts and files that a verb prints or writes. Each
+file is imported only when a verb that needs it runs:
 
 - `tables`: results and comparisons as tables.
 - `sweep_progress`: the live table of `polyfed sweep`. `status_tables`: the output of `polyfed status`.

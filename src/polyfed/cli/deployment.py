@@ -98,7 +98,10 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
 
 
 def device_tables(inspection: Inspection) -> Group:
-    """A device before its SuperNode starts: its data, its policy, and what the policy allows a recipe to send."""
+    """Return tables that describe a device; its SuperNode need not run yet.
+
+    They show the device's data, its policy, and what the policy allows a recipe to send.
+    """
     node = inspection.node
     policy = plain_table("block", "to the server", "to its silo", left=3)
     for block, row in inspection.policy.table(node.held).items():

@@ -89,7 +89,7 @@ class Diverged(PolyfedError):
 
 
 class BadReply(Exception):
-    """The server must not use a client's reply. The server drops this reply and records the text as the reason."""
+    """A client sent a reply that the server must not use. The server drops it and records the text as the reason."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

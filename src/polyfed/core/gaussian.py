@@ -59,7 +59,8 @@ class Clip:
             stack: K trees, tensors (K, ...) by name.
 
         Returns:
-            For each name, the factor of each tree, (K,), at most 1. The factor is 0 for a tree that counts as zero.
+            For each name, the factor of each tree, (K,), at most 1. The factor is 0 if the norm of the tree is NaN or
+            above `LARGEST_NORM`.
         """
         found = {}
         for group, norm in self._norms(stack).items():

@@ -23,7 +23,8 @@ class TaskInfo:
     """The options given to `@task`.
 
     Attributes:
-        scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
+        scope: who may receive the replies: `server`, or `silo` for only the edge of the client's silo. The edge is the
+            place where the devices of a silo exchange messages.
         loop_because: why the task cannot run under vmap. Empty if the task can.
         once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
             a message, it never uses the same secrets to answer a different message. Empty if the task has no such
@@ -39,7 +40,8 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
     """Mark a method as a client task.
 
     Args:
-        scope: who may receive the replies: the `server`, or only the edge of the client's `silo`.
+        scope: who may receive the replies: `server`, or `silo` for only the edge of the client's silo. The edge is the
+            place where the devices of a silo exchange messages.
         loop_because: why the task cannot run under vmap. The vectorised engine then runs the clients one after another,
             and reports this reason in an event.
         once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer

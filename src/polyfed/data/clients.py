@@ -33,8 +33,8 @@ class ClientsSpec:
         num: Number of clients; 10 if a recipe does not give it. The partition "by-client" does not accept this option,
             because the data determines the number. "silos" does not accept it either, because `silos` determines the
             number.
-        alpha: Concentration of the Dirichlet partitions. With "by-client" and `shards` above 1, also the concentration
-            of the Dirichlet distribution by which each natural client is divided into shards.
+        alpha: Concentration of the Dirichlet partitions. With "by-client" and `shards` above 1, each natural client is
+            cut into shards by a Dirichlet distribution, and `alpha` is the concentration of this distribution.
         min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
@@ -72,12 +72,13 @@ class ClientsSpec:
             of the training rows gets about a tenth of the global test set, and a test row may go to several clients. If
             None, clients have no own test rows.
         seed: Seed of the partition, the validation split and the modality assignment. If None, the run's own seed is
-            used. If this seed is set, runs that differ in their own seed differ only in the random numbers of training.
+            used. If this seed is set, you can repeat the run with other values of the run's own seed. All these runs
+            then have the same clients, and only the random numbers of training differ.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
             "by-client", it is taken from each natural client before the client is cut into shards.
-        measure_on: "validation" uses no test rows. The pooled validation rows then replace the global test set, and a
-            `validation` share of each client's training rows replaces its own test rows. `polyfed sweep` uses this to
-            choose options. If None, the run is evaluated on the test rows.
+        measure_on: The rows on which the run is evaluated. If None, these are the test rows. With "validation", no test
+            rows are used: the pooled validation rows replace the global test set, and a `validation` share of each
+            client's training rows replaces its own test rows. `polyfed sweep` uses "validation" to choose options.
     """
 
     partition: Any = "iid"
@@ -159,7 +160,10 @@ class ClientsSpec:
         return partition
 
     def _over_silos(self) -> "ClientsSpec":
-        """For any `silo_partition` but iid, return the section that splits rows over silos as if they were clients."""
+        """Return a section [clients] in which each silo is one client, so that its partition splits rows over silos.
+
+        The method handles every `silo_partition` except iid.
+        """
         plain = replace(
             self, partition=self.silo_partition, silo_partition="iid", silo_sizes=None, silo_overlap=None, silos=None
         )

@@ -246,7 +246,8 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     """Return a column of single numbers as float32, with NaN for empty cells.
 
     Raises:
-        DataError: a cell is not a number. The message ends with `otherwise`, another way to correct the fault.
+        DataError: a cell is not a number. The message tells the user to correct the cell, and ends with the text
+            `otherwise`, which gives an alternative.
     """
     import pandas as pd  # imported here, because the import takes half a second
 

@@ -50,9 +50,9 @@ class NodeConfig:
         modalities: the arrays with which the device takes part, separated by commas.
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
             recipe can forbid more than the policy. The section [allow] lists the code and the saved models that a
-            recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets the
-            least rows and steps, and the most rounds and requests. The section [require] names the protection that a
-            recipe must have.
+            recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets
+            minimum numbers of rows and steps, and maximum numbers of rounds and requests. The section [require] names
+            the protection that a recipe must have.
         state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `server-sees` allows messages within the silo to pass through the server.

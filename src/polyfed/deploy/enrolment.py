@@ -38,7 +38,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         recipe: its [engine] section sets the number of clients, the waiting time, and fixed shapes and classes.
         transport: asks the nodes to enrol.
         emit: called with the name and the fields of each event.
-        left_out: a dict to which `enrolled` adds each client that must not take part -> the reason.
+        left_out: a dict to which `enrolled` adds an entry for each client that must not take part. The key is the
+            client's number, and the value is the reason.
 
     Returns:
         The server's knowledge about the clients.
@@ -277,9 +278,9 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
 def _classes_of_most(reported: list[int]) -> int:
     """Return the smallest number of classes that is large enough for more than half of the clients, or 0.
 
-    With three or more clients, at least two clients report the result or a larger number. A single client therefore
-    cannot raise the result alone. The result is 0 if there are no clients, or if there are two clients with different
-    numbers.
+    A single client that reports a wrong, large number cannot raise the result above the numbers of the others: with
+    three or more clients, the result is at most the second largest number. The result is 0 if there are no clients, or
+    if there are two clients with different numbers.
     """
     if not reported or (len(reported) == 2 and len({*reported}) == 2):
         return 0

@@ -150,8 +150,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
     Args:
         value: the nested values.
-        tensors: the dictionary to which the function adds the tensors. Its keys are the numbers in the skeleton,
-            written as strings: "0", "1", and so on.
+        tensors: the dictionary to which the function adds the tensors. The key of a tensor is its number in the
+            skeleton. The keys are strings: "0", "1", and so on.
         modules: `value` may contain dataclasses of polyfed and of these modules. If None, it may contain any dataclass.
 
     Raises:

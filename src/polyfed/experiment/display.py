@@ -38,7 +38,7 @@ def recipe_line(table: Mapping[str, Any]) -> str:
 
 
 def recipe_html(table: Mapping[str, Any]) -> str:
-    """Return a recipe as HTML for a notebook: the text of `recipe_line`, which opens a table of all sections."""
+    """Return a recipe as HTML for a notebook: the text of `recipe_line`. A click on it shows all sections."""
     rows = [(f"{section}.{key}", value) for section, own in _sections(table) for key, value in own.items()]
     rows = [("seed", table["seed"]), ("rounds", table["rounds"]), *rows]
     inside = _table([(key, str(value)) for key, value in rows])
@@ -82,11 +82,11 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 
 
 def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return one row for each client that was asked or evaluated. The index is the client's number.
+    """Return a row for each client that was in a cohort or was evaluated. The index is the client's number.
 
-    The column `asked` holds the number of rounds in which the client was asked. The column `missing` holds the number
-    of rounds in which its reply was missing. The column `personal_score` holds the last measured score of the client's
-    model, which is the accuracy or another score of the task.
+    The column `asked` holds the number of rounds in which the client was in the cohort and received a request. The
+    column `missing` holds the number of rounds in which its reply was missing. The column `personal_score` holds the
+    last measured score of the client's model, which is the accuracy or another score of the task.
 
     Args:
         rounds: rows of rounds.jsonl.

@@ -34,8 +34,8 @@ class DataOptions(TypedDict, total=False):
         labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files, this is
             the name of a column or key, by default `label`.
         clients: the number of clients, the section [clients] as a dictionary, or the natural client of each row (N,),
-            so that each natural client becomes a client. For data frames, datasets and files, the natural clients may
-            also be the name of a column or key.
+            so that each natural client becomes a client. For data frames, datasets and files, you can also give the
+            name of the column or key that holds the natural client of each row.
         split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
             samples are dictionaries, their other keys are not read.
@@ -151,8 +151,8 @@ def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
 
     Raises:
         RecipeError: an option that does not describe the data is given. Such an option would contradict the recipe. The
-            option `clients` describes the data if it holds the natural client of each row, or the name of their column.
-            Other values of `clients`, such as the number of clients, are refused.
+            option `clients` describes the data if it is an array with the natural client of each row, or the name of
+            the column with the natural clients. Other values of `clients`, such as a number of clients, are refused.
     """
     if strange := [name for name in options if name not in ("labels", "clients", *OF_THE_DATA)]:
         raise RecipeError(

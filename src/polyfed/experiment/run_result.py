@@ -119,7 +119,7 @@ class Run:
     ) -> Tensor:
         """Compute predictions with the model that the run evaluated, so that they agree with the run's metrics.
 
-        For classes these are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
+        For classification, they are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
         `models.task.decided` turns them into decisions, such as classes.
 
         Args:

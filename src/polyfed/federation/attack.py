@@ -41,7 +41,7 @@ class Attack:
             "How To Backdoor Federated Learning", AISTATS 2020).
         share: share of all clients that attack, rounded to a number of clients. polyfed draws these clients from the
             run's seed.
-        clients: the numbers of the clients that attack. If given, `share` has no effect.
+        clients: the numbers of the clients that attack. If this list is not empty, `share` has no effect.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.
         modality: the modality that carries the trigger of `backdoor`; empty for the first modality of the data.
         target: the class that the model should predict for a row with the trigger.
@@ -93,7 +93,7 @@ class Attack:
         """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: the attack does not fit the data, or the attackers are wrong (`attackers`). `label-flip` and
+            RecipeError: the attack does not fit the data, or `attackers` refuses `clients` or `share`. `label-flip` and
                 `backdoor` need clients that share no rows, because one client alone could not change a shared row.
                 `label-flip` also needs labels that are classes, because it exchanges classes. For `backdoor`, see also
                 `Trigger.of` and `poisoned`.

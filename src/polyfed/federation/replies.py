@@ -164,7 +164,8 @@ class Shares:
     Attributes:
         pieces: each client's share of the total weight, for each stack of replies.
         total: the sum of the weights.
-        order: positions of the clients in ascending order of their numbers; None if they are in ascending order.
+        order: the positions of the clients in the stacks, sorted by client number. None if the clients in the stacks
+            are already sorted by number.
         ascending: the shares, in ascending order of the clients' numbers.
     """
 
@@ -194,7 +195,10 @@ def joined(requests: Iterable[Replies]) -> Replies:
 
 
 def listed(reasons: Mapping[int, str]) -> str:
-    """List the first three missing clients with their reasons. The server's own rows have negative numbers."""
+    """List the first three missing clients with their reasons.
+
+    A negative number is no client: it stands for the server's evaluation on its own rows.
+    """
     named = [
         (f"client {client}" if client >= 0 else "the server's test", why) for client, why in sorted(reasons.items())
     ]

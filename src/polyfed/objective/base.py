@@ -140,7 +140,7 @@ class Objective(ABC):
 
     @abstractmethod
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client with `num_rows` test rows cannot have these own sums, or "" if the sums are possible."""
+        """Return why the `own_sums` that a client reports are impossible for its `num_rows` test rows, or ""."""
 
     @property
     def exact(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def accuracy(matrix: Tensor) -> float:
 
 
 def uar(matrix: Tensor) -> float:
-    """Return the unweighted average recall over the classes that occur in the rows."""
+    """Return the unweighted average recall over the classes that are the true class of at least one evaluated row."""
     support = matrix.sum(1)
     seen = support > 0
     return float((matrix.diagonal()[seen] / support[seen]).mean()) if bool(seen.any()) else 0.0

@@ -33,7 +33,8 @@ class Regression(Objective):
 
     Attributes:
         error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.
-        delta: the error at which the Huber loss becomes linear, in the unit of the loss.
+        delta: the threshold of the Huber loss, which is quadratic for smaller errors and linear for larger ones. The
+            errors are those of the model's output, `(y - shift) / scale`.
         shift: number that is subtracted from all targets, such as their mean. Set this number in the recipe, because a
             deployment has no statistics over all clients.
         scale: number by which the shifted targets are divided, such as their standard deviation.

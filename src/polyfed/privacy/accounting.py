@@ -106,7 +106,7 @@ def _fresh(accounting: Accounting) -> Any:
 
 
 def _event(accounting: Accounting, noise_multiplier: float, count: int) -> Any:
-    """Describe `count` uses of a unit's data, each with this noise, as a `DpEvent` of the library dp-accounting."""
+    """Return a `DpEvent` (library dp-accounting): a unit's data is used `count` times, each time with this noise."""
     dp = _library()
     one = dp.GaussianDpEvent(noise_multiplier / accounting.swing)
     if accounting.cohort is not None:

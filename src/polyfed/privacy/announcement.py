@@ -139,7 +139,7 @@ class Announcement:
 
     @cached_property
     def rows(self) -> dict[tuple[str, str, str], Announced]:
-        """The parts that can leave, by (task, field, block).
+        """The parts that the client's replies can hold, by (task, field, block).
 
         Raises:
             RecipeError: a field is declared for a modality that the federation does not have.
@@ -195,7 +195,7 @@ class Announcement:
         return ""
 
     def announces(self, task: str, part: Crossing) -> bool:
-        """Return whether the list contains this part of a reply, whether or not the policy allows the part."""
+        """Return whether the announcement contains this part of a reply. The policy may still refuse the part."""
         return not self.strange(task, part) and (task, part.field, part.block) in self.rows
 
     def strange(self, task: str, part: Crossing) -> frozenset[str]:

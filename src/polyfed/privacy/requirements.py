@@ -110,7 +110,7 @@ NO_REQUIREMENTS = Requirements()
 
 @dataclass(frozen=True)
 class Release:
-    """What one protected reply of a device costs.
+    """What one protected reply of a device adds to the privacy budget (epsilon) that the device has spent.
 
     Attributes:
         unit: `client` or `example`.

@@ -87,7 +87,7 @@ class Selector(ABC):
             fed: the federation. The selector may first send requests to clients with `fed.ask`.
 
         Returns:
-            The clients in ascending order, and the next memory.
+            The clients in ascending order, and the selector's memory after this choice.
         """
 
     reads: ClassVar[tuple[str, ...]] = ()
@@ -100,7 +100,7 @@ class Selector(ABC):
         return ""
 
     def learn(self, memory: Any, params: Tree, replies: Replies, fed: Federation) -> Any:
-        """Return the next memory after the cohort has answered.
+        """Return the selector's memory after the cohort has answered.
 
         Args:
             memory: the selector's memory.

@@ -105,8 +105,8 @@ class BlockSimilarity:
         Args:
             num: number of clients.
             sizes: entries of each block.
-            sketch: number of entries of all projected blocks together. Each block gets entries in proportion to its
-                size. 0 keeps the exact vectors.
+            sketch: number of entries to which a client's vector is projected, counted over all blocks. Each block gets
+                a share of these entries in proportion to its size. 0 keeps the exact vectors.
             key: the key of the random projections.
         """
         total = max(sum(sizes.values()), 1)
@@ -236,7 +236,15 @@ def greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
 
 
 def stochastic_greedy(similarity: Similarity, size: int, pool: Sequence[int], *, of: int, key: int) -> list[int]:
-    """Choose `size` members of the pool. Each pass draws `of` random candidates and takes the best of them."""
+    """Choose `size` members of the pool. In each pass, draw a random sample of candidates and take the best one.
+
+    Args:
+        similarity: the clients' vectors and their distances.
+        size: number of clients to choose.
+        pool: the clients from which to choose.
+        of: number of candidates in the sample of a pass.
+        key: the key of the random samples.
+    """
     return _passes(similarity, size, pool, lambda rest, step: sample(rest, of, keys.key(key, step)))
 
 

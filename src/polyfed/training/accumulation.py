@@ -39,7 +39,9 @@ def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
 
 
 def refuse_aux(aux: Any) -> None:
-    """Refuse a loss that passes auxiliary output about the whole batch to `direction`.
+    """Refuse a loss that returns auxiliary output (aux) for `direction`.
+
+    Such output describes a whole batch, but with `accumulate`, the loss sees only a part of the batch at a time.
 
     Raises:
         RecipeError: `aux` is not empty.

@@ -2,8 +2,8 @@
 
 Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. A
 step is therefore traced once (`step_trace.py`), and its trace is rewritten (`step_rewrite.py`) into a *program*. The
-program then takes all steps in which Python takes the same branches (steps of one *kind*). It does so in this local
-training, and in later ones whose loss has the same code and reads equal values (`step_source.py`).
+program then computes all steps in which Python takes the same branches (steps of one *kind*). Later local trainings use
+the program too if their loss has the same code and reads equal values (`step_source.py`).
 
 A program's results differ from those of the direct step in the last bits. A run must give the same bits whether a
 program is already stored or must first be made. The recipe alone therefore decides whether a run uses programs. Tracing
@@ -55,7 +55,7 @@ Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 
 @dataclass(frozen=True)
 class Known:
-    """A program, and what it needs to take a step. It holds no tensor of a local training.
+    """An entry of `_known`: a program, and what is needed to run it. It holds no parameters or data of a client.
 
     Attributes:
         program: the program.
@@ -82,7 +82,7 @@ stands for a step that has no program."""
 
 
 def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether a local training takes its steps with programs. With few steps, making them costs more than they save.
+    """Whether a local training uses programs. With few steps, making a program takes longer than it saves.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
@@ -185,13 +185,13 @@ class Replay:
     def _shares(self, made: Known | None) -> bool:
         """Whether a tensor that a program reads occurs several times in `Source.tensors`.
 
-        For example, the initial model and the server's model are the same tensors in round 1. Such a program is used
-        only for training runs whose `Source.tensors` repeats tensors at the same positions.
+        For example, the initial model and the server's model are the same tensors in round 1. Another training run uses
+        such a program only if the same positions of its `Source.tensors` also hold one and the same tensor.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
     def _name(self, kind: Hashable) -> Hashable:
-        """Return the key in `_here` of the program with which this local training takes steps of this kind."""
+        """Return the key under which `_here` stores this kind of step for this local training."""
         general = self._here.get((kind, None))
         places = [] if general is None else [self._same[place] for place in general.places]
         # if two of the places hold the same tensor in a training run, the trace of this run is a different one
@@ -279,7 +279,7 @@ def _number(tensor: Tensor) -> Tensor | None:
 
 
 def _plain(state: Any) -> bool:
-    """Whether a state consists of tensors only; the carry of a method may hold anything."""
+    """Whether a state consists of tensors only. It contains the method's carry, which may hold other objects."""
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 

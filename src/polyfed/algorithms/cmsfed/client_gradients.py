@@ -158,16 +158,16 @@ def deltas(
 ) -> tuple[Tree, Tree]:
     """Return g and h as in the released code, from the distance by which training moved the encoders.
 
-    A client that trained the encoders of all modalities (a client of S_M) has g, and any other client has h. If that
-    other client lacks a modality, but trained all modalities that it owns, it has both g and h.
+    A client that trained the encoders of all modalities (a client of S_M) has g. A client that trained only some
+    encoders has h. If these are the encoders of all modalities that it owns, it also has g.
 
     Args:
         sent: the model before training.
         trained: the blocks that the client trained.
         owned: modalities of the client.
         fed: the federation.
-        divisor: the number by which theta_out - theta_in is divided: -1, or minus the learning rate times the steps. 0
-            makes the result zero.
+        divisor: the number by which theta_out - theta_in is divided: -1, or the negative product of learning rate and
+            number of steps. If this number is 0, the function does not divide, and g and h are zero.
         first: whether this is the first pass. In the first pass, the function returns both g and h, because no earlier
             vectors of the encoders exist.
     """

@@ -23,7 +23,8 @@ class TrainingScope:
         context: the client context.
         modalities: modalities that the client trains.
         helped: modalities whose prototypical cross-entropy (PCE) is added to the loss.
-        full_strength: whether PCE has its full weight, because there is no second modality for a comparison.
+        full_strength: if true, PCE has its full weight in every batch. If false, a comparison of the modalities in a
+            batch gives the weight. A client that trains one modality has no second one for this comparison.
         feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
             the features.
     """

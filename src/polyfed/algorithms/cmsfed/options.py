@@ -23,8 +23,8 @@ class CmsFedOptions(Averaging):
         ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
             whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients whose ratio is above the
             `dominance_quantile` of all clients' ratios. Such clients always exist, unless all ratios are equal.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. If it is inf, no client
-            trains only one modality because of its ratio.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. With inf, the rule
+            applies to no client, because no ratio is above inf.
         dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small for the
             rule to apply.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
@@ -39,9 +39,10 @@ class CmsFedOptions(Averaging):
             chosen client is the number of rows of all clients that it represents (the gamma of Eq. 6). In the block of
             the weak modality, similarity means a small distance D_2 between the gradients of this modality's encoder.
             In the other blocks, it means a small distance D_1 between the gradients of the cross-entropy.
-        classifier_average: the clients over which a modality's columns of the classifier are averaged. `cohort`
-            averages over all chosen clients. A client that did not train the columns then contributes the values that
-            it received. `trained` averages only over the clients that trained the modality.
+        classifier_average: the clients over which the server averages the classifier. Each modality has its own columns
+            in the classifier, and the server averages these columns separately. `cohort` averages over all chosen
+            clients. A client that did not train a modality then contributes the columns that it received. `trained`
+            averages only over the clients that trained the modality.
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
         resolution: which candidates join the cohort. In each pass, each of the two facility-location problems proposes
             one client. Under `paper` (Eq. 13-14), both clients join. Under `authors` (the released code), only one of
@@ -54,10 +55,10 @@ class CmsFedOptions(Averaging):
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
             them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
             classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
-        placebo: a control that has the same cost but removes one idea. `random-picks` draws both candidates of a pass
-            at random instead of by facility location. `random-modality` draws the weak modality of a round.
-            `random-prototypes` sends random vectors of the same lengths as the prototypes. These vectors do not change
-            between rounds.
+        placebo: a control experiment. A placebo costs as much as CMSFed, but makes one part of the method random.
+            `random-picks` draws both candidates of a pass at random instead of by facility location. `random-modality`
+            draws the weak modality of a round at random. `random-prototypes` sends random vectors of the same lengths
+            as the prototypes. These vectors do not change between rounds.
     """
 
     ratio_rule: Literal["threshold", "quantile"] = "quantile"
@@ -103,7 +104,8 @@ class CmsFedOptions(Averaging):
     def private_faults(self, spec: Privacy) -> Iterator[str]:
         """Yield a text for each option that this method cannot use under `unit = "client"`.
 
-        With such an option, the server reads the parameters of a single client, or epsilon is computed too small.
+        With such an option, the server would read the parameters of a single client, or the reported epsilon would be
+        smaller than the true one.
         """
         if self.modality_selection and self.gradient_split == "delta":
             yield (

@@ -79,7 +79,10 @@ class Slopes(Message):
 
 @message
 class Guidance(Message):
-    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and their rows."""
+    """What a device without labels receives: the gradients of its embeddings, (B_m, E), by modality.
+
+    `rows` holds, for each embedding, the number of its row in the device's dataset.
+    """
 
     gradients: Tree = carries("embeddings", shape=(None, "encoded"))
     rows: Tensor = carries("ids", shape=(None,))

@@ -45,7 +45,11 @@ def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
 
 
 def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, client: int) -> Tree:
-    """Return teachers (n, d) unrelated to their rows: `noise` of the same lengths, or the same teachers `shuffled`."""
+    """Return teachers (n, d) that say nothing about their rows, for a control experiment.
+
+    The placebo `noise` replaces each teacher vector by a random vector of the same length. The placebo `shuffled`
+    exchanges the teacher vectors between rows at random.
+    """
     out = {}
     for m, z in z_T.items():
         key = keys.key(fed.seed, "placebo", client, fed.round, m)

@@ -3,8 +3,9 @@
 A device's copy of a block is a mixture of the uploaded blocks, and the aggregation coefficients are the weights of this
 mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
 
-Shape letters: `K` devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round,
-`P` entries of a block. The first `num_trainable` entries of a block are parameters.
+Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. The first `num_trainable`
+entries of a block are parameters. The uploading devices are processed in groups: all personalised copies of a group
+were built in the same round. `G` is the number of devices in a group.
 """
 
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ class Step:
     """Settings of one update of the coefficients.
 
     Attributes:
-        rate: eta-hat, multiplied by minus the sign of the gradient's estimate.
+        rate: factor of the update, with its sign: -`grad_sign` * eta-hat. eta-hat is the learning rate of the
+            coefficients, and `grad_sign` is an option of pfmml.
         oldest: the first round whose copies the update uses.
         divisors: divisor of each device's drift, (K,). If None, drifts are not divided.
         normalised: whether inner products are divided by the lengths of drift and differences; see `learned`.
@@ -127,9 +129,10 @@ def learned(
     which the copy of device k was built. The update takes one matrix product for each such round. The number of these
     rounds is at most the largest age.
 
-    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product divided by
-    the length of the drift and by the length of the longest w_j - W_k. The change then does not depend on the size of
-    the block, the learning rate or the number of devices. No logit changes by more than 2 * rate.
+    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product
+    <w_j - W_k, upload_k - W_k>, divided by two lengths: the length of upload_k - W_k, and the largest length that
+    w_j - W_k has for any j. The change then does not depend on the size of the block, the learning rate or the number
+    of devices. No logit changes by more than 2 * rate.
 
     Args:
         logits: Xi before the update, (K, K).

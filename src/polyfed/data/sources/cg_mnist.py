@@ -34,9 +34,9 @@ class CgMnist(Source):
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` prints the layout.
         colored: An .npz with coloured images. If empty, polyfed colours the digits itself, with random numbers from
-            `seed`. The .npz holds the arrays train_image and test_image (N, 28, 28, 3), train_label and test_label of
-            the learning-not-to-learn release, in MNIST's order. The release itself is a pickle, which polyfed does not
-            open, so convert it once.
+            `seed`. The .npz holds the images train_image and test_image (N, 28, 28, 3) and their labels train_label and
+            test_label, in MNIST's order. These arrays come from the release of the project "learning-not-to-learn". The
+            release itself is a pickle, which polyfed does not open, so convert it once.
         subset: Share of every class that is kept in both splits, drawn at random.
         seed: Seed of the colours and the subset. The run's own seed has no effect.
     """

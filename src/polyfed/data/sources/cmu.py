@@ -90,8 +90,8 @@ class Mosei(_Cmu):
         path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl. If you give
             a .pkl, the error prints the command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0. Both
-            rules are inferred, see docs/data.md.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0.
+            polyfed inferred both rules, so papers may use other rules; see docs/data.md.
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding; aligned files have 50.
@@ -125,8 +125,8 @@ class Mosi(_Cmu):
         path: The .npz (or folder of .npy) converted from mosi_data.pkl. If you give a .pkl, the error prints the
             command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0. Both
-            rules are inferred, see docs/data.md.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0.
+            polyfed inferred both rules, so papers may use other rules; see docs/data.md.
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding.

@@ -36,11 +36,13 @@ def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | 
     The gradient of the bias is the mean of p - y over rows, so an entry below 0 belongs to a present class. Zhao,
     Mopuri, Bilen, "iDLG", 2020, use this fact for one row, and Wainakh et al., "User-Level Label Leakage from
     Gradients", PoPETs 2022, for batches. If the layer has no bias, the scores come from the gradient of the weights,
-    which is nearly an outer product of p - y and the mean input. The scores are then its first left singular vector,
-    with the sign that makes the entry of largest absolute value positive.
+    which is nearly an outer product of p - y and the mean input. The scores are then the first left singular vector
+    of the gradient of the weights. A singular vector has no fixed sign, so the function chooses the sign with which the
+    entry of largest absolute value is positive.
 
     Args:
-        gradient: the gradients of one block, or known parameters minus new ones, by name.
+        gradient: the gradients of one block, by name. If the client sent parameters instead of gradients: the last
+            parameters that the receiver knew before the reply, minus the parameters in the reply.
         num_classes: C. A layer with C outputs counts as an output layer. The function uses the last such layer.
     """
     layers = [value.double() for value in gradient.values() if value.dim() in (1, 2) and len(value) == num_classes]
@@ -211,7 +213,10 @@ def assigned(found: Tensor, labels: Tensor, num_classes: int, seed: int) -> Tall
 
 
 def _best(found: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Assign the clusters to classes so that as many rows as possible are right; return which are, float64 (n,)."""
+    """Assign the clusters to classes so that as many rows as possible are right.
+
+    A row is right if its cluster is assigned to the row's class. Return float64 (n,): 1 for right rows, otherwise 0.
+    """
     table = torch.bincount(found * num_classes + labels, minlength=num_classes * num_classes).view(num_classes, -1)
     cluster, label = linear_sum_assignment(table.numpy(), maximize=True)
     names = torch.zeros(num_classes, dtype=torch.int64)

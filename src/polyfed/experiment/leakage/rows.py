@@ -1,4 +1,8 @@
-"""The rows that the entries of a reply describe, if the receiver or this audit can determine them."""
+"""Finds which row of the data each entry of a client's reply describes.
+
+For example, a reply with n embeddings describes n training rows of the client. `rows_of` returns the numbers of these
+rows in the table of the run's data, or None if neither the receiver nor this audit can determine them.
+"""
 
 import torch
 from torch import Tensor

@@ -108,7 +108,7 @@ class Study:
         grid: Keys and their lists or ranges, for every method; every combination is a line of the table.
         methods: Name -> method.
         scenarios: Name -> scenario. If there are none, `recipe` is the only scenario.
-        when: Conditions, which are applied in order.
+        when: Rules that change keys of some runs or leave out these runs. The study applies the rules in this order.
         search: How settings are chosen. None if no method has keys to search.
         name: The name of the study's folder, which is the name of its file.
         folder: Relative paths to recipes start in this folder.
