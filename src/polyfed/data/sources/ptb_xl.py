@@ -28,9 +28,9 @@ class PtbXl(MediaSet):
 
     The classes are the 5 diagnostic superclasses. The natural clients are the recording sites, and records without a
     site are left out. Folds 1 to 8 are for training, fold 9 is for validation and fold 10 for testing, as the owners of
-    the data set propose. Only diagnostic statements with likelihood 100 are used. If `labels` is "one", a record is left
-    out if its statements name no superclass or several superclasses. If `labels` is "several", a record is left out
-    only if its statements name no superclass. The label of a record is then five values of 0 or 1, for the task
+    the data set propose. Only diagnostic statements with likelihood 100 are used. If `labels` is "one", a record is
+    left out if its statements name no superclass or several superclasses. If `labels` is "several", a record is left
+    out only if its statements name no superclass. The label of a record is then five values of 0 or 1, for the task
     `multi-label`, as in FedMultimodal.
 
     Attributes:
