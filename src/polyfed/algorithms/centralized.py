@@ -74,8 +74,8 @@ class Centralized(Algorithm):
     """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: factor for the hidden sizes and the embedding. The PartialFL paper also reports a comparison with a
-            larger model.
+        width: factor for the hidden sizes and the embedding. A factor above 1 gives a model that is larger than
+            the federated model, for a comparison. The PartialFL paper also compares with a larger model.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)

@@ -6,9 +6,9 @@ max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over t
 client's model at the start of the round, and L is the loss on the held-out rows.
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
-measure a candidate, the client replaces only that block of the previous model. The client's own trained block is also a
-candidate. The client keeps this block if no candidate has a lower loss than `previous`. In every round, some owners of
-a block send the block (option `uploads`). All owners of the block receive these uploads as candidates.
+measure a candidate block, the client puts it into `previous` and changes no other block. Its own trained block is a
+candidate too. The client keeps this block if no candidate has a lower loss than `previous`. In every round, some owners
+of a block send the block (option `uploads`). All owners of the block receive these uploads as candidates.
 
 Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
 Page: docs/algorithms/fedfomo.md.

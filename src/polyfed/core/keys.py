@@ -1,12 +1,13 @@
 """Random numbers as a pure function of a key. No generator state is stored.
 
-A key is made from (run seed, purpose, round, client, ...). Its numbers are hashes of the key and a position. This is a
-counter-based generator as described by Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The hash
-is "triple32", a 32-bit function from the project hash-prospector by Chris Wellons (public domain). It was chosen
-because its bias is near the noise floor, and because 32-bit products vectorise on every CPU.
+A key is made from (run seed, purpose, round, client, ...). A key gives a sequence of random numbers: the number at a
+position of the sequence is a hash of the key and the position. This is a counter-based generator as described by Salmon
+et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The hash is "triple32", a 32-bit function from the
+project hash-prospector by Chris Wellons (public domain). It was chosen because its bias is near the noise floor, and
+because 32-bit products vectorise on every CPU.
 
-The numbers of a key therefore do not depend on earlier draws. A resumed run draws the same numbers, and CPU and GPU
-agree. The functions also run under `torch.func.vmap` with one key for each client.
+The random numbers of a key therefore do not depend on earlier draws. A resumed run draws the same numbers, and CPU and
+GPU agree. The functions also run under `torch.func.vmap` with one key for each client.
 """
 
 import hashlib

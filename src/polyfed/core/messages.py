@@ -215,7 +215,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """Return the message for a client that owns these blocks. Trees that are not `whole` lose all other blocks."""
+    """Return the message for a client that owns `blocks`. Trees keep only these blocks; `whole` trees keep all."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):

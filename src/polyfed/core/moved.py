@@ -110,8 +110,9 @@ class MovedModules(MetaPathFinder):
         """Return None: Python then reports a missing module. For a moved module, raise an error with the new place.
 
         Raises:
-            ModuleNotFoundError: `MODULES` lists the module as moved. The error has no `name`, because Python would
-                otherwise replace the error's text if a script writes `from polyfed import algorithm`.
+            ModuleNotFoundError: `MODULES` lists the module as moved. The error has no `name`. For a statement such as
+                `from polyfed import algorithm`, Python ignores an error with the `name` of the missing module, and
+                raises an error with its own text instead.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:

@@ -32,8 +32,8 @@ class Population:
         test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
             clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
-        limited: Clients of a deployment that reported more rows than [engine] rows_cap allows. Their weight is the
-            largest allowed number.
+        limited: Clients of a deployment that reported more rows than [engine] rows_cap allows. In averages, the weight
+            of such a client is the allowed number of rows, not the reported number.
     """
 
     columns: Columns
@@ -156,7 +156,8 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
 
     A client gets about the same share of the test set as of the training rows. It gets fewer rows if a class is too
     rare in the test set, but at least one row of every class that it owns and that the test set has. A client gets no
-    row twice, but two clients may get the same row. The FMML paper gives no size, see docs/partitions.md.
+    row twice, but two clients may get the same row. The FMML paper does not state how many test rows a client has
+    (docs/partitions.md).
 
     Args:
         columns: The table.

@@ -44,7 +44,8 @@ class Labels:
         names: names of the classes, if the labels were words or names are given.
         num_classes: number of classes, or of targets T.
         words_sorted: whether the labels were words that polyfed numbered in sorted order.
-        note: a sentence about labels that were words; otherwise empty.
+        note: a sentence that lists the classes, if the labels were words and no class names were given. Otherwise, the
+            note is empty.
     """
 
     values: Tensor

@@ -72,8 +72,8 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
     Args:
-        given: the recipe of the run, or its path. From a path, the recipe is read as a device reads it: without the
-            parts that only the server uses (`recipe_on`).
+        given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
+            leaves out the parts of the recipe that only the server uses.
         text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
         overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
             `given` is a path.
@@ -115,7 +115,11 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
 
 
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
-    """Yield what protection the recipe lacks, or otherwise why the budget of the device does not allow a reply."""
+    """Yield a sentence for each protection that the device demands and the recipe lacks.
+
+    If the recipe lacks none, the function checks the privacy budget of the device. If this budget does not allow
+    another reply, the function yields the reason.
+    """
     found = tuple(unmet(required, recipe, shared=node.silo >= 0))
     yield from found
     if node.data and not found:

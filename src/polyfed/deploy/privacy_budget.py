@@ -36,7 +36,8 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
 
     Args:
         required: the section [require] of the device.
-        release: what a reply costs, or None if the device does not limit epsilon.
+        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
+            if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
 
@@ -72,7 +73,8 @@ def admit_state(release: Release | None, folder: Path, has_state: bool, client: 
     does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
 
     Args:
-        release: what a reply costs, or None if the device does not limit epsilon.
+        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
+            if the device does not limit epsilon.
         folder: the folder of the client and the run.
         has_state: whether the folder holds local state.
         client: the client's number.
@@ -93,7 +95,7 @@ def admit_state(release: Release | None, folder: Path, has_state: bool, client: 
 
 
 def _read(folder: Path) -> dict[str, int]:
-    """Return the counts of the file.
+    """Return the content of the budget file: `unit noise` -> number of Gaussian mechanisms with this noise.
 
     Raises:
         CheckpointError: the file is damaged. For example, the file gives NaN as the noise of some replies. From NaN,

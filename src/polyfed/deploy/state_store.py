@@ -1,7 +1,8 @@
 """A client's local state on its own disk, with earlier states for a server that resumes from an earlier round.
 
 A place is a pair (round, number of the request). Each state is stored under the place of the task that returned it. A
-task begins with the newest state before its own place, so a repeated task gives the same reply. Each state is a
+task starts from the newest state of an earlier place, and never from a state that the task itself has stored. If the
+server repeats a task, the task therefore starts from the same state as before and gives the same reply. Each state is a
 checkpoint of `polyfed.experiment.checkpoint`: safetensors and JSON, written atomically, with a checksum. Only the
 device's own user can read the files. The store deletes states of old runs, but keeps their ledgers.
 """
@@ -39,8 +40,8 @@ class Journal:
     """The progress of a client in a run.
 
     Attributes:
-        session: number of the newest session in which the client has begun a task. A session is one start of the
-            server.
+        session: number of the newest session in which the client has begun a task. A session is the time from one start
+            of the server to its end.
         place: the place of the newest task in that session, as a pair (round, number of the request).
         floor: requests up to this place cannot be repeated, because the states before them have been deleted.
     """
@@ -130,8 +131,9 @@ class Store:
         """Write the state that a task returned, and delete states that no request can need any more.
 
         A round is settled if the server will never repeat it. The server can repeat its newest request. It can also
-        resume from the end of the last settled round or of any later round. So the store keeps three kinds of states:
-        the previous state, the last state of every round that is not settled, and the last state of the settled rounds.
+        resume from the end of the last settled round or of any later round. So the store keeps four kinds of states:
+        the new state, the state just before it, the last state of each round that is not settled, and the newest of all
+        states from settled rounds.
 
         Args:
             request_id: id of the request.

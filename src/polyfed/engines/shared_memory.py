@@ -29,8 +29,8 @@ class Place:
         start: offset of the tensor's first byte.
         dtype: the tensor's type.
         shape: the tensor's shape.
-        end: number of bytes that one call of `Arena.write` has filled, with this tensor and all others of the call. The
-            reader maps at least this many bytes.
+        end: number of bytes, from the start of the arena, that all tensors of the same call of `Arena.write` fill
+            together. The reader maps at least this many bytes.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""Scores of models: the models that an algorithm trains, and the scores that clients and evaluation clients report.
+"""The scores that clients and evaluation clients report, and the hooks that say which models they evaluate.
 
 In server evaluation, the server sends the global model to the evaluation clients, which hold the server's test and
 validation rows. They answer with `Scores`. In personal evaluation, clients answer with an `OwnScore` on their own test
@@ -46,7 +46,8 @@ class ClassMeans(Message):
     """Class means of a client's training rows.
 
     `prototypes` holds the class means (C, E) of each modality's features, with zeros for classes without rows.
-    `rows_per_class` holds numbers of rows (C,), under `shared` and under each modality that some rows lack.
+    `rows_per_class` holds the number of rows of each class, (C,), under the key `shared`. If some rows lack a modality,
+    the numbers (C,) of the rows that have it are under the modality's name.
     """
 
     prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))
@@ -72,7 +73,7 @@ class Scores(Message):
 class OwnScore(Message):
     """A client's report on its own test rows: the objective's sums, and the number of rows.
 
-    For classes, `sums` is a single number: the number of rows that the client's model predicts correctly.
+    In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
     sums: Tensor = carries("statistic", shape=("own",), sum_only=True)
@@ -138,7 +139,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
+    """Predicts with a client's own model, by default with the logits of the recipe's model (method `logits`)."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Return scores (B, C). This class returns the logits of the model with parameters `w`.
@@ -311,7 +312,7 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
 
 
 def possible(fed: Federation) -> Accept:
-    """Return a check for `fed.ask(..., accept=)`: whether a client's sums are possible for its number of test rows."""
+    """Return a check for `fed.ask(..., accept=)`. It refuses impossible sums, such as 11 correct of 10 test rows."""
 
     def flaw(client: int, reply: OwnScore) -> str:
         return fed.context.objective.flaw(reply.sums, float(reply.num_rows))

@@ -127,7 +127,7 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
-        one_device: whether `population` is only the checking device. Checks that need all clients are then skipped.
+        one_device: whether `population` has only one device. Checks that need all clients are then skipped.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -174,7 +174,7 @@ def assemble(
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts and apply [privacy]. The returned recipe ends with the round that spends the budget."""
+    """Check the cohorts and apply [privacy]. The returned recipe has no more rounds than the budget allows."""
     if not one_device:
         refuse_small_cohorts(recipe, fed)
         refuse_few_replies(recipe, fed)
@@ -187,7 +187,10 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
 
 
 def _completed(recipe: Recipe, population: Population, one_device: bool) -> tuple[Recipe, Policy, tuple[str, ...]]:
-    """Return the recipe with its task and all encoders, its policy, and the guesses. All faults are raised together."""
+    """Return three things: the recipe with its task and all encoders, the recipe's policy, and `Assembly.guesses`.
+
+    All faults are raised together, in one error.
+    """
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))

@@ -55,9 +55,9 @@ class CheckResult:
         facts: the clients, the bytes of each block, and the resolved policy, as in run.json.
         planned: all parts of messages that the tasks can send, allowed or not.
         remarks: why the dry run failed, if it did. Sizes may then be missing.
-        why: sentences that explain the refused parts. If the policy has no row for `shared`, the rows of the modalities
-            decide about the parts of `shared`, and the sentences name the modality whose row refused a part. Other
-            sentences explain how a client can train a block without sending it.
+        why: sentences that explain the refused parts. If the policy has no row for the block `shared`, its rows for the
+            modalities also apply to `shared`. For a refused part of `shared`, a sentence then names the modality whose
+            policy row refused it. Other sentences explain how a client can train a block without sending it.
         fixes: lines of a policy that would allow the refused parts.
         not_in_ledger: data that the server has in a simulation although no message carries them, such as rows of
             clients.

@@ -1,4 +1,4 @@
-"""Computes the mechanism and the guarantee of a run from [privacy], and refuses recipes that cannot honour it."""
+"""Derives clipping, noise and the guarantee of a run from [privacy]. Refuses recipes that cannot follow [privacy]."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,7 +74,7 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
 
 
 def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
-    """Yield what depends on the rows and is no part of a reply, in words."""
+    """Yield phrases that name data outside of replies. This data depends on rows, and epsilon does not cover it."""
     if getattr(recipe.data, "standardise", False):
         yield "the means and deviations of [data] standardise, which are computed from all rows before the run"
     if recipe.clients.validation and len(population.validation_rows):

@@ -1,4 +1,4 @@
-"""LoRA for pre-trained backbones, with the `peft` library: trained low-rank matrices that are added to frozen layers.
+"""LoRA for pre-trained backbones, with the `peft` library: trainable low-rank matrices that are added to frozen layers.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022. A frozen weight W becomes W + (alpha
 / r) B A. Only A (r, inputs) and B (outputs, r) are trained. Frozen parameters are in no Tree, so only A and B are sent.
@@ -72,7 +72,7 @@ def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def adapt(backbone: nn.Module, lora: Lora) -> None:
-    """Freeze a backbone and add trained matrices to its layers.
+    """Freeze a backbone and add the trainable matrices A and B of LoRA to its layers.
 
     Raises:
         ModelError: the backbone lacks a layer, or `peft` is not installed.

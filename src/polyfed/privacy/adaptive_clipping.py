@@ -56,7 +56,8 @@ class AdaptiveClipping:
             noise_multiplier: z, the noise multiplier from which the accountant computes epsilon.
 
         Raises:
-            RecipeError: sigma_b is at most z / 2, so the count alone would spend more than z allows.
+            RecipeError: sigma_b is at most z / 2. The count of updates below the clip norm would then spend all of
+                epsilon, and nothing would be left for the updates.
         """
         rest = 1 - min(noise_multiplier / (2 * self.count_noise), 1.0) ** 2
         if rest <= 0:

@@ -52,10 +52,10 @@ class Guarantee:
     def epsilon(self, rounds: int, block: str | None = None) -> float:
         """Return the epsilon of this number of rounds, in total or on one block of the model.
 
-        With `unit = "client"`, a block has an epsilon of its own in the first round only. From the second round on, the
-        update of a block depends on what all other blocks have already revealed, so only the total is valid. With
-        `unit = "example"`, a block never has an epsilon of its own, because even the second training step depends on
-        what the first step has revealed about all blocks.
+        With `unit = "client"`, the epsilon of a block can be smaller than the total after one round. From the second
+        round on, the update of a block depends on what all other blocks have already revealed. Only the total is then
+        valid, and the method returns the total for every block. With `unit = "example"`, it always returns the total,
+        because even the second training step depends on what the first step has revealed about all blocks.
         """
         clip = self.mechanism.clip
         alone = self.spec.unit == "client" and rounds * self.accounting.uses <= 1
@@ -63,7 +63,7 @@ class Guarantee:
         return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
 
     def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:
-        """Return block -> kind -> epsilon of these rounds. It is None for a kind that leaves without protection."""
+        """Return block -> kind of data -> epsilon of these rounds. It is None if clients send the kind unprotected."""
         found: dict[str, dict[str, float | None]] = {}
         for part, state in self.parts:
             kinds = found.setdefault(part.block, {})
@@ -78,7 +78,7 @@ class Guarantee:
         return {"epsilon": self.epsilon(rounds), "blocks": self.by_block(rounds)}
 
     def facts(self, rounds: int) -> dict[str, Any]:
-        """Return the object `privacy` of result.json: epsilon, how it was counted, and what left without protection."""
+        """Return the object `privacy` of result.json: epsilon, how it was counted, and what was sent unprotected."""
         spec = self.spec
         return {
             "unit": spec.unit,
@@ -202,7 +202,7 @@ class Guarantee:
 
 
 def number(epsilon: float) -> str:
-    """Return an epsilon as text, rounded up so that the text never promises too much.
+    """Return an epsilon as text. It is rounded up, so that the text never states a smaller epsilon than the real one.
 
     The text has three decimals, or six for an epsilon below 0.01.
 

@@ -9,9 +9,10 @@ A recipe may have a [limits] section too. If both sections set a limit, the stri
     max_rounds = 200
     max_requests = 6
 
-The policy decides which kinds of data may leave. It does not decide from how many rows a client computes this
-data. The number of rows matters, because the gradient of a batch of one row can reveal that row. polyfed checks the
-limits during local training: `LimitedClientData` sees the rows and the arguments of every call of `minimise`.
+The policy decides which kinds of data a client may send. It sets no limit on the number of rows from which the client
+computes this data. The number of rows matters, because the gradient of a batch of one row can reveal that row.
+polyfed checks the limits during local training: `LimitedClientData` sees the rows and the arguments of every call of
+`minimise`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,9 +48,9 @@ class Limits:
 
     Attributes:
         min_rows: least number of training rows that the client must have to take part.
-        min_batch_size: least number of rows in a batch of local training. The last batch of an epoch may be smaller,
-            because a step on a full batch always precedes it. Every batch from `ClientData.batch` must have at least
-            this number of rows.
+        min_batch_size: least number of rows in a batch of local training. The last batch of an epoch may be smaller: a
+            step on a full batch always precedes it, so the trained model never depends on the small batch alone. Every
+            batch from `ClientData.batch` must have at least this number of rows.
         min_steps: least number of optimiser steps of local training within one request.
         max_rounds: the last round of a run in which the client answers.
         max_requests: most requests that the client answers in one round. Repeated requests count.
@@ -75,7 +76,7 @@ class Limits:
         return cls(**checked(where, cls, table))
 
     def breach(self, key: str, value: int) -> str:
-        """Return "" if a value is allowed, else a text with the limit and the line that would allow the value."""
+        """Return "" if a value is allowed. Otherwise, return a text: the limit, and a [limits] line that allows it."""
         if not self._beyond(key, value):
             return ""
         whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")
@@ -102,7 +103,7 @@ class Limits:
         return tuple(f"{key} = {getattr(self, key)} (of the {whose[key]})" for key in set_here)
 
     def stricter(self, recipe: "Limits") -> "Limits":
-        """Return, for each limit, the stricter value of this device and of a recipe."""
+        """Return new limits: for each limit, the stricter of the device's value and the recipe's value."""
         keys = [field.name for field in fields(Limits)]
         mine = {key: getattr(self, key) for key in keys}
         theirs = {key: getattr(recipe, key) for key in keys if getattr(recipe, key) != getattr(NO_LIMITS, key)}
@@ -136,8 +137,8 @@ class Limits:
         """Refuse a request that breaks a limit.
 
         Raises:
-            EgressError: the request breaks the limit. The text names client, task, limit and value, and the line that
-                would allow the value.
+            EgressError: the request breaks the limit. The text names client, task, limit and value. It also gives the
+                line for the section [limits] that would allow the value.
         """
         if why := self.breach(key, value):
             raise EgressError(f"client {client} refused task {task}: {why}")

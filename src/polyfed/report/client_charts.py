@@ -115,7 +115,8 @@ def _times(times: Sequence[int], num_clients: int) -> Chart:
     Args:
         times: for each client that was asked at least once, the number of rounds in which it was asked. The numbers are
             in ascending order.
-        num_clients: the number of all clients. If a chart cannot show all of them, neighbours share a point.
+        num_clients: the number of all clients. If a chart cannot show so many points, each point is the mean of several
+            clients that are next to each other in ascending order.
     """
     num = max(num_clients, len(times))  # a damaged run.json may say less
     every = np.zeros(num)

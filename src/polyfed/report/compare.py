@@ -141,8 +141,8 @@ class Comparison:
     def warnings(self) -> tuple[str, ...]:
         """Return warnings about values that readers of the comparison could misunderstand.
 
-        There is a warning if scores of clients' own models stand beside scores of a global model, if the runs of one
-        group do not have the same data, and if several runs of a group have the same seed and fold.
+        There are three reasons for a warning. A group has scores of clients' own models in place of a global model, the
+        runs of a group do not all have the same data, or several runs of a group have the same seed and fold.
         """
         found = []
         for group in self.groups:

@@ -58,9 +58,9 @@ class Egress:
 def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    Each row is a line of JSON. The start of a row (run, round, ask, client) differs from row to row. The tail of a row
-    begins with the key "message", and thousands of rows have the same tail. For each client, the function therefore
-    counts how often each tail occurs as text. It parses each different tail only once.
+    Each row is a line of JSON. Its tail, the text from the key "message" to the end, is the same in thousands of rows.
+    Only the start of a row (run, round, ask, client) differs between these rows. To parse each different tail only
+    once, the function first counts, for each client, how often each tail occurs as text.
 
     Args:
         folder: the run.
@@ -87,7 +87,7 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts of the tails of rows. The tail of a row is its text from the key "message" to the end.
+    """How often each tail of a row occurs. The tail is the row's text from the key "message" to the end.
 
     Attributes:
         pairs: how often each tail occurs for each client, by (client, tail).

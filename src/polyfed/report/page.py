@@ -112,13 +112,13 @@ def sections_of(
 
 
 def numbered(sections: Mapping[str, Sequence[charts.Chart]]) -> dict[str, list[tuple[int, charts.Chart]]]:
-    """The charts of each section with their numbers among all charts of the page."""
+    """Number all charts of the page in order, from 0. Return the pairs (number, chart) of each section."""
     numbers = itertools.count()
     return {name: [(next(numbers), chart) for chart in own] for name, own in sections.items()}
 
 
 def sides_of(crossed: egress.Egress) -> list[egress.Egress]:
-    """Return the sums over training, and the sums over evaluation if they are known and not empty."""
+    """Return the ledger's sums for training, and its sums for evaluation if they are known and not empty."""
     evaluation = crossed.evaluation
     return [crossed] if evaluation is None or not evaluation.places else [crossed, evaluation]
 
@@ -279,9 +279,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.policies["json.dumps_kwargs"] = {
-        "sort_keys": False
-    }  # keeps the order of the modalities, which determines their colours
+    made.policies["json.dumps_kwargs"] = {"sort_keys": False}  # the order of the modalities determines their colours
     made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
     return made
 

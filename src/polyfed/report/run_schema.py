@@ -167,7 +167,7 @@ class Backdoor(TypedDict):
 
 @with_config(ANY_KEYS)
 class AttackFacts(TypedDict):
-    """The simulated attack of a run in `result.json`: its name and the numbers of the attackers."""
+    """The simulated attack of a run in `result.json`: its name and the attackers' client numbers."""
 
     name: str
     clients: list[Count]

@@ -197,7 +197,7 @@ class ServerOptimiser:
         aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
             `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
             `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).
-        lying: `trimmed-mean`, `krum` and `multi-krum` withstand this share of lying clients among a cohort's replies.
+        lying: largest share of false replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand.
         max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
             0 uses the median distance of the replies.
     """

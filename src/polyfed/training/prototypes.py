@@ -83,7 +83,7 @@ def random_like(prototypes: Prototypes, key: int) -> Prototypes:
 
 
 def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
-    """Scale the embeddings (B, D) of all modalities to one length. Length 0 does not scale them.
+    """Scale each embedding in the batches (B, D) of all modalities to the norm `length`. If it is 0, do not scale.
 
     Without scaling, training can lower the prototypical cross-entropy without limit by making the embeddings larger
     (docs/algorithms/cmsfed.md).

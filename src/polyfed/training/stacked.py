@@ -218,8 +218,8 @@ class StackedClientData(ClientData):
         """Return the inputs of all steps, tensors (T, ...).
 
         The inputs are: positions of the rows, positions of the same rows in the table, which rows are not padding, the
-        dropout key, whether the client takes the step, and the step's number. The step itself uses the last two inputs.
-        The other inputs make its batch.
+        dropout key, whether the client takes the step, and the step's number. The first four inputs define the
+        batch of the step. The step itself uses the last two inputs.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]

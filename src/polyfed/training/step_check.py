@@ -40,7 +40,7 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
     Args:
         graph: the operations of a training step.
         rewritten: the operations that may replace those of `graph`.
-        inputs: tensors of the state and the slices.
+        inputs: the tensors of the state, followed by the slices, which are the tensors with the data of this one step.
         outside: tensors that the step closes over.
     """
     copies = ([_doubled(tensor.clone()) for tensor in inputs] for _ in range(2))

@@ -21,7 +21,7 @@ def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
 
 
 def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Return the number of rows that a local training passes through the model. Repeated rows count each time."""
+    """Return the number of rows that the model processes in a local training. Repeated rows count each time."""
     end = usable_rows(num_rows, train.batch_size, skip_single)
     if train.steps is None or not end:
         return train.epochs * end if end else 0

@@ -72,8 +72,9 @@ def with_whole_classifier(mean: Tree, sent: Tree, shares: Mapping[str, float], f
     """Average the classifier omega over all clients of the cohort, as in the paper.
 
     The classifier has columns for each modality, and a client sends only the columns of the modalities that it trained.
-    `mean` therefore averages each column over only the clients that trained it. This function adds the other clients to
-    the mean: they count with the columns that the server had sent to them. Blocks other than omega do not change.
+    `mean` therefore averages each column over only the clients that trained it. This function also includes the other
+    clients in the mean of a column. For these clients, it uses the column that the server sent to the cohort. Blocks
+    other than omega do not change.
 
     Args:
         mean: the mean over the clients that trained a block.

@@ -138,7 +138,7 @@ class PartialFL(PartialOptions):
         return merged
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
-        """Step 1: send the global model, and z_T of the client's rows from the current tower or from the placebo."""
+        """Step 1: send the global model, and z_T: the tower's embeddings of the client's rows, or their placebo."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
@@ -296,7 +296,7 @@ class PartialFL(PartialOptions):
         return state.logged
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if no drawn device has a teacher, or if the embeddings do not align with the teacher."""
+        """Warn if no selected device has had a teacher, or if the global model does not align with the teacher."""
         seen = [row["alignment"] for row in logged if "alignment" in row]
         if not self.beta:
             return []

@@ -273,7 +273,10 @@ class Cut:
     def _head_gradients(
         self, fed: Federation, smashed: Replies, halves: dict[int, ServerHalf], step: Tensor
     ) -> Replies:
-        """U-shaped: send the input of the head to each client and return its gradients; otherwise return no replies."""
+        """In a U-shaped model, send each client the input of its head. The replies contain the gradient of this input.
+
+        In any other model, the server holds the head. The method then asks no client and returns no replies.
+        """
         if not self.u_shaped:
             return Replies([])
         sends = {}

@@ -25,7 +25,8 @@ class TextEmbedding(PlainExtractor):
         model: Folder, or name in the hub's cache.
         pool: How the last hidden layer is pooled. "mean" takes the mean over the text's tokens, and "cls" takes the
             first token.
-        tokens: Maximum number of tokens; longer texts are cut (512 is inferred, see docs/data.md).
+        tokens: Maximum number of tokens; longer texts are cut. The papers do not give this maximum, so the default
+            512 is inferred (docs/data.md).
     """
 
     model: str

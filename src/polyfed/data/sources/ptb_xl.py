@@ -24,20 +24,21 @@ _CERTAIN = 100.0  # a diagnostic statement counts at this likelihood only, as in
 
 @dataclass(frozen=True, kw_only=True)
 class PtbXl(MediaSet):
-    """`limb` (1000, 6) has the leads I to aVF, and `chest` (1000, 6) the leads V1 to V6, both at 100 Hz; 5 classes.
+    """The modalities are `limb` (1000, 6), leads I to aVF, and `chest` (1000, 6), leads V1 to V6, at 100 Hz.
 
-    The classes are the diagnostic superclasses. The natural clients are the recording sites, and records without a site
-    are left out. Folds 1 to 8 are for training, fold 9 is for validation and fold 10 for testing, as the owners of the
-    data set propose. Only diagnostic statements with likelihood 100 are used. If `labels` is "one", a record is left
-    out if its statements name no superclass or several superclasses. If `labels` is "several", a record is left out
-    only if its statements name no superclass. The label of a record is then five values of 0 or 1, for the task
+    The classes are the 5 diagnostic superclasses. The natural clients are the recording sites, and records without a
+    site are left out. Folds 1 to 8 are for training, fold 9 is for validation and fold 10 for testing, as the owners of
+    the data set propose. Only diagnostic statements with likelihood 100 are used. If `labels` is "one", a record is
+    left out if its statements name no superclass or several superclasses. If `labels` is "several", a record is left
+    out only if its statements name no superclass. The label of a record is then five values of 0 or 1, for the task
     `multi-label`, as in FedMultimodal.
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
+            if this variable is not set.
         modalities: "limb", "chest".
-        labels: "one" superclass for each record, or "several".
+        labels: How many superclasses the label of a record can contain. The value is "one" or "several".
         min_records: A site with fewer training records is left out of training. FedMultimodal uses 10.
         normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
             "none" keeps the values in millivolts.
@@ -58,7 +59,7 @@ class PtbXl(MediaSet):
     def chosen(self) -> Mapping[str, Any]:
         """Return the options in `CHOOSES`, and also the option `labels` if its value is "several".
 
-        Folders of prepared features with one label for each record do not store `labels`.
+        A folder of prepared features stores these options. It does not store `labels` if the value is "one".
         """
         return dict(super().chosen()) | ({"labels": self.labels} if self.labels == "several" else {})
 

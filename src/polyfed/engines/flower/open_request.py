@@ -20,8 +20,8 @@ class OpenRequest:
         patience: how long to wait.
         waiting: id of each unanswered message -> client.
         answers: client -> its answer, or the reason why there is no answer.
-        again: client -> Flower's reason, for a message that was lost because the client's node went offline. It is sent
-            again.
+        again: the clients to which the request must be sent again, because it was lost when the client's node went
+            offline. Client -> the reason that Flower gave for the loss.
         away: client -> the time at which its node went offline.
         settled: the time from which the server waited only for clients that missed an earlier deadline or whose node is
             offline. Infinity while the server still waits for other clients.

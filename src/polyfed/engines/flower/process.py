@@ -73,10 +73,11 @@ def speak_last() -> None:
 def end_with_link() -> None:
     """Make this process, a ServerApp, end soon after its SuperLink has ended.
 
-    A thread of Flower checks only whether the parent process is alive. When a SuperLink shuts down, its process stays
-    alive for a minute while someone reads its log, but it accepts no connections. When the parent process has ended,
-    Flower sends a signal, but only to this checking thread. So the signal does not wake a main thread that sleeps
-    between attempts to reach the SuperLink. polyfed writes checkpoints atomically, so this process may end at any time.
+    A thread of Flower checks only whether the parent process is alive. If someone reads the SuperLink's log when the
+    SuperLink shuts down, its process stays alive for about another minute, but accepts no connections. When the parent
+    process has ended, Flower sends a signal, but only to this checking thread. So the signal does not wake a main
+    thread that sleeps between attempts to reach the SuperLink. polyfed writes checkpoints atomically, so this process
+    may end at any time.
     """
     parent, address = os.getppid(), _address(sys.argv)
 
