@@ -118,7 +118,7 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
     """
     method: Any = recipe.algorithm
     selector = getattr(method, "selector", None)
-    if not isinstance(method, Averaging) or not isinstance(selector, Selector):
+    if not isinstance(method, Averaging) or not isinstance(selector, Selector) or not tolerance(method.server, 1)[1]:
         return
     size, clients = selector.size(fed), fed.clients
     holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
