@@ -51,7 +51,13 @@ def test_means_that_were_computed_before_the_run_are_named(tmp_path: Path) -> No
     np.savez(tmp_path / "d.npz", a=rng.normal(size=(60, 4)).astype("float32"), label=np.arange(60) % 3)
     table: dict[str, Any] = {
         "rounds": 1,
-        "data": {"name": "npz", "path": str(tmp_path / "d.npz"), "modalities": ["a"], "standardise": True, "test_share": 0.2},
+        "data": {
+            "name": "npz",
+            "path": str(tmp_path / "d.npz"),
+            "modalities": ["a"],
+            "standardise": True,
+            "test_share": 0.2,
+        },
         "clients": {"partition": "iid", "num": 4},
         "model": {"embedding": 4, "encoders": {"a": {"kind": "mlp", "hidden": [4]}}},
         "algorithm": {"name": "fedavg", "aggregation": "uniform"},
