@@ -222,7 +222,7 @@ class Averaging(Algorithm):
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the field with a client's weight for `field`; None for parameters if `aggregation` is `uniform`."""
+        """Name the message field with the weights for the mean of `field`. None for `params` if weights are `uniform`."""
         return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:

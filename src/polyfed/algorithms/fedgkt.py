@@ -191,7 +191,7 @@ class FedGKT(Algorithm):
         return self.learn(state, replies, fed) if replies else state
 
     def learn(self, state: GktState, replies: Replies, fed: Federation) -> GktState:
-        """Train the server's network on the features of all replies, and keep its logits for each client."""
+        """Train the server's network on the features of all replies. Keep the network's logits for each client."""
         model = self.top(fed.context.model)
         x, present = stacked(replies, model)
         y = torch.cat([replies[k].labels for k in replies])
@@ -233,7 +233,10 @@ class FedGKT(Algorithm):
         return Broadcast(state.params)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's model and the server's network, whose names begin with `top.`."""
+        """Return the client's model together with the server's network.
+
+        The names of the tensors of the server's network begin with `top.`.
+        """
         return local | nested(TOP, got.params)
 
     def observe(self, state: GktState) -> dict[str, float]:

@@ -64,8 +64,8 @@ class Local(Algorithm):
     Attributes:
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        global_test: when clients upload their models, which the server then evaluates on its own test rows. They do so
-            after the `last` round, at every evaluation (`always`), or `never`.
+        global_test: when clients upload their models, which the server then evaluates on its own test rows: `last`
+            (after the last round), `always` (at every evaluation) or `never`.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)

@@ -98,7 +98,7 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
 
 
 def device_tables(inspection: Inspection) -> Group:
-    """Return tables that describe a device; its SuperNode need not run yet.
+    """Return tables that describe a device. They do not need the device's SuperNode to be running.
 
     They show the device's data, its policy, and what the policy allows a recipe to send.
     """

@@ -64,9 +64,9 @@ class SweepProgress:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether the reported runs of a cell are still unknown, for example because its search goes on.
+        """Return whether a cell has no runs to report yet.
 
-        Cells that the study leaves out do not count.
+        For example, the cell's search may not have chosen the settings of these runs. Cells that the study leaves out do not count.
         """
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)

@@ -1,8 +1,8 @@
 """Finds the class that a name in a recipe means: a registered name, or the user's own class `package.module:Class`.
 
 Importing a module runs its code. A user who runs a recipe on their own machine accepts this, as with `python
-module.py`. On a device, the recipe comes from a server. The owner of the device therefore decides which modules may be
-imported. Inside `only(allowance)`, polyfed imports nothing and reads no saved model unless the allowance lists it.
+module.py`. On a device, a server sends the recipe, so the owner of the device did not choose the code that it names.
+The owner therefore decides which modules may be imported. Inside `only(allowance)`, polyfed imports nothing and reads no saved model unless the allowance lists it.
 """
 
 import re
@@ -87,7 +87,7 @@ def check_import(path: str) -> None:
     This check has an effect only inside of a `with only(...)` block.
 
     Raises:
-        NotAllowed: the class is not allowed; the text holds the line that would allow it.
+        NotAllowed: the class is not allowed. The error message gives the line of the policy file that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and not allowance.has_import(path):

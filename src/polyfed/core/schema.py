@@ -22,7 +22,7 @@ class Within:
     """The range of an option, as metadata of its type: `mu: Annotated[float, NOT_NEGATIVE] = 0.0`.
 
     Attributes:
-        words: the allowed values in words, as an error message puts them after "must be".
+        words: a text that describes the allowed values. In an error message, it follows the words "must be".
         holds: a function that returns whether a finite value is in the range. For a tensor, it returns a result for
             each entry.
     """
@@ -52,8 +52,8 @@ def between(low: int, high: int) -> Within:
 def check_ranges(section: str, spec: object) -> None:
     """Check the options of a dataclass against their types: simple types, allowed words and ranges.
 
-    Use this function for objects made in Python. `checked` does the same for recipes. The value None is inside every
-    range.
+    Use this function for objects made in Python. `checked` does the same for recipes. The check of a range
+    accepts the value None.
 
     Args:
         section: the section of the recipe, for error texts.
@@ -187,14 +187,15 @@ def sifted(
 
 
 def _written(value: Any) -> Any:
-    """Convert a value that JSON cannot hold. NumPy values become numbers or lists, and all other values become text."""
+    """Replace a value that JSON cannot hold: NumPy values become numbers or lists, and all other values become text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
     """Return the hint with which the error message about an unknown key ends.
 
-    The hint suggests an allowed key of the same meaning or else of similar spelling, and lists the allowed keys.
+    The hint suggests an allowed key that has the same meaning as the unknown key. If there is none, it suggests an
+    allowed key with a similar spelling. The hint also lists the allowed keys.
     """
     meant = advice_for(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"

@@ -32,8 +32,9 @@ class Population:
         test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
             clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
-        limited: Clients of a deployment that reported more rows than [engine] rows_cap allows. In averages, the weight
-            of such a client is the allowed number of rows, not the reported number.
+        limited: In a deployment, the clients that reported more rows than the option `rows_cap` of the [engine]
+            section allows. In averages, the weight of such a client is the allowed number of rows, not the reported
+            number.
     """
 
     columns: Columns
@@ -62,8 +63,8 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     Args:
         columns: The table. This function checks its features for NaN and infinity.
         clients: The schema of `[clients]`.
-        key: Key of the run. Partition, validation split, own test rows and modality assignment each draw from a
-            separate random stream.
+        key: Key of the run. There is a separate random stream for each of four steps: the partition, the validation
+            split, the choice of own test rows and the assignment of modalities.
 
     Raises:
         DataError: A feature is not finite, or a client has no row or no modality.
@@ -154,9 +155,9 @@ def _own_validation(
 def matched(columns: Columns, train: Shards, key: int) -> Shards:
     """Draw test rows for each client from the global test set, in the label proportions of its training rows.
 
-    A client gets about the same share of the test set as of the training rows. It gets fewer rows if a class is too
-    rare in the test set, but at least one row of every class that it owns and that the test set has. A client gets no
-    row twice, but two clients may get the same row. The FMML paper does not state how many test rows a client has
+    If a client has 5 % of all training rows, its number of test rows is about 5 % of the size of the test set. The
+    client gets fewer rows if one of its classes is too rare in the test set. For each of its classes that occurs in the
+    test set, it gets at least one row. A client gets no row twice, but two clients may get the same row. The FMML paper does not state how many test rows a client has
     (docs/partitions.md).
 
     Args:
@@ -221,7 +222,10 @@ def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
 
 
 def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:
-    """Return which modalities each client holds, bool (K, M): those that it may hold and that its rows have."""
+    """Return which modalities each client holds, bool (K, M).
+
+    A client holds a modality if [clients] assigns it to the client and at least one training row of the client has it.
+    """
     holds = assign(clients, tuple(columns.modalities), len(train), key)
     for place, name in enumerate(columns.modalities):
         if name in columns.present:

@@ -57,8 +57,8 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
     """Check that `data` maps each modality to an array, and that `labels` is not the name of a column.
 
-    The function refuses two kinds of `data`: a dictionary with the path of a file for each split, and a dictionary with
-    another dictionary for each split. If `data` holds arrays, `labels` must hold one label for each row, because arrays
+    The function refuses `data` whose keys are splits, as in {'train': ..., 'test': ...}, if all values are paths of
+    files or all values are dictionaries. If `data` holds arrays, `labels` must hold one label for each row, because arrays
     have no column that a name could select.
 
     Raises:

@@ -48,7 +48,7 @@ class Inspection:
         planned: the parts of replies that the recipe's tasks would send from this device, allowed or refused.
         breaches: sentences that say why the device would not run the recipe. Either training on this device would
             exceed one of `limits`, or the recipe lacks protection that the device demands.
-        limits: the limits on this device, each with its origin, device or recipe.
+        limits: the limits on this device. Each entry says where the limit comes from: the device or the recipe.
         required: the protection that the device demands.
     """
 
@@ -118,7 +118,7 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
     """Yield a sentence for each protection that the device demands and the recipe lacks.
 
     If the recipe lacks none, the function checks the privacy budget of the device. If this budget does not allow
-    another reply, the function yields the reason.
+    another reply, the function yields one sentence that says why.
     """
     found = tuple(unmet(required, recipe, shared=node.silo >= 0))
     yield from found

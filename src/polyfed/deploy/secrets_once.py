@@ -1,9 +1,9 @@
 """Each secret of secure aggregation is used for only one request, even if the server returns to an earlier request.
 
 A resumed server may repeat requests, and a device then starts from the local state that it had before the repeated
-request. This state still holds the secrets of the earlier request. Without a check, a dishonest server could get two
-different replies under the same masks. It could also get the shares of both secrets of one client: of its mask key and
-of its self-mask. The device therefore stores which secrets it has used for which request. If the same request arrives
+request. This state still holds the secrets of the earlier request. Without a check, a dishonest server could make
+the device use the same masks for two different replies. For one client, the server could also get shares of the mask
+key and shares of the self-mask, although a single request never reveals both. The device therefore stores which secrets it has used for which request. If the same request arrives
 again, the device answers it, which reveals nothing new. The device refuses any other request that needs the same
 secrets.
 """

@@ -126,7 +126,7 @@ class CmsFed(CmsFedOptions):
         return self.dominance_threshold
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask the clients S_M to train all modalities, and others to train one. `min_replies` counts all replies."""
+        """Clients of the set S_M train all modalities; other clients train one modality. `min_replies` counts both."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         if self.placebo == "random-prototypes":
             known = {m: prototypes.random_like(p, keys.key(fed.seed, "placebo", m)) for m, p in known.items()}

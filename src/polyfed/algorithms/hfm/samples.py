@@ -48,8 +48,8 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: if `overlap` is `exact`, two devices hold different samples. If `overlap` has another value, a
-                device holds the same id twice.
+            DataError: two devices hold different samples although `overlap` is `exact`, or a device holds the same id
+                twice while `overlap` has another value.
             TooFewReplies: no device sent its ids.
         """
         if overlap == "exact":

@@ -226,7 +226,7 @@ class PartialFL(PartialOptions):
     def loss_global(self, objective: Objective, model: Model, theta_g: Tree, batch: Batch, got: Guided) -> Any:
         """L_glob (Eq. 3): the task's loss, plus FedProx's proximal term, plus beta times L^{T->A} (Eq. 1).
 
-        L^{T->A} pulls the global model's z_A towards the tower's z_T. If z_T exists, also return their mean cosine.
+        L^{T->A} pulls the global z_A towards the tower's z_T. If z_T exists, also return the mean of cos(z_A, z_T).
         """
         z_A, logits = embed(model, theta_g, batch)
         value = objective.loss(logits, batch)

@@ -3,8 +3,8 @@
 A device's copy of a block is a mixture of the uploaded blocks, and the aggregation coefficients are the weights of this
 mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
 
-Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. The first `num_trainable`
-entries of a block are parameters. The uploading devices are processed in groups: all personalised copies of a group
+Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. Of the P entries
+of a block, the first `num_trainable` are parameters. The uploading devices are processed in groups: all personalised copies of a group
 were built in the same round. `G` is the number of devices in a group.
 """
 
@@ -24,12 +24,12 @@ of cache."""
 
 @dataclass(frozen=True)
 class Record:
-    """One aggregation of a block (step 6). The server keeps it as long as some device's newest copy comes from it.
+    """One aggregation of a block (step 6). The server keeps it while it holds the newest copy of at least one device.
 
     Attributes:
-        members: devices that uploaded, ascending, int64 (S,).
+        members: the S devices that uploaded, ascending, int64 (S,).
         uploads: the blocks that they uploaded, (S, P).
-        mix: coefficients xi, float64 (S, S). Row k holds the coefficients of member k's copy.
+        mix: the coefficients xi of the mixtures, float64 (S, S). Row k holds the coefficients of member k's copy.
         copies: the personalised copies W, (S, P).
     """
 
@@ -53,7 +53,8 @@ class BlockState:
 
     Attributes:
         owners: devices that have this block and rows to train it on, bool (K,).
-        logits: Xi, float64 (K, K). Every row always sums to 1.
+        logits: Xi, float64 (K, K). The softmax of a row gives coefficients. The row itself, before the softmax, sums
+            to 1 at the start, and no update changes this sum.
         ages: A, the number of rounds since the last upload, int64 (K,).
         built: the round in which a device's newest copy was built, int64 (K,). It is 0 if the device has the initial
             block.
@@ -106,7 +107,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Run step 4: mix a personalised copy of the uploads for each device that uploaded (Eq. 5).
+    """Run step 4: for each device that uploaded, build its personalised copy, a mixture of all uploads (Eq. 5).
 
     The weights of a device's mixture are the softmax of the device's row of `logits`, taken over the uploading devices.
     """
@@ -124,15 +125,18 @@ def learned(
 ) -> Tensor:
     """Run step 5: update Xi from the drift of each device, and return the new Xi (Eq. 6, 7).
 
-    The drift of device k is upload_k - W_k: the block that the device uploaded minus its personalised copy of the
-    block. The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>. Here w, W and xi come from the round in
-    which the copy of device k was built. The update takes one matrix product for each such round. The number of these
-    rounds is at most the largest age.
+    Device k uploads a block in this round. It trained from its personalised copy W_k, which the server built in an
+    earlier round as a mixture of the blocks w_j, with the coefficients xi_kj. The drift of device k is
+    upload_k - W_k. Let p_kj be the inner product <w_j - W_k, upload_k - W_k>. The update adds rate * xi_kj * p_kj to
+    Xi_kj.
 
-    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product
-    <w_j - W_k, upload_k - W_k>, divided by two lengths: the length of upload_k - W_k, and the largest length that
-    w_j - W_k has for any j. The change then does not depend on the size of the block, the learning rate or the number
-    of devices. No logit changes by more than 2 * rate.
+    All devices whose copies were built in the same earlier round are updated together, with one matrix product. The
+    number of these earlier rounds is at most the largest age.
+
+    If `step.normalised`, the update adds rate * (c_kj - mean over j of c_kj) instead. Here c_kj = p_kj / (a_k * b_k),
+    where a_k is the length of the drift, and b_k is the largest length of w_j - W_k over all j. The change then does
+    not depend on the size of the block, the learning rate or the number of devices. No logit changes by more than
+    2 * rate.
 
     Args:
         logits: Xi before the update, (K, K).

@@ -176,7 +176,7 @@ class Cut:
     def server_step(
         self, fed: Federation, half: ServerHalf, k: int, sent: Smashed, head: HeadGradient | None
     ) -> tuple[ServerHalf, TrainingResult]:
-        """One training step of the server's half on the activations of client k.
+        """Run one training step of the server's half of the model on the activations of client k.
 
         Args:
             fed: the federation.

@@ -26,7 +26,7 @@ class Clip:
     Attributes:
         name: The name of the clip in messages: the file, or the row of a table.
         path: The file. None if the content does not have its own file.
-        held: Without `path`: a function that returns the content (the bytes of a file, text or numbers).
+        held: If `path` is None, a function that returns the content (the bytes of a file, text or numbers).
         start: Start of the sample in the file: in seconds for media, in lines for a table.
         end: End of the sample, in the same unit as `start`. None means the end of the file.
         stamp: For content without a file, a value that changes with the content, so that a cache notices the change.
@@ -51,7 +51,7 @@ class Clip:
 
     @property
     def part(self) -> tuple[float, float | None]:
-        """Start and end of the sample in the file."""
+        """The part of the file that is the sample, as its start and its end."""
         return self.start, self.end
 
     def content(self) -> Any:
@@ -95,7 +95,7 @@ class Clip:
         return io.BytesIO(found)
 
     def digest(self) -> str:
-        """Return a hash of the content and of the sample's start and end in it (`part`), as hexadecimal digits."""
+        """Return a hash of the content and of `part` (the sample's start and end), as hexadecimal digits."""
         found = self.content()
         seen = hashlib.blake2b(repr(self.part).encode(), digest_size=16)
         if isinstance(found, bytes):

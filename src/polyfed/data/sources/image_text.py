@@ -18,10 +18,12 @@ class ImageText(MediaSet):
         cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
             if this variable is not set.
         modalities: "image", "text".
-        image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
+        image: "embedding" (a vector that `image_model` computes from the image) or "pixels" (the image itself, with the
+            shape (3, size, size), for the encoders `resnet18` and `hf`).
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
-        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text: "embedding" (a vector that `text_model` computes from the text) or "tokens" (the numbers of 64 tokens, for
+            the encoder `hf`).
         text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers.
     """
 
