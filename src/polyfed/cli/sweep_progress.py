@@ -66,7 +66,8 @@ class SweepProgress:
     def unfinished(self) -> bool:
         """Return whether a cell has no runs to report yet.
 
-        For example, the cell's search may not have chosen the settings of these runs. Cells that the study leaves out do not count.
+        For example, the cell's search may not have chosen the settings of these runs. Cells that the study leaves out
+        do not count.
         """
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)

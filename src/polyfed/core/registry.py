@@ -2,7 +2,8 @@
 
 Importing a module runs its code. A user who runs a recipe on their own machine accepts this, as with `python
 module.py`. On a device, a server sends the recipe, so the owner of the device did not choose the code that it names.
-The owner therefore decides which modules may be imported. Inside `only(allowance)`, polyfed imports nothing and reads no saved model unless the allowance lists it.
+The owner therefore decides which modules may be imported. Inside `only(allowance)`, polyfed imports nothing and reads
+no saved model unless the allowance lists it.
 """
 
 import re

@@ -157,8 +157,8 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
 
     If a client has 5 % of all training rows, its number of test rows is about 5 % of the size of the test set. The
     client gets fewer rows if one of its classes is too rare in the test set. For each of its classes that occurs in the
-    test set, it gets at least one row. A client gets no row twice, but two clients may get the same row. The FMML paper does not state how many test rows a client has
-    (docs/partitions.md).
+    test set, it gets at least one row. A client gets no row twice, but two clients may get the same row. The FMML paper
+    does not state how many test rows a client has (docs/partitions.md).
 
     Args:
         columns: The table.

@@ -58,8 +58,8 @@ def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
     """Check that `data` maps each modality to an array, and that `labels` is not the name of a column.
 
     The function refuses `data` whose keys are splits, as in {'train': ..., 'test': ...}, if all values are paths of
-    files or all values are dictionaries. If `data` holds arrays, `labels` must hold one label for each row, because arrays
-    have no column that a name could select.
+    files or all values are dictionaries. If `data` holds arrays, `labels` must hold one label for each row, because
+    arrays have no column that a name could select.
 
     Raises:
         RecipeError: `data` maps each split to the path of a file or to a dictionary, or `labels` is a name.

@@ -3,9 +3,9 @@
 A resumed server may repeat requests, and a device then starts from the local state that it had before the repeated
 request. This state still holds the secrets of the earlier request. Without a check, a dishonest server could make
 the device use the same masks for two different replies. For one client, the server could also get shares of the mask
-key and shares of the self-mask, although a single request never reveals both. The device therefore stores which secrets it has used for which request. If the same request arrives
-again, the device answers it, which reveals nothing new. The device refuses any other request that needs the same
-secrets.
+key and shares of the self-mask, although a single request never reveals both. The device therefore stores which secrets
+it has used for which request. If the same request arrives again, the device answers it, which reveals nothing new. The
+device refuses any other request that needs the same secrets.
 """
 
 import hashlib

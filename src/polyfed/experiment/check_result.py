@@ -66,7 +66,7 @@ class CheckResult:
             does not name.
         privacy: the entry `privacy` that result.json will have after the last round; None without the section
             [privacy].
-        promises: the guarantee of differential privacy in sentences.
+        promises: sentences that state the guarantee of differential privacy.
     """
 
     recipe: Recipe

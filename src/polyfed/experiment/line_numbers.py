@@ -28,8 +28,8 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
         overrides: `section.key=value` from the command line. They replace lines of the file.
 
     Returns:
-        An exception whose text names the file. If there are several faults, the text has one line for each. Such a line
-        begins with the place of the fault: the number of the line in the file, or the override.
+        An exception whose text names the file. If there are several faults, the text has one line for each fault.
+        Each of these lines begins with the place of its fault: the number of the line in the file, or the override.
     """
     lines: dict[Key, int] = {}
     for key, number in _places(text):

@@ -1,5 +1,6 @@
-"""Why a recipe cannot honour its section [privacy]. The server checks this before a run, and a device that demands
-protection checks it again.
+"""Finds the reasons why a recipe cannot give the protection that its section [privacy] describes.
+
+The server checks this before a run. A device that demands protection checks it again.
 """
 
 from collections.abc import Collection, Iterator, Sequence

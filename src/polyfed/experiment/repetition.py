@@ -15,8 +15,9 @@ and `begun` is the newest round that has begun."""
 class Repetitions:
     """Counts the rounds that were repeated or interrupted. They raise epsilon, like the other rounds of the run.
 
-    A deployed run draws its noise from the operating system. A repeated round therefore releases a second result with
-    other noise, and epsilon must cover both results. An interrupted round counts too, because its result may have been
+    A deployed run draws the noise of differential privacy from the operating system's random generator, so nobody can
+    draw the same noise again. A repeated round therefore releases a second result with other noise, and epsilon must
+    cover both results. An interrupted round counts too, because its result may have been
     released.
 
     Args:

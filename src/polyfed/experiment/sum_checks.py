@@ -1,4 +1,4 @@
-"""Does a method need only sums of what the clients send, as [secure_aggregation] requires?"""
+"""Checks whether a method needs only sums of what the clients send, as [secure_aggregation] requires."""
 
 from typing import Any
 
@@ -135,13 +135,13 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
 
 
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
-    """Refuse secure aggregation if too few clients have a modality, so that its block would never be summed.
+    """Refuse secure aggregation if a modality has too few clients, because its block would never be summed.
 
     Only the server can call this function; see `refuse_small_cohorts`.
 
     Raises:
-        RecipeError: fewer than `min_clients` clients hold a modality, or hold any training rows. The text gives the
-            modality and the number of these clients.
+        RecipeError: fewer than `min_clients` clients have training rows, or one of the modalities is held by fewer than
+            `min_clients` clients with training rows. The text gives the modality and the number of these clients.
     """
     secure = recipe.algorithm.secure_aggregation
     if secure is None:

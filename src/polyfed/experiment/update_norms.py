@@ -38,9 +38,9 @@ computing their mean."""
 
 
 class ClientUpdates:
-    """Norms of `reply.params - sent.params` by block, for some of the clients that replied in a round.
+    """The norms of the clients' updates in a round, for each block. An update is `reply.params - sent.params`.
 
-    Requests count only if the message and the replies have a field `params`.
+    Clients may be missing: a request counts only if its message and the replies have a field `params`.
     """
 
     def __init__(self) -> None:

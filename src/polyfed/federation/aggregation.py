@@ -31,7 +31,7 @@ SMOOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one block, as a matrix with one row for each client. Every client of the group sent all of them.
+    """Tensors of one block, as a matrix with one row for each client. Every client of the group sent all these tensors.
 
     Attributes:
         block: name of the block, for error messages.
@@ -67,8 +67,8 @@ def aggregate(
             has no [privacy].
 
     Returns:
-        The combined tree, without names that no client sent. For integers, such as counters, the value is the median of
-        the replies. Under `mean`, it is their maximum.
+        The combined tree, without names that no client sent. An integer tensor, such as a counter, becomes the maximum
+        of the replies if the rule is `mean`, and the median of the replies under the other rules.
 
     Raises:
         TooFewReplies: too few clients sent a block for this rule.
@@ -234,9 +234,10 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
 
 
 def tolerance(server: ServerOptimiser, num: int) -> tuple[int, int]:
-    """Return f, the number of false replies among `num` replies, and how many replies the rule needs to tolerate f.
+    """Return f, the assumed number of false replies among `num` replies, and the minimum number of replies.
 
-    Rules that need no minimum of replies have the minimum 0.
+    With fewer replies than this minimum, the rule cannot withstand f false ones. The minimum is 0 for rules without
+    one.
     """
     count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
     least = {"trimmed-mean": 2 * count + 1, "krum": 2 * count + 3, "multi-krum": 2 * count + 3}

@@ -26,7 +26,7 @@ class Trigger:
 
     Attributes:
         modality: the modality.
-        size: the number of entries, at the end of the flattened sample, that the pattern covers.
+        size: the number of entries that the pattern covers. These are the last entries of the flattened sample.
         value: the value of these entries as the model receives them, after shift and scale of the column.
     """
 

@@ -75,10 +75,11 @@ class ClientRegistry:
     Attributes:
         modalities: all modalities of the federation.
         num_rows: number of training rows of each client, int64 (K,).
-        holds: whether each client has each modality, bool (K, M).
+        holds: bool (K, M). An entry is True if the client of its row has the modality of its column.
         silo: the silo of each client, int64 (K,), or None if the federation has no silos.
         tested: clients that have test rows of their own.
-        limited: clients that reported more rows than `num_rows` states, because [engine] rows_cap limits this number.
+        limited: clients whose number of rows in `num_rows` is smaller than the number that they reported. The option
+            `rows_cap` of the [engine] section sets this limit.
         eligible: clients that have training rows. The server never asks other clients to train.
     """
 

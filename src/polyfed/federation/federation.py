@@ -60,7 +60,7 @@ class Federation:
         template: the model's tree. Parameters and gradients in replies must match its names, shapes and types.
         seed: the run's seed.
         rounds: number of rounds of the run.
-        evaluation_clients: the evaluation clients that exist, among TEST and VALIDATION.
+        evaluation_clients: the evaluation clients of this run: TEST, VALIDATION, both or neither.
         min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
             `min_replies` clients needs a reply from each of them.
         emit: called with the name and the fields of each event.
@@ -133,7 +133,7 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has, and adapters of its own LoRA rank.
-            quorum: if True, too few replies end the run. For joined requests, pass False and call `require_quorum`.
+            quorum: whether too few replies end the run. To count two requests as one: False, then `require_quorum`.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
@@ -194,9 +194,9 @@ class Federation:
                 raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
+        """Refuse a message with NaN or infinity. Return its largest absolute value; 0 for a message per client.
 
-        The first message after a merge shows whether the server's model is still finite. If no value exceeds `HUGE`,
+        The first message after a merge of replies carries the new model. If no value in this message exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
 
         Raises:

@@ -286,7 +286,7 @@ class CmsFed(CmsFedOptions):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether clients send g and h. They do not if the server computes deltas or compares no clients."""
+        """Whether clients send g and h. They send neither if the server computes deltas or selects no modality."""
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

@@ -4,8 +4,8 @@ A device's copy of a block is a mixture of the uploaded blocks, and the aggregat
 mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
 
 Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. Of the P entries
-of a block, the first `num_trainable` are parameters. The uploading devices are processed in groups: all personalised copies of a group
-were built in the same round. `G` is the number of devices in a group.
+of a block, the first `num_trainable` are parameters. The uploading devices are processed in groups: all personalised
+copies of a group were built in the same round. `G` is the number of devices in a group.
 """
 
 from collections.abc import Mapping

@@ -100,15 +100,15 @@ def loss_threshold(loss: Tensor, member: Tensor) -> Tally:
 
 
 def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tensor) -> Tally:
-    """Guess by LiRA that the half of the candidates with the larger likelihood ratios are members.
+    """Run the attack LiRA: guess that one half of the candidates, with the larger likelihood ratios, are members.
 
     For each candidate, the attack fits two normal distributions: one to the confidences of the shadow models that
     trained on the candidate, and one to the confidences of the other shadow models. All candidates share the same two
     standard deviations, as the paper advises for few shadow models.
 
     Args:
-        own: logit of the confidence of the attacked model in the true class, (2n,).
-        shadows: logit of the confidence of each shadow model in the true class, (S, 2n).
+        own: for each candidate, the attacked model's confidence in the true class, as a logit, (2n,).
+        shadows: for each shadow model and candidate, the model's confidence in the true class, as a logit, (S, 2n).
         inside: whether the shadow model trained on the candidate, bool (S, 2n).
         member: whether the candidate is a member, bool (2n,).
     """
@@ -161,9 +161,9 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
     """Return the candidates of each attacked client.
 
-    The devices of a silo have training rows in common, so they get the same public rows. Otherwise, no public row goes
-    to two clients. If all clients had the same public rows, the guesses about all clients would depend on how difficult
-    these few rows are.
+    The devices of a silo have training rows in common, so they get the same public rows. Two clients that
+    are not in the same silo never get the same public row. If all clients shared a few public rows, and these happened
+    to be unusually easy or difficult, the guesses about all clients would be affected in the same way.
 
     Args:
         found: the captured replies.

@@ -55,7 +55,7 @@ def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Te
 
 
 def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | None:
-    """Return the rows of the table that the entries of a tensor describe, or None if they are not known.
+    """Find which row of the table each entry of a tensor describes. Return None if these rows are not known.
 
     A client sends either all of its training rows in their order, or the rows whose positions the request named.
     """

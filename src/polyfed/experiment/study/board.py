@@ -82,10 +82,11 @@ class Board:
         cells: The cells, in the order of the study.
         metrics: Scenario -> its metrics.
         entries: Name -> run, in the order in which the cells needed them.
-        reported: Number of a cell -> the runs whose scores the cell reports. The runs of a search are not among them.
-            There is no entry before the settings of these runs are chosen.
-        trials: Number of a cell -> the settings that its search tried, with their scores.
-        blocked: Number of a cell -> why the cell has no entry in `reported`. For example, its search has not chosen the
+        reported: Maps the index of a cell to the cell's final runs, whose scores the study reports. The runs of a
+            search are not among them. A cell has no entry before the settings of its final runs are chosen.
+        trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
+        blocked: Maps the index of each cell without an entry in `reported` to the reason. For example, its search has
+        not chosen the
             settings yet, its search stopped, or the study leaves the cell out.
     """
 
