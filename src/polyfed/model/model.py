@@ -42,11 +42,11 @@ class Model(Named):
     Args:
         factories: for each modality, a function that makes its `Block` with PyTorch's global generator.
         shared: a function that makes the fusion.
-        rows: the `Rows` object of the layers that these functions make.
+        rows: the `Rows` object of the layers that `factories` and `shared` make.
         shapes: sample shape of each modality; may include modalities that the model does not read.
         num_classes: C.
         key: random key of the initial values of frozen parameters; give the same key to `init`.
-        naming: a function that changes the names of tensors in the Tree, and so their blocks.
+        naming: a function that renames tensors in the Tree. The name of a tensor decides to which block it belongs.
 
     Attributes:
         modalities: the modalities that the model reads, in order.
@@ -144,7 +144,7 @@ class Model(Named):
     # numbers
 
     def init(self, key: int) -> Tree:
-        """Return the initial Tree. Each block has its own random stream, so a new modality does not change others."""
+        """Return the initial Tree. Each block has its own random stream, so a new modality changes no other block."""
         return {name: value for block in self._modules for name, value in self.init_block(block, key).items()}
 
     def init_block(self, block: str, key: int) -> Tree:
@@ -314,7 +314,7 @@ class Model(Named):
             self._rows.clear()
 
     def zero_batch(self, size: int, modalities: Iterable[str]) -> Batch:
-        """Make a batch of zeros in evaluation mode on the modules' device, to count operations and check shapes."""
+        """For counting operations and checking shapes: a batch of zeros in evaluation mode, on the modules' device."""
         with self._slots.device:
             x = {name: torch.zeros(size, *self.shapes[name]) for name in modalities}
             return Batch(x=x, y=torch.zeros(size, dtype=torch.int64), rows=torch.arange(size))

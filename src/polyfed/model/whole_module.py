@@ -76,7 +76,8 @@ class WholeFusion(Fusion):
             elif m not in present:
                 mask[m] = torch.ones(rows, dtype=torch.bool, device=first.device)
         call = self.module.fuse if self.encodes else self.module
-        return call({m: full[m] for m in self.shapes}, {m: mask[m] for m in self.shapes})  # type: ignore[operator, no-any-return]
+        return call({m: full[m] for m in self.shapes}, {m: mask[m] for m in self.shapes})  # type: ignore[operator,
+        no-any-return]
 
 
 class WholeModel(Model):
@@ -130,9 +131,9 @@ def build_whole(
     """Build the model of a whole module; see `build_model`.
 
     Raises:
-        ModelError: the module cannot be made, one of its methods takes other arguments, or `[model.blocks]` does not
-            match it. The error also occurs if its logits have the wrong shape, or depend on the block of a modality
-            that no row has.
+        ModelError: the module cannot be made, one of its methods takes other arguments, `[model.blocks]` does not match
+            the module, or its logits have the wrong shape. The error also occurs if no row of a batch has a certain
+            modality, and the logits of the batch still depend on this modality's block.
     """
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}

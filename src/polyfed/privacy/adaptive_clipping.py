@@ -22,7 +22,8 @@ class AdaptiveClipping:
     Attributes:
         quantile: gamma, the share of updates that should not be clipped.
         lr: eta_C, the learning rate of the clip norm.
-        count_noise: sigma_b, standard deviation of the noise that is added to the count of updates below the clip norm.
+        count_noise: sigma_b. In each round, the updates below the clip norm are counted, and noise with this standard
+            deviation is added to the count.
     """
 
     quantile: float
@@ -50,7 +51,8 @@ class AdaptiveClipping:
         """Return z_Delta, the noise multiplier of the updates (Theorem 1).
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). A client changes the centred count by at most 1/2. So the count has
-        the noise multiplier 2 sigma_b, and both results together are one Gaussian mechanism with noise multiplier z.
+        the noise multiplier 2 sigma_b. The noisy count and the noisy updates together are one Gaussian mechanism with
+        noise multiplier z.
 
         Args:
             noise_multiplier: z, the noise multiplier from which the accountant computes epsilon.
@@ -76,8 +78,8 @@ class AdaptiveClipping:
 
         Args:
             norm: C, the clip norm of this round.
-            centred_count: a noisy sum over the clients. A client adds +1/2 if its update is below the clip norm, -1/2
-                if the update is above it, and 0 if the client sent nothing.
+            centred_count: the sum of one number from each client, plus noise. The number is +1/2 if the norm of the
+                client's update is below the clip norm, -1/2 if it is above, and 0 if the client sent nothing.
             cohort: the expected size of the cohort, a constant.
         """
         share = centred_count / cohort + 0.5

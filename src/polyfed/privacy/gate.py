@@ -54,7 +54,8 @@ class EgressGate:
 
         Raises:
             EgressError: the policy forbids a part of the reply, or `polyfed check` did not announce that part. The
-                text names client, field, kind, block and destination, and the policy line that would allow the part.
+                error message names client, field, kind, block and destination of the part, and the policy line that
+                would allow it.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
         if self.on_server:

@@ -25,7 +25,7 @@ class Entry:
         request: number of the request in its round, from 0.
         clients: the numbers of the clients.
         message: name of the message's class.
-        crossings: the parts of the message of one client.
+        crossings: the parts of one message. The messages of all `clients` have the same parts.
         destination: `server`, `silo` or `client`.
         allowed: for each part, whether it may be sent.
         contents: for each part, its SHA-256, or an empty text if the part was refused. Without an audit log: ().

@@ -33,7 +33,8 @@ class Grid:
         caption: sentences that describe the grid.
         rows: the name of each row.
         columns: the name of each column.
-        counts: for each row, the counts of its columns. The page shades a cell by its share of the row.
+        counts: for each row, the counts of its columns. The larger the share of a count in its row, the stronger the
+            page shades the cell.
         row_word: the word before the name of a row, such as `true class`.
         column_word: the word before the name of a column, such as `predicted`.
     """

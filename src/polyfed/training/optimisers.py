@@ -193,7 +193,7 @@ class ServerOptimiser:
         momentum: momentum of `avgm`.
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
-        tau: number added to the root of the second moment, which starts at tau^2 (Reddi et al. use 1e-3).
+        tau: number added to the root of the second moment (Reddi et al. use 1e-3). The second moment starts at tau^2.
         aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
             `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
             `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).

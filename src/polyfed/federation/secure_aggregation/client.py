@@ -5,8 +5,8 @@ The protocol is Figure 4 of Bonawitz et al., "Practical Secure Aggregation for P
 them:
 
 1. `advertise`: every client makes two key pairs and sends both public keys.
-2. `share`: every client shares the seeds of its mask key and of its self-masks among the cohort, and sends each share
-   encrypted to its receiver.
+2. `share`: every client splits two seeds into shares: the seed of its mask key and the seed of its self-masks. Each
+   client of the cohort gets one share of each seed, encrypted for this client.
 3. `deliver`: every client receives its shares, and checks them.
 4. The clients run the method's own task, such as `update`. The engine masks the reply (`mask`) before the egress gate
    sees it.
@@ -82,8 +82,8 @@ class SecureAggregation:
         min_clients: least number of clients in a sum. If fewer clients of the cohort have a block, they do not send
             this block.
         threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. If the
-            server follows the protocol, it cannot read the reply of any individual client. This holds even if clients
-            reveal their secrets to the server, as long as they are fewer than this share of the cohort.
+            server follows the protocol, it cannot read the reply of any individual client, even if some clients reveal
+            their secrets to the server. The share of these clients in the cohort must be below `threshold`.
         range: largest absolute value of a parameter, gradient or prototype. A client refuses to send a larger value.
         bits: size of the integers that carry parameters, gradients and prototypes: 32 or 64.
     """
@@ -103,7 +103,7 @@ class SecureAggregation:
         return max(2, math.ceil(self.threshold * num - 1e-9))
 
     def scale(self, said: Declared, weight_bits: int) -> Scale:
-        """Return the rule that turns a field into integers, for weights that add up to at most 2^weight_bits.
+        """Return the rule that turns a field into integers. The weights must add up to at most 2^weight_bits.
 
         Raises:
             ValueError: the integers have too few bits.
@@ -199,10 +199,10 @@ class SecureAggregation:
     def mask(self, reply: Message, weight_of: Callable[[str], str | None], local: Tree) -> tuple[Message, Tree]:
         """Return the masked reply and the client's new local state. The engine calls this before the egress gate.
 
-        For each block, the client adds a self-mask. The client also shares one mask with every other client that has
-        the block. It adds this mask if the other client has a later place in the cohort, and subtracts it if the other
-        client has an earlier place (Bonawitz et al., Section 4, y_u). The client leaves out a block that fewer than
-        `min_clients` clients have.
+        For each block, the client adds a self-mask. For each other client that has the block, there is one more mask,
+        which both clients know. The client adds this mask if the other client has a later place in the cohort, and
+        subtracts it if the other client has an earlier place (Bonawitz et al., Section 4, y_u). The client leaves out a
+        block that fewer than `min_clients` clients have.
 
         Args:
             reply: the sum-only reply of the method's task.
@@ -211,8 +211,8 @@ class SecureAggregation:
             local: the client's local state.
 
         Raises:
-            Refusal: there are no keys for this request, or a value is beyond `range`. A field that is a single tensor,
-                not a tree, cannot be left out of the reply. So it is also an error if too few clients have its block.
+            Refusal: there are no keys for this request, a value is beyond `range`, or too few clients have the block of
+                a field that is a single tensor. Such a field, unlike a tree, cannot be left out of the reply.
         """
         state = state_of(local, DELIVERED)
         cohort, place = cohort_in(state), int(state["place"])
@@ -270,9 +270,9 @@ class SecureAggregation:
         share of that client's mask key. It never reveals both for one client.
 
         Raises:
-            Refusal: the lists name a client twice or leave a client out. Or too few clients survived: in the whole
-                cohort, or among the clients that have a certain block. Or this client has not masked a reply since it
-                drew its keys.
+            Refusal: the lists name a client twice or leave a client out, too few clients survived (in the cohort, or
+                among the clients that have a certain block), or this client has masked no reply since it drew its
+                keys.
         """
         state = state_of(local, MASKED)
         cohort, sent = cohort_in(state), state["senders"].cpu().numpy()

@@ -81,7 +81,8 @@ class Vector:
     Attributes:
         short: the 32-bit integers, uint32.
         long: the 64-bit integers, uint64.
-        forms: for each tensor, whether its integers are in `short`, and its shape.
+        forms: a pair for each tensor. The first entry is True if the tensor's integers are 32-bit integers, which are
+            in `short`. The second entry is the tensor's shape.
     """
 
     short: np.ndarray

@@ -1,4 +1,7 @@
-"""The messages of secure aggregation. In shapes: n clients in the cohort, S bytes in a ciphertext."""
+"""The messages of secure aggregation.
+
+In the shapes, n is the number of clients in the cohort, and S is the number of bytes in a ciphertext.
+"""
 
 import torch
 from torch import Tensor
@@ -81,7 +84,7 @@ class RevealedShares(Message):
 
 
 def bytes_of_shape(*shape: int) -> Accept:
-    """Return a check for `Federation.ask` that every field holds bytes of this shape."""
+    """Return an `accept` function for `Federation.ask`: each field of a reply must hold bytes of this shape."""
 
     def flaw(client: int, reply: Message) -> str:
         strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]

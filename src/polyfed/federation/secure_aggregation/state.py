@@ -33,7 +33,7 @@ def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[
 
     Args:
         context: the client context.
-        data: the client dataset. Its key is different in every round.
+        data: the client dataset. Its attribute `key`, a number, is different in every round.
         request: a number that is different for every request of the round.
     """
     if context.on_device:
@@ -61,7 +61,7 @@ def without_secrets(local: Tree) -> Tree:
 
 
 def seeds_of(state: Tree) -> tuple[bytes, bytes, bytes]:
-    """Return the seeds of the key for shares, of the key for masks, and of the self-masks."""
+    """Return three seeds: for the key pair that encrypts shares, for the mask key, and for the self-masks."""
     enc, mask, root = (bytes_of(row) for row in state["seeds"])
     return enc, mask, root
 
