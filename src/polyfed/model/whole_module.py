@@ -76,8 +76,7 @@ class WholeFusion(Fusion):
             elif m not in present:
                 mask[m] = torch.ones(rows, dtype=torch.bool, device=first.device)
         call = self.module.fuse if self.encodes else self.module
-        return call({m: full[m] for m in self.shapes}, {m: mask[m] for m in self.shapes})  # type: ignore[operator,
-        no-any-return]
+        return call({m: full[m] for m in self.shapes}, {m: mask[m] for m in self.shapes})  # type: ignore[operator, no-any-return]
 
 
 class WholeModel(Model):

@@ -122,7 +122,7 @@ class Train:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return the options without effect, each with the setting that disables it."""
+        """Return every option that has no effect in this recipe, with the setting that makes it ineffective."""
         found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
         if self.optimiser != "sgd":
             found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
@@ -224,7 +224,7 @@ class ServerOptimiser:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return the options without effect, each with the setting that disables it."""
+        """Return every option that has no effect in this recipe, with the setting that makes it ineffective."""
         used = {
             "none": (),
             "avgm": ("momentum",),

@@ -3,8 +3,8 @@
 A device's copy of a block is a mixture of the uploaded blocks, and the aggregation coefficients are the weights of this
 mixture. This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md.
 
-Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. Of the P entries
-of a block, the first `num_trainable` are parameters. The uploading devices are processed in groups: all personalised
+Shape letters: `K` devices, `S` devices that uploaded in a round, `P` entries of a block. Of the P entries of a
+block, the first `num_trainable` are parameters. The uploading devices are processed in groups: all personalised
 copies of a group were built in the same round. `G` is the number of devices in a group.
 """
 
@@ -125,10 +125,10 @@ def learned(
 ) -> Tensor:
     """Run step 5: update Xi from the drift of each device, and return the new Xi (Eq. 6, 7).
 
-    Device k uploads a block in this round. It trained from its personalised copy W_k, which the server built in an
-    earlier round as a mixture of the blocks w_j, with the coefficients xi_kj. The drift of device k is
-    upload_k - W_k. Let p_kj be the inner product <w_j - W_k, upload_k - W_k>. The update adds rate * xi_kj * p_kj to
-    Xi_kj.
+    In this round, device k uploads the block upload_k. The device trained it from its personalised copy W_k, which the
+    server built in an earlier round. W_k is a mixture of the blocks w_j that were uploaded in that earlier round, with
+    the coefficients xi_kj. The drift of device k is upload_k - W_k. Let p_kj be the inner product
+    <w_j - W_k, upload_k - W_k>. The update adds rate * xi_kj * p_kj to Xi_kj.
 
     All devices whose copies were built in the same earlier round are updated together, with one matrix product. The
     number of these earlier rounds is at most the largest age.
