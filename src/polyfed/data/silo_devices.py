@@ -15,8 +15,9 @@ def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str]
     """Give the rows of each silo to its devices.
 
     Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. Normally,
-    every group gets all rows of the silo. The option `silo_overlap` changes this: it is the share of the silo's
-    rows that every group gets. Each of the remaining rows goes to a single group, which is drawn at random.
+    every group gets all rows of the silo. If `silo_overlap` is set, it is the share of the silo's rows that are
+    common: every group gets the common rows. Each of the remaining rows goes to a single group, which is drawn at
+    random.
 
     Args:
         silos: the rows of each silo.

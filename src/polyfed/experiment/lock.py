@@ -23,7 +23,7 @@ def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterato
 
     Args:
         folder: an existing folder.
-        what: the start of the error message. It says what the other process does, for example "another server is
+        what: the part of the error message that says what the other process does, for example "another server is
             writing this run".
         fix: what the user can do about the other process.
         seconds: how long to wait for the other process to release the folder.

@@ -236,8 +236,8 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
 def tolerance(server: ServerOptimiser, num: int) -> tuple[int, int]:
     """Return f, the assumed number of false replies among `num` replies, and the minimum number of replies.
 
-    With fewer replies than this minimum, the rule cannot withstand f false ones. The minimum is 0 for rules without
-    one.
+    With fewer replies than this minimum, the rule cannot withstand f false ones. Rules that need no minimum have the
+    minimum 0.
     """
     count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
     least = {"trimmed-mean": 2 * count + 1, "krum": 2 * count + 3, "multi-krum": 2 * count + 3}

@@ -133,7 +133,7 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has, and adapters of its own LoRA rank.
-            quorum: whether too few replies end the run. To count two requests as one: False, then `require_quorum`.
+            quorum: if True, too few replies end the run. After several requests with False, call `require_quorum` once.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
@@ -194,7 +194,7 @@ class Federation:
                 raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Refuse a message with NaN or infinity. Return its largest absolute value; 0 for a message per client.
+        """Refuse a message to all clients with NaN or infinity. Return its largest magnitude; 0 for separate messages.
 
         The first message after a merge of replies carries the new model. If no value in this message exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
