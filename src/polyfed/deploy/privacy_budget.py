@@ -118,7 +118,10 @@ def _is_noise(text: str) -> bool:
 
 
 def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
-    """Return the counts with one more reply. A reply without training uses no rows, and adds nothing."""
+    """Return how often the device has used each Gaussian mechanism, after one more reply.
+
+    If the task of the reply does not train, it uses no rows, and the counts stay the same.
+    """
     if not release.uses:
         return spent
     key = f"{release.unit} {release.noise!r}"
