@@ -36,8 +36,8 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
 
     Args:
         required: the section [require] of the device.
-        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
-            if the device does not limit epsilon.
+        release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
+            adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
 
@@ -73,8 +73,8 @@ def admit_state(release: Release | None, folder: Path, has_state: bool, client: 
     does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
 
     Args:
-        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
-            if the device does not limit epsilon.
+        release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
+            adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the folder of the client and the run.
         has_state: whether the folder holds local state.
         client: the client's number.

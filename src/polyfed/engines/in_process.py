@@ -85,8 +85,8 @@ class InProcess(Engine):
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
-            units: how the clients are divided into units, each of which runs as one stack. A worker process gets the
-                units from the main process. If None, this method divides the clients itself.
+            units: the groups of clients that run together. A worker process gets these groups from the main process. If
+                None, this method divides the clients into units itself.
         """
         threads = 0
         if units is None:

@@ -264,7 +264,7 @@ def seal_of(header: Mapping[str, Any]) -> str:
 
 
 def one_line(text: object) -> str:
-    """Turn text, such as an error that another machine sent, into one printable line of at most `MAX_REASON` characters.
+    """Turn text, for example from another machine, into one printable line of at most `MAX_REASON` characters.
 
     Control characters could forge lines of a log or control a terminal, so each becomes a space.
 
