@@ -1,4 +1,4 @@
-"""A client's local states on its own disk. Earlier states stay there, because the server may resume an earlier round.
+"""A client's local states on its own disk. Earlier states stay, because the server may resume from an earlier round.
 
 A place is a pair (round, number of the request). Each state is stored under the place of the task that returned it. A
 task starts from the newest state of an earlier place, and never from a state that the task itself has stored. If the

@@ -103,8 +103,8 @@ class Pfmml(Algorithm):
         scale: how the update of a coefficient is scaled. The update is an inner product of two vectors. `normalised`
             divides it by the lengths of both vectors, so one rate works for all blocks and data sets. `raw`, as in the
             paper, does not scale it. The inner product of a small block is small, so `raw` hardly changes its
-            coefficients (docs/results/pfmml.md). `per-size` multiplies the update by the size of the largest block over
-            the size of this block. `per-step` divides the update by learning rate times number of steps.
+            coefficients (docs/results/pfmml.md). `per-size` multiplies the update by (size of the largest block) /
+            (size of this block). `per-step` divides the update by the product of learning rate and number of steps.
         record: the copies that the update of the coefficients uses. `last` uses the newest copy of a device, however
             old it is. `previous-round` uses only copies of the last round.
         learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
