@@ -7,8 +7,8 @@ client's model at the start of the round, and L is the loss on the held-out rows
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
 measure a candidate block, the client puts it into `previous` and changes no other block. Its own trained block is a
-candidate too. The client keeps this block if no candidate has a lower loss than `previous`. In every round, some owners
-of a block send the block (option `uploads`). All owners of the block receive these uploads as candidates.
+candidate too. The client keeps its trained block if no candidate has a lower loss than `previous`. In every round,
+some owners of a block send the block (option `uploads`). All owners of the block receive these uploads as candidates.
 
 Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
 Page: docs/algorithms/fedfomo.md.
@@ -90,7 +90,7 @@ class FedFomo(Algorithm):
         every: with n, a client holds out every n-th of its training rows. With 5, this is 20 %, as in the paper.
         candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
             preferred so far. 0 means all, as in the FMML paper.
-        explore: epsilon, the probability in round 1 that a candidate is drawn at random.
+        explore: the value of epsilon in round 1. Epsilon is the probability that a candidate is drawn at random.
         explore_decay: amount by which epsilon decreases in every round.
     """
 
@@ -195,7 +195,7 @@ class FedFomo(Algorithm):
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
     ) -> tuple[Tensor, Tree]:
-        """Compute the mean held-out losses of `previous`, and of `previous` with one block taken from a candidate.
+        """Compute the mean held-out loss of `previous`, and the losses after a candidate replaces one of its blocks.
 
         Args:
             context: the client context.
@@ -247,13 +247,13 @@ class FedFomo(Algorithm):
     def _preferred(
         self, preferences: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
     ) -> Tensor:
-        """Choose `candidates` other clients: each at random with probability epsilon, else the most preferred one.
+        """Choose `candidates` clients one by one: at random with probability epsilon, else the most preferred one left.
 
         Args:
             preferences: the client's preferences (K,) in the block.
             members: clients that sent the block (S,).
-            others: positions in `members` of the clients that are not the client itself.
-            who: the client and the block. Each such pair has a random key of its own, derived from the run's seed.
+            others: all positions in `members` except the position of the client itself.
+            who: the client and the block. Each pair (client, block) has its own random key, made from the run's seed.
             fed: the federation.
         """
         key = keys.key(fed.seed, "explore", *who, fed.round)
@@ -269,7 +269,7 @@ class FedFomo(Algorithm):
 
 @dataclass
 class Offer:
-    """The candidates of one client: for each block, the senders (N,) and their flattened blocks (N, P)."""
+    """The candidates for one client. For each block, the clients in `senders` (N,) sent the flattened `rows` (N, P)."""
 
     senders: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -308,7 +308,7 @@ def distances(pool: Tree, previous: Tree) -> Tensor:
 
 
 def candidate_weights(base: Tensor, losses: Tensor, distance: Tensor) -> Tensor:
-    """Return the normalised weights (N,) of the candidates (Eq. 4), or zeros if none has a lower loss than before.
+    """Return the normalised weights (N,) of the candidates (Eq. 4), or zeros if no loss is lower than `base`.
 
     Args:
         base: loss of the previous model.

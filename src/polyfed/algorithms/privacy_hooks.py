@@ -50,7 +50,10 @@ class PrivacyHooks:
 
     @classmethod
     def honours(cls, unit: str) -> tuple[str, ...]:
-        """Return the fields `task.field` that the mechanism protects; empty if the method cannot honour the unit."""
+        """Return the reply fields that the mechanism protects, each written as `task.field`.
+
+        The result is empty if the method cannot be used with this `unit` of [privacy].
+        """
         fields: Mapping[str, tuple[str, ...]] = vars(cls._declaring())["protects"]
         return () if cls._altered(unit) else fields.get(unit, ())
 
@@ -73,8 +76,8 @@ class PrivacyHooks:
     def _altered(cls, unit: str) -> list[str]:
         """List the overridden hooks that make `protects` invalid.
 
-        `protects` is valid for the hooks of the class that defines it. If a subclass overrides one of these hooks, the
-        subclass has to define `protects` again.
+        A class that defines `protects` makes a statement about its own hooks. If a subclass overrides one of these
+        hooks, the statement is no longer valid, and the subclass has to define `protects` again.
         """
         declaring = cls._declaring()
         below = cls.__mro__[: cls.__mro__.index(declaring)]

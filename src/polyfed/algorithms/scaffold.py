@@ -1,9 +1,13 @@
 """SCAFFOLD: control variates that correct client drift in every step of local training.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
-2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. The letters are those of the paper:
-x is the global model, and y is a client's trained model. c is the server's control variate, and c_k is the control
-variate of client k. K is the number of steps, and eta is the learning rate.
+2020, Algorithm 1 with option II. Client k replaces each gradient g by g - c_k + c. Here c is the server's control
+variate, and c_k is the control variate of client k. The code uses the paper's other letters as well:
+
+- x: the global model
+- y: the trained model of a client
+- K: the number of steps
+- eta: the learning rate
 
 polyfed's choices: SCAFFOLD works per block. A client has no c_k for a block that it lacks, and the denominator N of the
 server's update of c is the number of the block's owners. Buffers have no control variate.

@@ -43,7 +43,7 @@ def verify_log(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the chain and the signatures. If the log is not whole, show the first bad line; the exit code is then 5."""
+    """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
     with _needing_flower():
         from polyfed.privacy.audit_log_verification import verify
     found = verify(folder, key)

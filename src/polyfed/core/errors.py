@@ -49,7 +49,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """A message would take data out of a client although the policy forbids it or `polyfed check` did not list it."""
+    """The policy forbids that a message takes data out of a client, or `polyfed check` did not list the message."""
 
     exit_code = 3
 

@@ -110,9 +110,9 @@ class MovedModules(MetaPathFinder):
         """Return None: Python then reports a missing module. For a moved module, raise an error with the new place.
 
         Raises:
-            ModuleNotFoundError: `MODULES` lists the module as moved. The error has no `name`. For a statement such as
-                `from polyfed import algorithm`, Python ignores an error with the `name` of the missing module, and
-                raises an error with its own text instead.
+            ModuleNotFoundError: `MODULES` lists the module as moved. The error's attribute `name` is not set. With a
+                `name`, Python would ignore this error in a statement such as `from polyfed import algorithm`. It would
+                raise an `ImportError` that does not give the new place.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:

@@ -29,7 +29,8 @@ class Request:
         rounds: number of rounds of the run.
         number: number of the request in its round, from 0.
         seed: seed of the run.
-        turn: if two requests of one round have the same turn, a client draws the same random numbers for both.
+        turn: a number from which a client derives its random key, together with the round and the seed. In two
+            requests of one round with the same turn, a client therefore draws the same random numbers.
         enough: number of replies after which the request closes. None means that the server waits for all replies.
         got: the type of message that the task receives.
         reply: the type of message that the task declares as its reply.

@@ -250,9 +250,10 @@ def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Column
     """Return the table with features scaled to mean 0 and deviation 1 over the training rows.
 
     The training rows are the rows of split 0, except the rows that `split_personal` marks as test rows or guard rows of
-    a client. Every feature has its own mean and deviation. Features lie along the last axis of vectors (F,) and
-    sequences (T, F), and along the first axis of images (C, H, W) and larger samples. The statistics are summed in
-    float64, chunk by chunk, so a memory-mapped column is never copied. A constant feature is centred, but not scaled.
+    a client. Every feature has its own mean and deviation. In vectors (F,) and sequences (T, F), each position of the
+    last axis is a feature. In images (C, H, W) and samples with more axes, each channel is a feature (first axis). The
+    statistics are summed in float64, chunk by chunk, so a memory-mapped column is never copied. A constant feature is
+    centred, but not scaled.
 
     Args:
         columns: The table.

@@ -42,9 +42,10 @@ def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
 
     Args:
         values: (N, ...).
-        layout: axes of a sample. If None, the function guesses the layout. One axis is a vector (F). Two axes are an
-            image (H, W) for the type uint8, and otherwise a sequence (T, F). Three axes are (H, W, C) if the last axis
-            has 1, 3 or 4 entries, and otherwise (C, H, W).
+        layout: axes of a sample. If None, the function guesses the layout from the number of axes. A sample with one
+            axis is a vector (F). A sample with two axes is an image (H, W) for the type uint8, and otherwise a sequence
+            (T, F). A sample with three axes is (H, W, C) if the last axis has 1, 3 or 4 entries, and otherwise
+            (C, H, W).
         where: the name of the array in messages.
 
     Raises:

@@ -85,7 +85,7 @@ def _refuse_another(folder: Path, name: str) -> None:
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
-    """Find errors that would end the run on the server, before the app is written.
+    """Before the app is written, find errors that would later end the run on the server.
 
     Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
     too large.

@@ -36,7 +36,10 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def in_short(error: Exception) -> str:
-    """Return the name of an error's class, and for a disk error its cause, but not the paths and names in its text."""
+    """Return the name of an error's class. For a disk error, add its cause, such as a full disk.
+
+    The error's own text is left out, because it can contain paths and names.
+    """
     known = [os.strerror(number) for number in TELLING if os.strerror(number) in str(error)]
     return " ".join([type(error).__name__, *(f"({words})" for words in known[:1])])
 

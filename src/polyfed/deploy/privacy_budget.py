@@ -36,8 +36,8 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
 
     Args:
         required: the section [require] of the device.
-        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
-            if the device does not limit epsilon.
+        release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
+            adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
 
@@ -73,8 +73,8 @@ def admit_state(release: Release | None, folder: Path, has_state: bool, client: 
     does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
 
     Args:
-        release: how much one reply adds to the device's epsilon, given as noise and number of Gaussian mechanisms. None
-            if the device does not limit epsilon.
+        release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
+            adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the folder of the client and the run.
         has_state: whether the folder holds local state.
         client: the client's number.
@@ -118,7 +118,10 @@ def _is_noise(text: str) -> bool:
 
 
 def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
-    """Return the counts with one more reply. A reply without training uses no rows, and adds nothing."""
+    """Return how often the device has used each Gaussian mechanism, after one more reply.
+
+    If the task of the reply does not train, it uses no rows, and the counts stay the same.
+    """
     if not release.uses:
         return spent
     key = f"{release.unit} {release.noise!r}"

@@ -171,7 +171,7 @@ def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
         status: the status of the run, which records the error.
 
     Raises:
-        PolyfedError: the error that ended the block. An error of the disk becomes a `DataError`.
+        PolyfedError: the error that ended the block. An `OSError`, such as a full disk, becomes a `DataError`.
     """
     (out / ERROR).unlink(missing_ok=True)
     try:

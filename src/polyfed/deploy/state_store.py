@@ -1,4 +1,4 @@
-"""A client's local state on its own disk, with earlier states for a server that resumes from an earlier round.
+"""A client's local states on its own disk. Earlier states stay, because the server may resume from an earlier round.
 
 A place is a pair (round, number of the request). Each state is stored under the place of the task that returned it. A
 task starts from the newest state of an earlier place, and never from a state that the task itself has stored. If the
@@ -70,7 +70,7 @@ class Store:
     def alone(self) -> Iterator[None]:
         """Wait until no other process uses this client's folder, then lock the folder.
 
-        Only this user can read files that are made inside the block.
+        Files that are made inside the `with` block can be read only by the user who runs this process.
         """
         before = os.umask(0o077)
         try:
@@ -130,10 +130,12 @@ class Store:
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state that a task returned, and delete states that no request can need any more.
 
-        A round is settled if the server will never repeat it. The server can repeat its newest request. It can also
-        resume from the end of the last settled round or of any later round. So the store keeps four kinds of states:
-        the new state, the state just before it, the last state of each round that is not settled, and the newest of all
-        states from settled rounds.
+        A round is settled if the server will never repeat any request of this round. The store keeps these states:
+
+        - the new state
+        - the state just before the new state, because the server can repeat its newest request
+        - the last state of each round that is not settled, because the server can resume after this round
+        - the newest state from a settled round, because the server can resume after the last settled round
 
         Args:
             request_id: id of the request.

@@ -85,7 +85,8 @@ class InProcess(Engine):
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
-            units: the units, if this process is a worker process. If None, this method divides the clients into units.
+            units: the groups of clients that run together. A worker process gets these groups from the main process. If
+                None, this method divides the clients into units itself.
         """
         threads = 0
         if units is None:

@@ -2,9 +2,9 @@
 
 Every request has an id, which consists of run, session, round, number of the request, and client. The client repeats
 the id in its reply. So the server can distinguish the expected reply from a late, duplicated or replayed reply. A
-*session* is one start of the server. A resumed server begins a new session and may repeat requests that it sent before
-it died. The client then repeats the work from the local state that it had before the repeated request, and the reply is
-the same bit for bit.
+*session* is the time from a start of the server to its end. A resumed server begins a new session and may repeat
+requests that it sent before it died. The client then repeats the work from the local state that it had before the
+repeated request, and the reply is the same bit for bit.
 
 Enrolments and requests carry the versions of polyfed and of the wire format. Both sides refuse other versions.
 """
@@ -242,8 +242,9 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
         request: the task and its place in the run.
         facts: facts about the federation.
         content: the encoded message.
-        more: further entries of the header. `kept` is the newest round that the server will never repeat, so clients
-            may delete older local states. `modalities` are the client's modalities according to the server.
+        more: further entries of the header. `kept` is a round number: the server will never repeat this round or an
+            earlier one, so clients may delete older local states. `modalities` are the client's modalities according to
+            the server.
     """
     about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
@@ -263,7 +264,7 @@ def seal_of(header: Mapping[str, Any]) -> str:
 
 
 def one_line(text: object) -> str:
-    """Turn text from the other side into one printable line of at most `MAX_REASON` characters.
+    """Turn text, for example from another machine, into one printable line of at most `MAX_REASON` characters.
 
     Control characters could forge lines of a log or control a terminal, so each becomes a space.
 

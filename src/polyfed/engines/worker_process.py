@@ -91,7 +91,7 @@ class Done:
         locals: the local states that changed.
         entries: the entries of the worker's ledger.
         events: names and fields of the events, in order.
-        spent_flops: client -> floating-point operations, counted for simulated time.
+        spent_flops: client -> the number of floating-point operations that its tasks took. Simulated time uses it.
         error: the exception that ends the run, or None.
     """
 

@@ -44,7 +44,7 @@ def execute(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
 ) -> Run:
-    """Run a recipe from its first round, or from a checkpoint, to its last.
+    """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
 
     Args:
         recipe: what to run.
@@ -76,7 +76,7 @@ def execute(
 
 
 class _Loop:
-    """One run from its first round, or from a checkpoint, to its last."""
+    """One run to the last round. It starts at the first round or continues from a checkpoint."""
 
     def __init__(self, assembly: Assembly, records: Records | None, emit: Emitter) -> None:
         self.assembly, self.records, self.emit = assembly, records, emit
@@ -242,7 +242,7 @@ class _Loop:
             counted: whether the entries' bytes count as training traffic; an evaluation's bytes do not.
 
         Returns:
-            The facts about the round that follow from these entries.
+            What these entries say about the round, such as the bytes sent.
         """
         entries = self.ledger.drain()
         if self.records is not None:

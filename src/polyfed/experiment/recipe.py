@@ -1,7 +1,8 @@
 """Recipes, as TOML files or as Python objects. polyfed checks a recipe before the run starts.
 
-The schema of each section is the frozen dataclass of the part that the section configures. An unknown key is an error,
-which suggests the nearest known key. Pydantic checks each value against the field's type in strict mode.
+Each section configures one part of polyfed, such as the algorithm. The part is a frozen dataclass, and its fields are
+the keys that the section may have. An unknown key is an error. The text of the error suggests the most similar known
+key. Pydantic checks each value against the field's type in strict mode.
 """
 
 import dataclasses
@@ -56,7 +57,8 @@ class Recipe(ShownRecipe):
         checkpoint: the section [checkpoint].
         egress: the policy table, `{block: {destination: [kinds]}}`.
         limits: the section [limits]: limits for every device in this run, in addition to the device's own limits.
-        stack: the key `stack` of [data]: new modality -> the modalities that form it (early fusion, `data.stacking`).
+        stack: the key `stack` of [data], for early fusion (`data.stacking`). It maps the name of a new modality to the
+            modalities that are joined to form it.
         network: the section [network], or None if the run has no simulated time.
         attack: the section [attack], or None if all clients are honest.
         privacy: the section [privacy], or None if the run has no differential privacy.
@@ -213,7 +215,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         refuse_no_training(top, sections.get("train", {}))
 
     def built(section: str, cls: type | None) -> Any:
-        """Build the object of a section. `cls` is its class, or None if the section names the class."""
+        """Build a section's object, of the class `cls`. With None, the section's key `name` gives the class."""
         entry = sections[section] if cls is None else sections.get(section, {})
         made, rest = (cls, entry) if cls is not None else class_of(f"[{section}]", *_NAMED[section], entry)
         return build(f"[{section}]", made, rest)

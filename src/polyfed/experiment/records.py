@@ -217,7 +217,7 @@ class Records:
         return _read(self.folder / RESULT, partial(parse_as, RUN_RESULT))
 
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """Refuse fewer rounds than have run. Refuse any other number of rounds if the learning rate depends on it."""
+        """Refuse fewer rounds than have already run. If the learning rate depends on `rounds`, refuse every change."""
         done = newest(self.checkpoints)
         if done > now["rounds"]:
             raise RecipeError(

@@ -134,7 +134,7 @@ class Replies(Mapping[int, Any]):
         return sum(numbers[c] * weights[c] for c in self) / max(sum(weights[c] for c in self), 1)
 
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
-        """Return the weighted mean of a tree, name by name, over the clients that sent the name.
+        """Return the weighted mean of a tree. Each tensor is averaged over the clients that sent a tensor of its name.
 
         For each name, the weights of these clients are divided by their sum. The result lacks names that no client
         sent, and names whose senders all have weight 0. For integers, such as counters, the result is the maximum
@@ -162,7 +162,7 @@ class Shares:
     If several tensors of a tree come from the same clients, their means use the same `Shares` object.
 
     Attributes:
-        pieces: each client's share of the total weight, for each stack of replies.
+        pieces: for each stack of replies, the shares of its clients. A client's share is its weight divided by `total`.
         total: the sum of the weights.
         order: the positions of the clients in the stacks, sorted by client number. None if the clients in the stacks
             are already sorted by number.

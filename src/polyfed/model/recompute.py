@@ -31,7 +31,11 @@ class Recompute:
         self.rows: Rows | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute the layer. With the parameters of `Model.live`, the backward pass computes the layer again."""
+        """Compute the layer.
+
+        If the model runs with the parameters that `Model.live` yielded, the backward pass computes the layer a second
+        time. With other parameters, the layer keeps its activations for the backward pass.
+        """
         if self.rows is None or self.rows.bound or not torch.is_grad_enabled():
             return self.forward(*args, **options)
         rows, key, ok, draws = self.rows, self.rows.key, self.rows.ok, dict(self.rows.draws)

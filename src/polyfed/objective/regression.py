@@ -29,7 +29,8 @@ REST = 2
 class Regression(Objective):
     """One or several numbers for each row, float32 (N,) or (N, T), or int64 (N,). NaN marks an unknown target.
 
-    The model predicts `(y - shift) / scale`. The loss is in this unit, and all metrics are in the unit of the targets.
+    The model predicts `(y - shift) / scale`. The loss compares the model's output with targets that are scaled in the
+    same way. All metrics are in the unit of the original targets.
 
     Attributes:
         error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.

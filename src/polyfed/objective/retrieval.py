@@ -33,8 +33,10 @@ class Retrieval(Objective):
 
     The embedding of a modality is the model's output with all other modalities set to zero, scaled to length 1. The
     loss is the symmetric cross-entropy of cosine similarities within a batch, averaged over all ordered pairs of
-    modalities. Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", ICML
-    2021, Fig. 3.
+    modalities.
+
+    The source of the loss is CLIP: Radford et al., "Learning Transferable Visual Models From Natural Language
+    Supervision", ICML 2021, Fig. 3.
 
     Attributes:
         dimension: D, the width of the common embedding.

@@ -23,9 +23,10 @@ class Accounting:
         accountant: `rdp` or `pld`.
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
-        swing: the sensitivity of one use, in clip norms. A use computes a sum. Its sensitivity is the largest change of
-            this sum if the data of one unit changes. The sensitivity is 1 if the data of the unit is left out, because
-            the unit then adds zero to the sum. It is 2 if the data of the unit is replaced by other data.
+        swing: the sensitivity of one use, in clip norms. A use computes a sum over units. The sensitivity is the
+            largest difference between the sums of two neighbouring data sets. These differ only in the data of one
+            unit. If the second data set lacks the data of this unit, the sensitivity is 1, because the unit then adds
+            zero to the sum. If the second data set has other data for this unit, the sensitivity is 2.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -95,8 +96,9 @@ def _fresh(accounting: Accounting) -> Any:
     """Make a new accountant with the library dp-accounting.
 
     Differential privacy compares two neighbouring data sets. For most runs, the second data set is the first one
-    without the data of one unit. This unit then adds zero to each sum, which the library calls zero-out. If the cohort
-    is drawn in secret, the library requires that the second data set replaces one unit by another unit.
+    without the data of one unit. This unit then adds zero to each sum. The library calls such data sets zero-out
+    neighbours. If the cohort is drawn in secret, the library requires that the second data set replaces one unit by
+    another unit.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL

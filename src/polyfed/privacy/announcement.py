@@ -23,7 +23,12 @@ class Asking(Protocol):
     """The part of `polyfed.algorithms.Algorithm` that an announcement uses."""
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Return whether the server can ask clients to run a task."""
+        """Return whether the server may send this task to clients in the run.
+
+        Args:
+            task: the task's name.
+            tested: whether some clients have their own test rows.
+        """
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Return whether a field of a task's reply can contain data of a block."""
@@ -69,7 +74,7 @@ class Holder:
     def names(self, said: Declared) -> tuple[str, ...]:
         """Return the names that tensors of a tree may have. For parameters and gradients, return the allowed blocks.
 
-        The result is empty for a field that is a single tensor, because such a tensor has no name.
+        If the field holds a single tensor instead of a tree, the result is empty. A single tensor has no name.
         """
         held = self.everyone if said.whole else self.own
         words = {MODALITIES: held, READ: tuple(m for m in held if m in self.read)}
@@ -95,7 +100,7 @@ class Announced:
         destination: `server` or `silo`.
         allowed: whether the policy allows the part to go to its destination.
         fix: the line of the policy file that would allow the part; empty if it is allowed.
-        tells: what the part reveals in addition to what its kind suggests; usually empty.
+        tells: what the part reveals besides the data that its kind names, in words. Empty for most parts.
         masked: whether the part is masked, so that the server reads only its sum over several clients.
         random: whether the part holds only random numbers that depend on no data.
     """

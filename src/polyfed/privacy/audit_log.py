@@ -1,7 +1,8 @@
 """Audit logs: the rows of a ledger as a chain of lines that nobody can change unnoticed without the private key.
 
 A device keeps one log for all runs in its state folder. The server of a deployment keeps a log in the folder of the
-run. `audit.jsonl` has a line for every part of a message and, on a device, for every refusal:
+run. In `audit.jsonl`, every part of a message has a line. On a device, every refusal has a line too. A line looks like
+this:
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 
@@ -9,9 +10,9 @@ Lines are written in groups. A device writes a group for each request, and a ser
 last line of each group is its seal, which is signed with the key of the log (Ed25519). `audit-head.json` is signed too.
 It holds the length of the log, so that verification notices lines that are missing at the end.
 
-A device writes its group to the disk before its reply leaves. The reply carries the hash of the seal, and the server
-writes this hash into its own rows. So nobody can rewrite one log unnoticed while the other log exists. Anybody who has
-the private key of a log can write a different log.
+For each request, a device first writes the group of lines to its disk, and then sends its reply. The reply carries the
+hash of the seal, and the server writes this hash into its own rows. So nobody can rewrite one log unnoticed while the
+other log exists. Anybody who has the private key of a log can write a different log.
 """
 
 import fcntl
@@ -156,7 +157,10 @@ class AuditLog:
         return True
 
     def _checked_head(self, key: Ed25519PublicKey) -> Head:
-        """Return the head. Remove lines after it, which an interrupted write left. Their messages were not sent."""
+        """Return the head, and cut the log to the length that the head states.
+
+        An interrupted write can leave further lines at the end of the log. The messages of these lines were not sent.
+        """
         head, path = head_of(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size
@@ -189,7 +193,14 @@ class AuditLog:
 def _chained(
     rows: list[dict[str, Any]], place: dict[str, Any], head: Head, key: Ed25519PrivateKey
 ) -> tuple[bytes, Head]:
-    """Return the lines of a group with their seal, and the head after them."""
+    """Return the lines of a group with their seal, and the new head of the log, which counts these lines.
+
+    Args:
+        rows: the rows of the group.
+        place: further entries of the seal.
+        head: the head of the log before the group.
+        key: the private key of the log.
+    """
     now, previous, written = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}, head.hash, list[bytes]()
     for row in [*rows, place | {"seal": len(rows)}]:
         line = json.dumps(now | row | {"previous": previous}, separators=(",", ":"))

@@ -25,12 +25,15 @@ MOST_FRAMES = 16
 
 @dataclass
 class Frames:
-    """A logged matrix over rounds. Rounds are thinned out evenly while they are added.
+    """The values of a logged matrix in the rounds of a run.
+
+    At most `MOST_FRAMES` rounds are kept, at equal distances, and the last round in addition. If there are more, `add`
+    drops every second one.
 
     Attributes:
         rounds: the rounds whose matrices are kept, ascending.
         tables: for each entry of `rounds`, the matrix of this round.
-        stride: n, if every n-th matrix is kept. The last matrix is always kept.
+        stride: the distance between kept matrices: with n, every n-th matrix is kept. The last one is always kept.
     """
 
     rounds: list[int] = field(default_factory=list)
@@ -51,7 +54,7 @@ class Frames:
             self.rounds, self.tables, self.stride = self.rounds[::2], self.tables[::2], 2 * self.stride
 
     def drawn(self) -> dict[str, Any]:
-        """The data for the page's script: values with four digits."""
+        """Return the data for the page's script. Matrix entries are rounded to four significant digits."""
         short = [[[v if v is None else float(f"{v:.4g}") for v in row] for row in table] for table in self.tables]
         return {"rounds": self.rounds, "tables": short}
 
@@ -64,9 +67,9 @@ class History:
         participation: which clients took part in which rounds.
         headline: the metrics by which the run is judged.
         rounds: the numbers of the rounds.
-        columns: dotted name -> one value per round. None if the round has no finite value.
+        columns: dotted name of a number -> its value in each round, or None for a round without a finite value.
         personal: client -> its last measured score on its own test rows.
-        tables: name -> the matrices of this name that the algorithm logged.
+        tables: name of a matrix that the algorithm logs -> the values of this matrix in the rounds.
         reasons: each reason why clients gave no usable reply -> how often it occurred.
         confusion: the confusion matrix of the last round, if the run has one.
         picked: client -> the number of rounds whose cohort included the client.

@@ -26,8 +26,10 @@ class Participation:
 
     Attributes:
         asked: in each cell, the number of pairs (client, round) for which the server asked the client in this round.
-        missing: in each cell, the number of pairs for which the server asked the client but got no usable reply.
-        trained: block -> in each cell, the number of pairs for which the client sent parameters of this block.
+        missing: in each cell, the number of pairs (client, round) for which the server asked the client in this round
+            but got no usable reply.
+        trained: block -> in each cell, the number of pairs (client, round) for which the client sent parameters of this
+            block in this round.
     """
 
     num_clients: int

@@ -25,7 +25,7 @@ class Progression:
         label: the name of the group.
         scenario: the scenario of the group.
         runs: the number of runs of the group.
-        x: the cost so far, the mean over runs.
+        x: at each of these rounds, the cost since the start of the run, averaged over runs.
         mean: the mean score over runs.
         low: the lowest score of a run.
         high: the highest score of a run.

@@ -111,7 +111,12 @@ class Selector(ABC):
         return memory
 
     def weigh(self, memory: Any, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Return the answering clients' weights in the mean, given the weights that the method would use."""
+        """Return the weights for the mean over the clients that answered.
+
+        Args:
+            memory: the selector's memory.
+            weights: for each client that answered, the weight that the method would use without the selector.
+        """
         return weights
 
 

@@ -64,7 +64,8 @@ class Similarity:
     def refreshed(self, fresh: Mapping[int, Tensor]) -> "Similarity":
         """Replace the vectors (P,) of some clients and recompute their distances.
 
-        This is DivFL's "no-overheads" update: distances between the other clients stay the same, even if they are old.
+        This is DivFL's "no-overheads" update. Distances between two other clients are not recomputed, even if the
+        vectors of these clients are from an early round.
         """
         if not fresh:
             return self
@@ -85,11 +86,15 @@ class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
     The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
-    the two clients lacks, the squared distance is estimated as m (s r + 1 - s). Each block has its own m: the mean
-    squared distance in this block between clients that have the block. Let M be the sum of m over the blocks that both
-    clients have. Then r is the squared distance of the two clients over these blocks, divided by M. The weight s is M
-    divided by the sum of m over all blocks. A missing block therefore makes a client neither nearer to the others nor
-    further away (docs/decisions/0017).
+    the two clients lacks, the squared distance is estimated as m (s r + 1 - s):
+
+    - m: the mean squared distance in this block between clients that have the block. Each block has its own m.
+    - r: the squared distance of the two clients over the blocks that both have, divided by the sum of m over these
+      blocks. If r is below 1, the two clients are nearer to each other than clients are on average.
+    - s: the sum of m over the blocks that both clients have, divided by the sum of m over all blocks. If s is small,
+      the estimate is close to m, because r is known from a small part of the model.
+
+    A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
 
     Attributes:
         blocks: for each block, a `Similarity` of the clients' vectors in this block. For a client that lacks the block,

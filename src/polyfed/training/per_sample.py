@@ -29,7 +29,8 @@ class PerSample:
     Attributes:
         clip: the limit of the norm of each row's gradient.
         deviation: standard deviation of the noise that is added to the sum of the clipped gradients of a batch.
-        secure: whether the noise comes from the operating system's generator. Otherwise it comes from the batch's key.
+        secure: whether the noise comes from the operating system's random number generator. Otherwise polyfed derives
+            the noise from `Batch.key`, the random key of the batch.
     """
 
     clip: Clip
@@ -77,7 +78,7 @@ def refuse_reading(privacy: PerSample | None) -> None:
     """In a task whose reply is protected, refuse to use rows for anything but training.
 
     Raises:
-        RecipeError: the training of this dataset protects single rows.
+        RecipeError: `privacy` is not None, so this reply must protect single rows.
     """
     if privacy is not None:
         raise RecipeError(
@@ -114,7 +115,10 @@ def row_gradients(loss: Loss, trained: Tree, rest: Tree, batch: Batch) -> tuple[
 
 
 def refuse_batch_facts(aux: Any) -> None:
-    """Refuse a loss that returns `aux`. `aux` has no noise, and `direction` could change the gradient with it.
+    """Refuse a loss that returns `aux`, facts that the loss computes from the rows of a batch.
+
+    Noise is added to the gradient, but not to `aux`. The function `direction` of a method could use `aux` to change the
+    gradient, and so reveal single rows.
 
     Raises:
         RecipeError: `aux` is not empty.

@@ -15,7 +15,11 @@ from polyfed.training.optimisers import Train
 
 
 def gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
-    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, one gradient for each term."""
+    """Return a function `f(trained, rest, batch)` that computes the gradient of the loss for the `trained` parameters.
+
+    The function returns `(gradient, (value, aux, buffers))`. With `split`, the loss has several terms, and `gradient`
+    and `value` have an entry for each term.
+    """
 
     def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
         # the layers write buffers in place, but a function under `grad` must not change its inputs

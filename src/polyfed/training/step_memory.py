@@ -14,7 +14,9 @@ from polyfed.training.step_trace import Form, makes_view, written
 
 
 class Memory:
-    """Facts about the memory of all tensors of a graph, as the graph is now.
+    """For each tensor of a graph, which memory it uses, and which nodes read or write this memory.
+
+    `Memory` reads the graph when it is made. It does not follow later changes of the graph.
 
     A *root* is a node whose tensor has memory of its own: an input, or an operation that allocates its result. A view
     shares the memory of its first argument, and therefore has the same roots. An in-place operation has the roots of

@@ -13,7 +13,10 @@ from polyfed.selection.submodular import AnySimilarity
 
 
 def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[int, float]) -> dict[int, float]:
-    """Return gamma, the weight of each chosen client: the number of rows of all clients that are nearest to it.
+    """Return gamma, the weight of each chosen client.
+
+    Every client adds its number of rows to the gamma of the chosen client that is nearest to it, by the distances in
+    `similarity`.
 
     Args:
         similarity: vectors and distances of all clients.
@@ -39,9 +42,11 @@ def mean_by_clusters(
     rows: Mapping[int, float],
     clients: ClientRegistry,
 ) -> Tree:
-    """Average the trained blocks with the weights gamma, from D_2 for the weak block and from D_1 for the others.
+    """Average the trained blocks. The weight of a client is its gamma, which `represented` computes from distances.
 
-    In the mean of the shared block, the weight of a client of S_w is its gamma from D_2.
+    For the block of the weak modality, gamma is computed from the distances D_2. For the other blocks, gamma is
+    computed from the distances D_1. Clients of S_w also send the shared block, but have no gamma from D_1. In the mean
+    of the shared block, their weight is therefore their gamma from D_2.
     """
     whole = [c for c in replies if c in choice.train_all or not bool(clients.holds[c].all())]
     under_1 = represented(d1, whole, rows)

@@ -1,8 +1,8 @@
 """Evaluation of a silo's model on the silo's own test rows, across the devices of the silo.
 
-As in training, each device sends the embeddings of these test rows through the edge. One device computes the score: the
-first device with labels that holds a usable sample. Without `labels_at`, every device has labels. The score covers the
-test samples that this device holds.
+As in training, each device sends its embeddings of these test rows to the edge. The edge sends the embeddings of all
+devices to one device of the silo, which computes the score: the first device with labels that holds a usable sample.
+Without `labels_at`, every device has labels. The score covers the test samples that this device holds.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class SiloScores(Devices):
         return devices_of_silos(fed.clients, self.overlap)
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """The modalities of all devices of the client's silo, which together use one model."""
+        """The modalities of all devices in the client's silo. These devices together use one model."""
         held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 

@@ -29,8 +29,8 @@ class PartialOptions(Averaging):
         normalise: whether embeddings are scaled to length 1 before they are compared.
         mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, and the paper uses 0.01.
         global_model: the modalities that the federated model reads: only the `private` ones, or `all`.
-        inputs: what the data holds for a shareable modality: `embeddings`, or `raw` samples. The clients deposit rows
-            of the same kind. If this kind is `raw`, the policy must allow `raw` as well as `embeddings`.
+        inputs: what the data holds for a shareable modality: `embeddings`, or `raw` samples. The clients send these
+            rows to the server, which keeps them. With `raw`, the policy must allow `raw` as well as `embeddings`.
         local_start: how local models start. With `own`, each device draws its own initial model, as in the paper. With
             `common`, all start from the same model, so the embeddings of all devices have the same axes from the start.
         local_hidden: hidden sizes of the local model's encoders, which are MLPs unless `local_encoders` names others.

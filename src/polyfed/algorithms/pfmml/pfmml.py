@@ -7,9 +7,9 @@ those with the largest benefit per second.
 
 The steps are those of Algorithm 1 in the paper. Xi are the logits of the coefficients, and xi the coefficients. W is a
 copy at the server, w an upload, and A the age of a block. K-hat is the number of uploads per block and round. At the
-start of a round, the devices install the copies of the round before and train (steps 7 and 1). Then the server
-schedules, collects, mixes and learns (steps 2 to 6). A round begins with the downloads, as in the paper's formula for
-the latency of a round. See docs/algorithms/pfmml.md.
+start of a round, the devices install the copies that the server mixed in the previous round. The devices then train
+(steps 7 and 1). After that, the server schedules, collects, mixes and learns (steps 2 to 6). A round begins with the
+downloads, as in the paper's formula for the latency of a round. See docs/algorithms/pfmml.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, devices that still lack their newest copy, built before the last round, bool (K,).
+        undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -93,8 +93,8 @@ class Pfmml(Algorithm):
         uploads: K-hat, the number of devices that upload a block in a round: a share of all devices, or a count.
         coefficient_lr: eta-hat, the learning rate of the coefficients. 0 keeps the mixtures uniform. Under `scale =
             "normalised"`, an update changes a logit by at most twice this rate. The paper uses 0.01 under `raw`.
-        max_age: A_th: a device uploads a block after at most this number of rounds. The paper uses 10. 0 never forces
-            an upload.
+        max_age: A_th. A device must upload each of its blocks at least once in this number of rounds. The paper uses
+            10. With 0, a device never has to upload.
         rule: how the score of a device is computed. `ratio` is the benefit per second. `linear` is the benefit minus
             `price_per_second` * seconds (Table III).
         price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
@@ -102,9 +102,9 @@ class Pfmml(Algorithm):
             correct, because training moves against the gradient. 1 is the sign in the paper's text.
         scale: how the update of a coefficient is scaled. The update is an inner product of two vectors. `normalised`
             divides it by the lengths of both vectors, so one rate works for all blocks and data sets. `raw`, as in the
-            paper, does not scale it. `per-step` divides it by the product of learning rate and number of steps.
-            `per-size` treats every block as if it were as large as the largest one. Inner products grow with the size
-            of a block, so under `raw` the coefficients of a small block hardly change (docs/results/pfmml.md).
+            paper, does not scale it. The inner product of a small block is small, so `raw` hardly changes its
+            coefficients (docs/results/pfmml.md). `per-size` multiplies the update by (size of the largest block) /
+            (size of this block). `per-step` divides the update by the product of learning rate and number of steps.
         record: the copies that the update of the coefficients uses. `last` uses the newest copy of a device, however
             old it is. `previous-round` uses only copies of the last round.
         learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
@@ -171,7 +171,7 @@ class Pfmml(Algorithm):
         )
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
-        """Evaluate the devices' own models with the newest copies installed (`personal`) and without (`trained`)."""
+        """Evaluate each device's model before (`trained`) and after (`personal`) it installs its newest copies."""
         own = super().evaluate(state, fed)
         if "personal" not in own.metrics:
             return own
@@ -215,7 +215,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4). `uploads` shows who uploaded each block."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4), and as `uploads` who uploaded each block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}

@@ -48,8 +48,9 @@ def _moments(moments: Moments) -> Tree:
 def last_loss(fit: TrainingResult) -> Tensor:
     """Return the loss of the last step.
 
-    `fit` is the result of training for one more step after `earlier_steps`. `fit.loss` is the mean loss over all steps,
-    where the loss of every earlier step counts as 0. The sum over all steps is therefore the loss of the last step.
+    The client trained one step, and continued from `earlier_steps` of its local state. `fit` is the result. `fit.loss`
+    is the mean loss over all steps, where the loss of every earlier step counts as 0. The sum over all steps is
+    therefore the loss of the last step.
     """
     return fit.loss * fit.num_steps
 

@@ -22,8 +22,8 @@ class Sample:
         media: Modality -> clip with the sample's data; a modality that the sample lacks has no entry.
         split: Code of `Columns.split`.
         client: Natural client (speaker, subject, site), empty if there is none.
-        group: Number of the sample's group, such as a session. Some data sets use the groups as folds. 0 if there are
-            no groups.
+        group: Number that identifies the sample's group, such as session 3. Some data sets use the groups as folds. 0
+            if there are no groups.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Listing:
     Attributes:
         samples: The samples; their order is the order of the table's rows.
         class_names: Names of the classes, in order of their numbers.
-        published: Class -> number of samples that the whole published data set has. It is shown for comparison, and may
-            be empty.
+        published: Class -> number of its samples in the complete data set, as published. These numbers are shown for
+            comparison. The mapping may be empty.
     """
 
     samples: Sequence[Sample]

@@ -32,7 +32,7 @@ class Prepared:
         extractors: Modality -> settings of its extractor.
         listing: Options of the source that determine its samples.
         classes: Class -> number of rows, in order of the class numbers.
-        published: Class -> number of rows that the whole published data set has; may be empty.
+        published: Class -> number of its samples in the complete data set, as published. The mapping may be empty.
         skipped: Samples that were left out, each with the keys "sample" and "reason".
         arrays: File name -> dtype, shape, bytes, sha256.
     """

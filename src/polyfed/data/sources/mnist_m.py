@@ -25,13 +25,14 @@ class MnistM(Source):
     """60,000 / 10,000 digits, each as `mnist` (1, 28, 28) and `mnist_m` (3, 28, 28).
 
     MNIST-M is |background - digit|. The digit is binarised to 0 or 255, and the background is a random crop of a
-    natural image (Ganin & Lempitsky, ICML 2015). The rows are the same as in MNIST. They differ from the published
-    files, whose script splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
+    natural image (Ganin & Lempitsky, ICML 2015). The rows are the same as in MNIST, so the split differs from the
+    published MNIST-M files: their script splits the digits 55,000 / 5,000 / 10,000. Both modalities are scaled to
+    [0, 1].
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` prints the layout.
-        backgrounds: Folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
-            .npz with one uint8 array (n, H, W, 3) named image.
+        backgrounds: Folder of pictures of at least 28 x 28 pixels; the original uses BSDS500's training images. Instead
+            of a folder, an .npz file also works. It holds one array with the name `image`, uint8 (n, H, W, 3).
         subset: Share of the rows that is kept, drawn at random. The share is the same for every class, in the training
             rows and in the test rows.
         seed: Seed of the crops and the subset; 42 in the public script. The run's own seed has no effect.
