@@ -9,8 +9,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 
 @dataclass(frozen=True, kw_only=True)
 class Summing:
-    """The options of [secure_aggregation], and the hooks that declare whether sums of replies are enough for the
-    method.
+    """What a method declares for secure aggregation: whether sums of replies are enough, and the weights in these sums.
 
     Attributes:
         secure_aggregation: options of secure aggregation, from the [secure_aggregation] section; None if it is not
