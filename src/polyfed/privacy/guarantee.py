@@ -26,9 +26,8 @@ class Guarantee:
         rounds: number of rounds that the run will do.
         wanted: number of rounds that the recipe asks for.
         not_covered: data that depends on the rows and that epsilon does not cover, in words.
-        noise_norm: in each round, the mean of the updates contains noise. This number is the norm of that noise divided
-            by the clip norm. None if the server adds no noise and the clients add none to their updates, or if the
-            number is not known.
+        noise_norm: the noise that one round adds to the mean of the updates: its norm, divided by the clip norm. None
+            if the server adds no noise and the clients add none to their updates, or if the number is not known.
     """
 
     spec: Privacy
@@ -110,8 +109,8 @@ class Guarantee:
     def _adaptive(self) -> dict[str, float]:
         """The entries `update_noise` and `count_noise`; empty without adaptive clipping.
 
-        Adaptive clipping also sends a noisy count: the number of updates whose norm is below the clip norm. The updates
-        and this count share the run's epsilon.
+        Adaptive clipping also needs a count: the number of updates whose norm is below the clip norm. The noise in the
+        updates and the noise in this count share the epsilon of the run.
         """
         rule = self.mechanism.adaptive
         return {} if rule is None else {"update_noise": self.mechanism.update_noise, "count_noise": rule.count_noise}

@@ -1,7 +1,7 @@
 """VFL: every silo trains separately. A comparison with HFM shows the benefit of averaging across silos.
 
-VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. A device
-receives only one part of a model, the head from its edge. The proximal term therefore acts only on the head, and pulls
+VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. The only
+parameters that a device receives are the head of its edge. The proximal term therefore acts only on the head, and pulls
 it towards the head that the edge sent last. See docs/algorithms/vfl.md.
 """
 
