@@ -1,4 +1,4 @@
-"""Helpers for methods in which every client keeps its own model and the server combines single blocks of these models.
+"""Helpers for methods in which every client keeps its own model and the server combines these models block by block.
 
 The methods FedAMP, FedFomo and PFMML use these helpers. For each block, the server stacks the clients' values into a
 matrix with one row per client. It computes the personal copies by multiplying this matrix with a small coefficient

@@ -2,13 +2,14 @@
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021. The
 method is attentive message passing. The server keeps a personal cloud model for each client, which is a weighted mean
-of all clients' models. Before normalisation, the weight of another client's model is alpha A'(x), where x is the
-squared distance of the two models and A(x) = 1 - e^(-x / sigma). In HeurFedAMP, the weights come from cosine
-similarities. A client trains its own model with a proximal term towards its cloud model.
+of all clients' models. Let x be the squared distance between the models of two clients, and let A'(x) be the derivative
+of A(x) = 1 - e^(-x / sigma). The weight of the other client's model is alpha A'(x), before the weights are normalised.
+In HeurFedAMP, the weights come from cosine similarities. A client trains its own model with a proximal term towards its
+cloud model.
 
-polyfed's choice: FedAMP works per block, among the owners of the block. In every round, for each block, the server
-draws `uploads` clients at random. These clients send the block and get new cloud blocks. The other clients keep their
-cloud blocks.
+polyfed's choice: FedAMP runs separately for each block, and only the clients that own the block take part. In every
+round, for each block, the server draws `uploads` clients at random. These clients send the block and get new cloud
+blocks. The other clients keep their cloud blocks.
 
 The clients send blocks of personal models, and the server sends cloud blocks. Page: docs/algorithms/fedamp.md.
 """
@@ -82,7 +83,8 @@ class FedAmpState:
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
         pull: mean proximal term of the clients that uploaded in the last round, as a share of `train_loss`. A client
-            counts only if it also received a cloud block in that round. None if there was no such client.
+            counts only if it also received a cloud block in that round. None if no client that uploaded had received a
+            cloud block.
     """
 
     params: Tree
@@ -103,8 +105,9 @@ class FedAmp(Algorithm):
         alpha: step size of message passing in round 1.
         alpha_decay: factor by which alpha is multiplied after every `alpha_every` rounds.
         alpha_every: rounds between two decays of alpha; 30 in third-party code.
-        sigma: width of A(x) = 1 - e^(-x / sigma), or the sharpness of the heuristic's softmax. The value 0 selects 1e6,
-            or 25 for the heuristic.
+        sigma: without `heuristic`, the width sigma of A(x) = 1 - e^(-x / sigma); with `heuristic`, the factor of the
+            cosine similarities in the softmax. If this option is 0, polyfed uses 1e6 without `heuristic`, and 25 with
+            it.
         self_weight: weight of a client's own model under the heuristic; 0 selects 1 / number of uploads.
         start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """

@@ -1,9 +1,10 @@
 """FedMSplit: the server keeps personal models and mixes them block by block with the models of similar clients.
 
 Chen, Zhang, "FedMSplit: Correlation-Adaptive Federated Multi-Task Learning across Multimodal Split Networks", KDD 2022.
-Neither the paper's text nor its code is open, so this implementation follows third-party descriptions. The server keeps
-a model for each client. After every round, the server mixes the blocks of the cohort. The block of another client has a
-larger weight if the parameters of the two clients are more similar, and if the two clients share more modalities.
+Neither the text of the paper nor the code of its authors is publicly available. This implementation therefore follows
+third-party descriptions. The server keeps a model for each client. After every round, the server mixes the blocks of
+the cohort. The block of another client has a larger weight if the parameters of the two clients are more similar, and
+if the two clients share more modalities.
 
 polyfed's choices: the default similarity is the cosine with a temperature, and `similarity = "dot"` is the dot product
 of the publication. With dot products of whole parameter vectors, each client would give all attention to itself, so
@@ -153,7 +154,11 @@ class FedMSplit(Averaging):
         return after
 
     def _attention(self, trained: Mapping[int, Tree], clients: list[int], fed: Federation) -> dict[str, Tensor]:
-        """Return the attention (S, S) by block. Rows sum to 1 over the owners. Other entries are zero."""
+        """Return, for each block, the attention of each of the S clients to each of them, as a matrix (S, S).
+
+        Row i holds the attention of client i. Among the clients that own the block, every row sums to 1. The rows and
+        columns of the other clients are zero.
+        """
         found = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]

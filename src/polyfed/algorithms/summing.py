@@ -9,7 +9,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 
 @dataclass(frozen=True, kw_only=True)
 class Summing:
-    """The section [secure_aggregation], and the hooks that declare what the method sums.
+    """What a method declares for secure aggregation: whether sums of replies are enough, and the weights in these sums.
 
     Attributes:
         secure_aggregation: options of secure aggregation, from the [secure_aggregation] section; None if it is not
@@ -22,8 +22,9 @@ class Summing:
     def single_replies(self) -> str:
         """Return why the server needs the replies of single clients, or an empty text if sums are enough.
 
-        By default, this is the `single_replies` of the method's selector or server optimiser. Only a method with
-        sum-only messages (`carries(sum_only=True)`) may have to override this hook.
+        By default, this is the `single_replies` of the method's selector or server optimiser. A method needs its own
+        version of this hook only if it has sum-only messages (`carries(sum_only=True)`) and reads single replies for
+        another reason.
         """
         reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
         return next(filter(None, reasons), "")

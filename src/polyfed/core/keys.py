@@ -135,7 +135,7 @@ def _below(base: int, step: int, limit: int) -> int:
 def _positions(count: int) -> np.ndarray:
     """Apply the first of the two mixing rounds of `bits` to the positions 0 to `count` - 1.
 
-    The key enters only after this round, so the result is the same for all keys.
+    `bits` adds the key only after this round, so the result of the first round is the same for all keys.
     """
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))

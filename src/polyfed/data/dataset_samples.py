@@ -23,9 +23,9 @@ class SampleForm:
     A sample is (x, label), (x1, ..., label), a dictionary, or (dictionary, label).
 
     Attributes:
-        modalities: names of the modalities. For a tuple, one name for each part except the label, in order. For a
-            dictionary, the keys to read. If None, all keys of the dictionary are modalities, except those that hold
-            the label, the client or the split.
+        modalities: names of the modalities. If the samples are tuples, these names belong to the parts of the tuple, in
+            order; the label has no name. If the samples are dictionaries, the names are the keys to read. If None, all
+            keys of the dictionary are modalities, except those that hold the label, the client or the split.
         keys: role -> the dictionary key under which a sample holds the value for this role. The roles are `labels`,
             `clients` and `split`.
         labelled: whether the samples have a label.

@@ -47,7 +47,7 @@ def refuse_leaked_labels(columns: Columns) -> None:
 
 
 def _copies(column: Column, targets: Tensor, there: Tensor | None) -> list[int]:
-    """Return the positions of the features that equal one of the targets in every row, in ascending order."""
+    """Return, in ascending order, the positions of features that copy a target: they equal this target in every row."""
     found: set[int] = set()
     for target in targets.unbind(1):
         usable = ~target.isnan() if there is None else ~target.isnan() & there

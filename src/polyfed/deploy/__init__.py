@@ -7,7 +7,7 @@ Files:
     server: the main function of the ServerApp, which waits for clients and runs the recipe.
     enrolment: decides which clients take part, and checks the facts that they report.
     membership: stores which device has which client number.
-    device_process: on a device, the process that answers messages, with installed code only.
+    device_process: on a device, answers the server's messages in a process that runs only installed code.
     handlers: answers the packets that the server sends, on a device and in a simulation.
     device: what a device's owner configures: the data, the policy, and the code that recipes may use.
     device_check: checks a recipe on a device before a run.

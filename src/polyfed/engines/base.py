@@ -311,8 +311,8 @@ def noise_key(request: Request, client: int) -> int:
 def only_the_gate_refuses(request: Request) -> Iterator[None]:
     """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
 
-    The text of a refusal leaves the device, so only the egress gate may write this text. A task that raises
-    `EgressError` fails like a task that raises any other exception.
+    Devices send the text of an `EgressError` to the server, so a task could put data into this text. As a
+    `RuntimeError`, the exception is an ordinary failure of the task.
     """
     try:
         yield

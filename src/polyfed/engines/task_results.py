@@ -15,8 +15,9 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
     """Check what a task returned, and split it into the reply and the client's new local state.
 
     Raises:
-        RecipeError: the task did not return a message and a local state, a field of the message differs from its
-            declaration (tensor or tree), or the local state is not a dict of tensors.
+        RecipeError: the task did not return a pair of a message and a local state. Or a field of the message is a
+            tensor where a tree is declared, or a tree where a tensor is declared. Or the local state is not a dict of
+            tensors.
     """
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(

@@ -125,7 +125,7 @@ class Models:
             client: whose model; see `predict`.
 
         Raises:
-            RecipeError: there is no such model, or its predictions depend on more than its logits.
+            RecipeError: there is no such model, or the method's predictions depend on more than the model's logits.
         """
         if client is None:
             return PlainModule(self.model, self.params, self.model.modalities, self.scaling)

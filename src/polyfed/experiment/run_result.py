@@ -252,7 +252,7 @@ class _NoClients:
     name = "no-clients"
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Raise a RecipeError, because a finished run has no clients."""
+        """Raise a RecipeError. A finished run is loaded without clients, so nobody can answer the request."""
         raise RecipeError(
             f"{request.name} was asked after the run: client_model and global_params must not ask clients"
         )

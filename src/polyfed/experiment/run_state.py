@@ -34,7 +34,7 @@ TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 
 
 def kept_facts(fed: Federation, columns: Columns, folder: Path) -> dict[str, Any]:
-    """Return the facts about clients and model with which `load_run` can load a run without its data.
+    """Return the facts about the clients and the model that `load_run` needs to load a run without its data.
 
     The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
     every checkpoint only names this file. For a million clients, the file takes 10 MB.
@@ -174,7 +174,7 @@ def _is_scaling(value: Any, shapes: dict[str, list[int]]) -> bool:
 
 
 def num_kept(state: Any, engine: Engine) -> dict[str, int]:
-    """Count the tensor entries that an algorithm keeps from round to round. The parameters of a kept model count too.
+    """Count the tensor entries that an algorithm keeps from round to round, including the parameters of models.
 
     Args:
         state: the server's state.

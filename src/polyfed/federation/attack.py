@@ -33,12 +33,12 @@ class Attack:
 
     Attributes:
         name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
-            shifts the mean of the attackers' updates by a number of standard deviations. It takes the largest shift
-            that still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
-            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. polyfed
-            flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also multiplies
-            the update by `scale`. With a large factor, this attack is called model replacement (Bagdasaryan et al.,
-            "How To Backdoor Federated Learning", AISTATS 2020).
+            shifts the mean of the attackers' updates by a number of standard deviations. The shift is the largest one
+            with which the false replies still look like honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough",
+            NeurIPS 2019). `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one
+            class. polyfed flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It
+            also multiplies the update by `scale`. With a large factor, this attack is called model replacement
+            (Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020).
         share: share of all clients that attack, rounded to a number of clients. polyfed draws these clients from the
             run's seed.
         clients: the numbers of the clients that attack. If this list is not empty, `share` has no effect.
@@ -74,7 +74,8 @@ class Attack:
         """Return the numbers of the clients that attack.
 
         Raises:
-            RecipeError: `clients` holds a number that no client has, or `share` is above 0 and rounds to no client.
+            RecipeError: `clients` holds a number that no client has, or `share` is above 0 but so small that the
+                rounded number of attackers is 0.
         """
         if unknown := [client for client in self.clients if not 0 <= client < num_clients]:
             raise RecipeError(f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}")
@@ -93,10 +94,10 @@ class Attack:
         """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: the attack does not fit the data, or `attackers` refuses `clients` or `share`. `label-flip` and
-                `backdoor` need clients that share no rows, because one client alone could not change a shared row.
-                `label-flip` also needs labels that are classes, because it exchanges classes. For `backdoor`, see also
-                `Trigger.of` and `poisoned`.
+            RecipeError: the attack does not fit the data, or `clients` or `share` has a wrong value; see `attackers`.
+                `label-flip` and `backdoor` need clients that share no rows, because one client alone could not change a
+                shared row. `label-flip` also needs labels that are classes, because it exchanges classes. For
+                `backdoor`, see also `Trigger.of` and `poisoned`.
         """
         attackers = self.attackers(population.num_clients, seed)
         if self.name == "alie" and len(attackers) == 1:

@@ -24,8 +24,8 @@ class Rows:
         key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
-        bound: True if the modules get this call's parameters at its start and lose them at its end. False for the
-            parameters that `Model.live` yields, because the modules keep those parameters after the call.
+        bound: True if the parameters are assigned to the modules only for the duration of the current call. False for
+            the parameters that `Model.live` yields, because the modules keep those parameters after the call.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Rows:
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe & Szegedy 2015) of (B, C, ...) that leaves out padded rows.
 
-    The result equals that of `torch.nn.BatchNorm1d/2d/3d` if no row is padding. Training batches with at least two
-    values per channel update the running statistics in place, in the tensors that are bound to the module. A single
-    value has no variance. There is no `num_batches_tracked`, because clients cannot average an integer. The input may
-    also hold several entries for each row, such as the r frames of a clip. Its first axis then has B * r entries, and
-    the entries of a row follow one another.
+    The result equals that of `torch.nn.BatchNorm1d/2d/3d` if no row is padding. A training batch updates the running
+    statistics in place, in the tensors that are bound to the module. A batch with only one value per channel does not
+    update them, because the variance of one value is not defined. There is no `num_batches_tracked`, because clients
+    cannot average an integer. The input may also hold several entries for each row, such as the r frames of a clip. Its
+    first axis then has B * r entries: first the r entries of row 0, then those of row 1, and so on.
     """
 
     running_mean: Tensor

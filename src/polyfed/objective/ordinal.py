@@ -64,7 +64,7 @@ class Ordinal(OfClasses):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss is not a mean over rows: if `class_weights` is set, it is a weighted mean; see `Objective`."""
+        """With `class_weights`, the reason why a batch's loss is not the mean of its rows' losses; otherwise empty."""
         return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ SIZE = 49 + 4 + 4
 
 
 def counts(predicted: Tensor, truth: Tensor) -> Tensor:
-    """Return what each row of a batch adds to the three confusion matrices, float64 (B, SIZE).
+    """Return what each row adds to the confusion matrices of Acc-7, Acc-2 and `acc2_with_zero`, float64 (B, SIZE).
 
     This function runs under vmap.
 
@@ -37,7 +37,10 @@ def counts(predicted: Tensor, truth: Tensor) -> Tensor:
 
 
 def measured(sums: Tensor) -> dict[str, float]:
-    """Return Acc-7, Acc-2, F1 and `acc2_with_zero` from the summed `counts`; no Acc-2 and F1 if all truths are 0."""
+    """Compute Acc-7, Acc-2, F1 and `acc2_with_zero` from sums of `counts`.
+
+    If the true score of every row is 0, the result has no Acc-2 and no F1.
+    """
     acc7, acc2, with_zero = sums[:49].view(7, 7), sums[49:53].view(2, 2), sums[53:].view(2, 2)
     found = {"acc7": accuracy(acc7), "acc2_with_zero": accuracy(with_zero)}
     return found | ({"acc2": accuracy(acc2), "f1": weighted_f1(acc2)} if bool(acc2.sum() > 0) else {})

@@ -27,11 +27,11 @@ def looks_like(label: Tensor) -> str:
 
 
 def doubtful_targets(columns: Columns) -> str:
-    """Return a remark on targets that may be class numbers in another form, or an empty text for other labels.
+    """Return a remark if float targets look like classes that are stored in an unusual form, otherwise an empty text.
 
-    In one such form, each row has one number, which is whole but stored as a float. The other form is one-hot: each row
-    has T numbers, one of them 1 and the others 0. `looks_like` suggests regression or multi-label for these two forms,
-    and never classification.
+    There are two such forms. In the first, each row has one number, which is whole but stored as a float. The second
+    form is one-hot: each row has T numbers, one of them 1 and the others 0. `looks_like` suggests regression or
+    multi-label for these two forms, and never classification.
     """
     label = columns.label
     if not label.is_floating_point():
@@ -57,12 +57,12 @@ def doubtful_targets(columns: Columns) -> str:
 
 
 def units_of(columns: Columns) -> tuple[float, float] | None:
-    """Return the mean and the standard deviation of the known training targets, if a regression should use them.
+    """Return the mean and the standard deviation by which a regression should standardise its targets, or None.
 
-    A model starts with outputs near 0. If the targets are far from 0 or have a large or small spread, the first rounds
-    only learn their mean. The result is None if the mean is at most three standard deviations from 0 and the standard
-    deviation is from 0.1 to 10. It is also None if each row has several targets, because the targets may have different
-    units.
+    They are computed from the known training targets. An untrained model has outputs near 0. If the targets are far
+    from 0 or have a large or small spread, the model therefore needs the first rounds only to learn their mean. The
+    result is None if the mean is at most three standard deviations from 0 and the standard deviation is from 0.1 to 10.
+    It is also None if each row has several targets, because the targets may have different units.
     """
     label = as_matrix(columns.label)
     known = label[columns.rows(0)].double()

@@ -2,7 +2,7 @@
 
 - `policy`: the kinds of data that may leave, by modality and destination ([egress] of a recipe or a device).
 - `announcement`: everything that the replies of a client can hold. `polyfed check` and the gate use the same list.
-- `gate`: all replies leave through the gate. It refuses what the policy forbids or the announcement does not list.
+- `gate`: all replies leave through the gate. It refuses data that the policy forbids, and data that is not announced.
 - `limits`: the minimum rows and steps, and the maximum rounds and requests, of a device ([limits] of a device).
 - `requirements`: the protection that a device demands ([require] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.

@@ -26,8 +26,8 @@ class Guarantee:
         rounds: number of rounds that the run will do.
         wanted: number of rounds that the recipe asks for.
         not_covered: data that depends on the rows and that epsilon does not cover, in words.
-        noise_norm: norm of the noise in the mean of the updates of a round, as a multiple of the clip norm. None if the
-            server adds no noise and the clients add none to their updates, or if the number is not known.
+        noise_norm: the noise that one round adds to the mean of the updates: its norm, divided by the clip norm. None
+            if the server adds no noise and the clients add none to their updates, or if the number is not known.
     """
 
     spec: Privacy
@@ -52,10 +52,11 @@ class Guarantee:
     def epsilon(self, rounds: int, block: str | None = None) -> float:
         """Return the epsilon of this number of rounds, in total or on one block of the model.
 
-        With `unit = "client"`, the epsilon of a block can be smaller than the total after one round. From the second
+        With `unit = "client"` and one round, the epsilon of a block can be smaller than the total. From the second
         round on, the update of a block depends on what all other blocks have already revealed. Only the total is then
-        valid, and the method returns the total for every block. With `unit = "example"`, it always returns the total,
-        because even the second training step depends on what the first step has revealed about all blocks.
+        valid, and the method returns the total for every block. With `unit = "example"`, every training step adds
+        noise. From the second step on, the gradients of a block depend on what the first step has revealed about all
+        blocks, so the method always returns the total.
         """
         clip = self.mechanism.clip
         alone = self.spec.unit == "client" and rounds * self.accounting.uses <= 1
@@ -63,7 +64,7 @@ class Guarantee:
         return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
 
     def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:
-        """Return block -> kind of data -> epsilon of these rounds. It is None if clients send the kind unprotected."""
+        """Return block -> kind of data -> epsilon of these rounds, or None for data that clients send unprotected."""
         found: dict[str, dict[str, float | None]] = {}
         for part, state in self.parts:
             kinds = found.setdefault(part.block, {})
@@ -108,20 +109,21 @@ class Guarantee:
     def _adaptive(self) -> dict[str, float]:
         """The entries `update_noise` and `count_noise`; empty without adaptive clipping.
 
-        Adaptive clipping divides epsilon between the noise in the updates and the noise in the count.
+        Adaptive clipping also needs a count: the number of updates whose norm is below the clip norm. The noise in the
+        updates and the noise in this count share the epsilon of the run.
         """
         rule = self.mechanism.adaptive
         return {} if rule is None else {"update_noise": self.mechanism.update_noise, "count_noise": rule.count_noise}
 
     @property
     def neighbours(self) -> str:
-        """The difference between two neighbouring data sets, which the guarantee makes hard to tell apart."""
+        """How two neighbouring data sets differ. The guarantee makes it hard to tell which of the two a run used."""
         what = "the data of one client" if self.spec.unit == "client" else "one row"
         return f"{what} is {'replaced by other data' if self.accounting.swing == 2 else 'left out'}"
 
     @property
     def protects(self) -> str:
-        """What nobody can learn with certainty from the result of the run, in plain words."""
+        """The fact that the guarantee protects: somebody who sees the result of the run cannot be sure of this fact."""
         swing = self.accounting.swing == 2
         if self.spec.unit == "client":
             return "which data one client used" if swing else "whether one client's data was used at all"

@@ -12,9 +12,9 @@ Each line inside a table is a row of the policy. A row in `[egress."*"]` applies
 its own for the destination. It does not apply to `shared` or `labels`.
 
 If the policy has a row for a block and a destination, this row alone decides what the block may send there. Without a
-row, a modality may send parameters, gradients of parameters and statistics, and `labels` may send nothing. Without a
-row, `shared` may send one of these three kinds only if every modality of the client may send this kind. The reason is
-that the shared layers read all modalities of the client, and gradients of these layers can reveal the data.
+row, a modality may send parameters, gradients of parameters and statistics, and `labels` may send nothing. The same
+three kinds are the default for `shared`, but a kind is left out if any modality of the client may not send it. The
+reason is that the shared layers read all modalities of the client, and gradients of these layers can reveal the data.
 
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """

@@ -28,7 +28,8 @@ class Paired:
         mean: the mean difference.
         low: lower end of the 95 % interval of the mean by Student's t. None for a single pair.
         high: upper end of the interval.
-        p: two-sided p-value. None for a single pair, or if all differences are equal and not 0.
+        p: two-sided p-value. None for a single pair. Also None if all pairs have the same difference and this
+            difference is not 0.
     """
 
     n: int

@@ -95,7 +95,7 @@ class PowD(Selector):
 
     @property
     def single_replies(self) -> str:
-        """Why the server has to read the reply of each client: the selector compares the clients' losses."""
+        """The reason why sums of replies are not enough: the server compares the losses of single clients."""
         return "[selection] pow-d compares the losses of single clients"
 
     reads: ClassVar[tuple[str, ...]] = ("loss",)

@@ -168,8 +168,9 @@ def class_means(
         num_classes: C.
 
     Returns:
-        The prototypes by modality, and the number of rows of each class, (C,), under `shared`. A modality that some
-        rows lack also has its own numbers of rows, under its name.
+        The prototypes by modality, and the number of rows of each class, (C,), under `shared`. If some rows lack a
+        modality, the second result also holds, under the name of the modality, the number of rows of each class that
+        have it, (C,).
     """
     partial: set[str] = set()  # modalities that some rows lack; the same in every batch
 

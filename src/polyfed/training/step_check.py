@@ -1,4 +1,4 @@
-"""Tests that the program of a training step must pass before it replaces the step."""
+"""The tests of a training step's program. Only a program that passes these tests may replace the step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +33,9 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
     """Return whether two graphs take the same step in double precision.
 
     In double precision, rounding errors are far below the tolerance. A correct rewritten graph therefore passes the
-    check whatever the numbers are, and the result is the same in every run. The result is False if the two graphs
-    compute different steps, or if the rewritten graph cannot run. The latter can happen if a rewriting rule gives a
-    tensor other strides, because a view of the tensor may then be impossible.
+    check for all values of the tensors, and the result of the check is the same in every run. The result is False if
+    the two graphs compute different steps, or if the rewritten graph cannot run. A rewritten graph cannot run, for
+    example, if a rewriting rule changes the strides of a tensor and a later `view` does not work with the new strides.
 
     Args:
         graph: the operations of a training step.

@@ -7,7 +7,7 @@ the program too if their loss has the same code and reads equal values (`step_so
 
 A program's results differ from those of the direct step in the last bits. A run must give the same bits whether a
 program is already stored or must first be made. The recipe alone therefore decides whether a run uses programs. Tracing
-changes only a copy of the state. The program can therefore take the first step too, the one that was traced.
+changes only a copy of the state, so the program computes all steps, even the traced one.
 
 A program must pass three tests before it is used. Two traces of the same step must be equal. For example, a loss that
 counts its calls fails this test and is computed directly. The trace must reproduce the step bit for bit. The rewritten
@@ -59,10 +59,10 @@ class Known:
 
     Attributes:
         program: the program.
-        outside: for each tensor that the step closes over, its index in `Source.tensors`. If the step makes a 0-dim
-            tensor from a Python number, the tensor itself takes the place of the index.
+        outside: an entry for each tensor that the step closes over: its index in `Source.tensors`, or the tensor itself
+            if the step makes it from a Python number (0-dim).
         value_dim: position of the client axis in the value of the loss; None if all clients have the same value.
-        named: objects whose `id` is in the program's key. They are kept alive, so that no other object gets the `id`.
+        named: see `Source.named`. These objects are kept alive, so that Python gives their `id` to no other object.
     """
 
     program: Program
@@ -72,7 +72,7 @@ class Known:
 
     @property
     def places(self) -> list[int]:
-        """The indices in `Source.tensors` of the tensors that the step closes over."""
+        """Which entries of `Source.tensors` the step closes over, as indices."""
         return [place for place in self.outside if isinstance(place, int)]
 
 
@@ -82,7 +82,7 @@ stands for a step that has no program."""
 
 
 def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether a local training uses programs. With few steps, making a program takes longer than it saves.
+    """Whether a local training makes and uses programs. With few steps, making a program takes longer than it saves.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
@@ -105,7 +105,7 @@ def run(
         advance: takes one step.
         state: nested structure of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
-        kinds: kind of each step; Python takes the same branches in all steps of one kind.
+        kinds: the kind of each step. Steps are of the same kind if Python takes the same branches in them.
         source: the values that a step reads. They identify its program. If None, no step uses a program.
 
     Returns:
@@ -185,8 +185,8 @@ class Replay:
     def _shares(self, made: Known | None) -> bool:
         """Whether a tensor that a program reads occurs several times in `Source.tensors`.
 
-        For example, the initial model and the server's model are the same tensors in round 1. Another training run uses
-        such a program only if the same positions of its `Source.tensors` also hold one and the same tensor.
+        For example, the initial model and the server's model are the same tensors in round 1. Another training run can
+        use the program only if its own `Source.tensors` has repeated tensors at the same positions.
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
@@ -239,7 +239,7 @@ class Replay:
 
 
 class Recording:
-    """A step on a copy of the state. The tracer must be active while the step is taken.
+    """The recording of one step, which is taken on a copy of the state, inside `with recording.tracer`.
 
     Args:
         state: the state before the step; it does not change.
@@ -274,7 +274,7 @@ class Recording:
 
 
 def _number(tensor: Tensor) -> Tensor | None:
-    """Return a number that the step makes in Python (`torch.tensor(7.0)`); None for other tensors."""
+    """Return the tensor if the step made it from a Python number, as `torch.tensor(7.0)` does; otherwise None."""
     return tensor if not tensor.dim() and tensor.device.type == "cpu" else None
 
 

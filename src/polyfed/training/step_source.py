@@ -1,8 +1,8 @@
 """What a training step reads: the values that decide which operations it runs, and the tensors that it closes over.
 
-Two local training runs perform the same operations if their functions have the same code, and if these functions close
-over equal values and over tensors of the same layout. A program from an earlier round can then run on the tensors of
-the current round.
+Two local training runs perform the same operations under two conditions: their functions have the same code, and the
+variables that these functions close over hold equal values or tensors of the same layout. A program from an earlier
+round can then run on the tensors of the current round.
 """
 
 import functools
@@ -40,17 +40,17 @@ class Source:
     """The values and tensors that a step reads.
 
     Args:
-        read: everything that the step reads: functions such as the loss, options, models and tables.
+        read: everything that the step reads: options, models, tables, and functions such as the loss.
         classes: the tensor of class numbers among the tensors of `read`; None if the labels are not classes. No class
             number may be negative.
 
     Attributes:
-        parts: the description of all values. The descriptions of two training runs whose steps perform the same
-            operations are equal.
+        parts: the description of all values. If the steps of two training runs perform the same operations, the two
+            runs have equal descriptions.
         tensors: the tensors that were found, in order. The same tensor may occur more than once.
-        classes: place of the class numbers among the tensors; None if there are none.
-        named: objects that appear in `parts` only as `id(object)`. Code that stores `parts` must store these objects
-            too, so that Python does not give the same id to another object.
+        classes: index in `tensors` of the tensor of class numbers; None if the labels are not classes.
+        named: objects, such as classes and modules, that `parts` describes only by their Python `id`. Code that stores
+            `parts` must store these objects too, so that Python does not give the same id to another object.
 
     Raises:
         Unreadable: the contents of an object cannot be compared.

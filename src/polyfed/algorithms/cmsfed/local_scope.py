@@ -23,8 +23,9 @@ class TrainingScope:
         context: the client context.
         modalities: modalities that the client trains.
         helped: modalities whose prototypical cross-entropy (PCE) is added to the loss.
-        full_strength: if true, PCE has its full weight in every batch. If false, a comparison of the modalities in a
-            batch gives the weight. A client that trains one modality has no second one for this comparison.
+        full_strength: if true, PCE has its full weight in every batch. If false, the weight comes from a comparison of
+            the modalities in each batch. If the client trains only one modality, there is no other modality to compare
+            it with, and PCE is not added.
         feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
             the features.
     """

@@ -39,10 +39,10 @@ class VerticalOptions(Algorithm):
         labels_at: the modality whose devices hold the labels. In each exchange, these devices compute the gradients of
             the loss with respect to the embeddings of the other devices. The other devices use these gradients instead
             of labels in all local rounds until the next exchange (FedBCD, Liu et al., IEEE Transactions on Signal
-            Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
-        placebo: a control experiment with the same cost as the method. Under `shuffled`, the embeddings that each
-            device receives from other devices come from other rows of the mini-batch, so they are unrelated to its own
-            samples. `none` is the method itself, without a control.
+            Processing 70, 2022). If this option is empty, all devices hold the labels, as in the report on HFM.
+        placebo: whether to run a control experiment, which costs as much as the method, instead of the method itself.
+            `none` runs the method. `shuffled` runs the control: the embeddings that each device receives from other
+            devices come from other rows of the mini-batch, so they are unrelated to its own samples.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5

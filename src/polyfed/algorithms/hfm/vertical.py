@@ -10,8 +10,8 @@ Letters: M silos, K devices in a silo, N_m samples of silo m, B_m its mini-batch
 
 This file is the server half: it runs the edges. The tasks of the devices are in `devices.py`. Requests whose replies
 only an edge may see have `scope="silo"`. A message from an edge to the server goes through the first device of its
-silo. That device's policy therefore applies, and its ledger counts the message. The vectorised engine stacks all
-devices of one modality, across silos.
+silo. That device's policy therefore applies, and its ledger counts the message. The vectorised engine trains all
+devices of one modality in one stack, also if they belong to different silos.
 """
 
 from collections.abc import Mapping, Sequence
@@ -157,7 +157,7 @@ class Vertical(SiloScores):
         }
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow a task that belongs to an option only if this option is set."""
+        """Return whether the recipe sets the option that the task needs, such as `labels_at` for the task `guide`."""
         if task in ("guide", "follow"):
             return bool(self.labels_at) and block != self.labels_at
         return task != "fit_head" or self.head_update == "server"
@@ -202,7 +202,7 @@ class Vertical(SiloScores):
     def _asked(
         self, fed: Federation, task: Task, send: Mapping[int, Message], turn: Turn, *, heads: bool, quorum: bool = True
     ) -> tuple[Replies, int]:
-        """Send a request of an exchange. Return the replies and the bytes moved.
+        """Ask devices to do one task of an exchange. Return their replies, and the bytes sent and received.
 
         If `heads` is set, every reply contains a head. The server rejects a reply if the parameters of this head have
         other names than the parameters of the head that the server sent to the device.
@@ -247,7 +247,7 @@ class Vertical(SiloScores):
         known: Mapping[int, Sent],
         phi: Mapping[int, Exchange],
     ) -> tuple[Replies, int]:
-        """Train the devices that hold no labels (option `labels_at`). Return their replies and the bytes moved."""
+        """Train devices without labels (option `labels_at`). Return their replies, and the bytes sent and received."""
         slopes, moved = self._asked(fed, self.guide, phi, turn, heads=False)
         send: dict[int, Guidance] = {}
         for silo, members in turn.silos.items():

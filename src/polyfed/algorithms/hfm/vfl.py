@@ -1,8 +1,8 @@
 """VFL: every silo trains separately. A comparison with HFM shows the benefit of averaging across silos.
 
-VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. The proximal
-term acts only on the head. It pulls towards the last head that the edge sent, because a device receives nothing else.
-See docs/algorithms/vfl.md.
+VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. The only
+parameters that a device receives are the head of its edge. The proximal term therefore acts only on the head, and pulls
+it towards the head that the edge sent last. See docs/algorithms/vfl.md.
 """
 
 import warnings
@@ -45,7 +45,7 @@ class Vfl(Vertical):
         return super().init(fed, params)
 
     def anchors(self, local: Tree, head: Tree) -> Tree:
-        """Return the head that the device received."""
+        """Return the parameters towards which the proximal term pulls: the head that the device received."""
         return head
 
     def devices(self, fed: Federation) -> dict[int, list[int]]:

@@ -44,7 +44,7 @@ class Guided(Message):
 class GuidedUpdate(Message):
     """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment.
 
-    `probe` holds the teacher's accuracy under `shared`, if the option `probe` is on.
+    If the option `probe` is on, the field `probe` has one entry, with the key `shared`: the teacher's accuracy.
     """
 
     params: Tree = carries("parameters")

@@ -48,7 +48,7 @@ class CutGradients(Message):
 
 @message
 class HeadInput(Message):
-    """U-shaped: the joint representation (B, J), which is the input of the client's head."""
+    """Only for U-shaped models: the joint representation (B, J), which is the input of the client's head."""
 
     joint: Tensor = carries("embeddings", rows="num_rows")
     step: Tensor = carries("statistic")
@@ -57,7 +57,7 @@ class HeadInput(Message):
 
 @message
 class HeadGradient(Message):
-    """U-shaped: the loss, and its gradient with respect to the input of the client's head (B, J)."""
+    """Only for U-shaped models: the loss, and its gradient (B, J) with respect to the input of the client's head."""
 
     gradient: Tensor = carries("embeddings", rows="num_rows")
     loss: Tensor = carries("statistic")

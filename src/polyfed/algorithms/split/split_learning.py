@@ -34,7 +34,7 @@ class SplitState(State):
     """Server state; `params` is the whole model.
 
     Attributes:
-        optimiser: moments of the optimiser of the server's half.
+        optimiser: moments of the optimiser that trains the server's half of the model.
         steps: the number of training steps of this optimiser so far.
     """
 

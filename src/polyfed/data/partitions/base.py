@@ -1,9 +1,8 @@
 """The base class of partitions, and the steps that partitions share.
 
 The partitions here first decide how many rows of each class every client gets. The result is a table of counts (class,
-client). The partitions then split the rows according to this table. It is cheap to draw such a table again. Splitting
-the rows is fast even for 100,000 clients: the code shuffles the rows of each class once, and has no Python loop over
-clients.
+client). The partitions then split the rows according to this table. It is cheap to draw such a table again. The split
+is fast even for 100,000 clients: the code shuffles the rows of each class once, and has no Python loop over clients.
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +25,8 @@ Counts = NDArray[np.int64]
 class Partition(ABC):
     """Splits training rows over clients.
 
-    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names. Your
-    own partition extends this class. `[clients] partition` names it as `package.module:Class`.
+    A partition is a frozen dataclass. Its fields are its options: a field `x` gets the value of the key `x` of
+    `[clients]`. Your own partition extends this class. `[clients] partition` names it as `package.module:Class`.
     """
 
     @abstractmethod
@@ -45,7 +44,7 @@ class Partition(ABC):
 
 
 def refuse_targets(columns: Columns, what: str) -> None:
-    """Refuse an option that needs classes if the data has no labels, or if the labels are regression targets.
+    """Raise an error if the labels are not classes, because an option of the recipe needs classes.
 
     Raises:
         RecipeError: the data has no labels, or the labels are regression targets. The error text begins with `what`.

@@ -33,7 +33,7 @@ class AvMnist(Source):
     uniformly. It is stored once, even if several images share it. Each of the six speakers is a natural client. They
     are numbered from 0 to 5 in alphabetical order of their names. Both modalities are standardised with training
     statistics. This is not the AV-MNIST of Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are
-    noisy. Do not compare results on these two data sets.
+    noisy. Do not compare results on one of these two data sets with results on the other.
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.

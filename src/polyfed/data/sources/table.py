@@ -53,8 +53,8 @@ class Table(Source):
             guess is the same as in the source `npz`.
         partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
             "absent" in this row.
-        standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
-            modalities for which this is done. The trained models do the same with new samples.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows: true for all
+            modalities, or a list of the modalities to standardise. The trained models do the same with new samples.
         test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
             test set.
         seed: Seed for drawing that test set; the run's own seed has no effect.

@@ -36,7 +36,8 @@ def packet_of(content: RecordDict) -> Packet | str:
     """Decode Flower's records.
 
     Returns:
-        The packet, whose header is parsed but not yet checked. If the records hold no packet, the result is the reason.
+        The packet, whose header is parsed but not yet checked. If the records hold no valid packet, a text with the
+        reason.
     """
     try:
         text = content.config_records[HEADER]["header"]

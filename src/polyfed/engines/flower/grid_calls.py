@@ -13,7 +13,7 @@ from polyfed.engines.flower.fetch_limit import TOO_LARGE, at_most
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
-    """Send messages and return their ids. If the SuperLink did not accept a message, its id is empty.
+    """Send messages and return their ids, with an empty text for each message that the SuperLink did not accept.
 
     Raises:
         TransportError: the SuperLink failed.

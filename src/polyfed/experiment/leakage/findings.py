@@ -47,7 +47,8 @@ class Tally:
 
     Attributes:
         value: for each guess, its quality from 0 (wrong) to 1 (right), float64 (n,).
-        guess: the expected quality of the best guess without the message, float64 (n,).
+        guess: for each guess, the expected quality of the best guess of somebody who has not seen the message, float64
+            (n,).
     """
 
     value: NDArray[np.float64]
@@ -69,12 +70,13 @@ class Finding:
         status: `measured`, or why there are no numbers.
         method: how the attacker guesses, in a few words.
         value: mean quality of the attacker's guesses, from 0 to 1.
-        guess: mean quality of the best guess without the message.
+        guess: mean quality of the best guesses of somebody who has not seen the messages.
         advantage: `value - guess`.
         low, high: the 95 % interval of the advantage.
         clients: number of clients that were attacked.
         guesses: number of guesses.
-        raw: the mean quality if the attacker had the rows themselves. Only attacks on embeddings have this number.
+        raw: mean quality of the same attack on the rows themselves instead of their embeddings. Only attacks on
+            embeddings have this number.
         remark: a fact that a reader must know about this finding.
     """
 

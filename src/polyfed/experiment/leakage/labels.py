@@ -96,7 +96,7 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
 
 
 def _ranked(score: Tensor, held: Tensor) -> float:
-    """Return how often a class that the client holds scores higher than a class that the client lacks.
+    """Return how often the classes that the client holds have higher scores than the other classes.
 
     The function compares every class that the client holds with every class that it lacks. The result is the share of
     these pairs in which the held class has the higher score. Ties count as half.

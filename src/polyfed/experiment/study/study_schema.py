@@ -50,13 +50,13 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class When:
-    """A condition: if all entries of `match` hold, the study changes keys or leaves out the runs.
+    """A rule for the runs to which all entries of `match` apply: change keys of their recipes, or leave them out.
 
     Attributes:
         match: `method`, `scenario` or keys of the recipe, each with a value or a list of values.
         set: Keys of the recipe and their values.
         unset: Keys or sections that are removed from the recipe.
-        skip: Why these runs are left out. If empty, the study does not leave them out.
+        skip: The reason why the study leaves out these runs. If empty, the study does not leave them out.
     """
 
     match: dict[str, Any]
@@ -108,7 +108,8 @@ class Study:
         grid: Keys and their lists or ranges, for every method; every combination is a line of the table.
         methods: Name -> method.
         scenarios: Name -> scenario. If there are none, `recipe` is the only scenario.
-        when: Rules that change keys of some runs or leave out these runs. The study applies the rules in this order.
+        when: Rules that change keys of some runs or leave out these runs. The study applies the rules in the order of
+            this list.
         search: How settings are chosen. None if no method has keys to search.
         name: The name of the study's folder, which is the name of its file.
         folder: Relative paths to recipes start in this folder.

@@ -62,7 +62,7 @@ class Session:
     survivors: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with no sender and no survivor."""
+        """Set `sent` and `survivors` to False for all clients, because no client has sent anything yet."""
         self.sent, self.survivors = (np.zeros(len(self.clients), bool) for _ in range(2))
 
     def chosen(self, places: np.ndarray) -> list[int]:
@@ -200,7 +200,7 @@ class SecureSum:
                 missing[client] = "sent a masked reply of another form than the other clients"
 
     def _leave_out_small(self, here: Session) -> None:
-        """Leave out the clients of a block if, after drop-outs, too few clients are left for a sum of this block.
+        """Leave out all clients that hold a block if, after drop-outs, they are too few for a sum of this block.
 
         These clients count as dropped. Their self-masks stay secret, so nobody can read their replies.
         """
@@ -265,8 +265,8 @@ class SecureSum:
         """Return the sums as real numbers.
 
         Raises:
-            Abandoned: a sum is out of range, because a client revealed a wrong share. It is also raised if the clients
-                used other weights than the registry; see `_check_weights`.
+            Abandoned: a sum is out of range, because a client revealed a wrong share. Or the clients' weights differ
+                from the weights in the client registry; see `_check_weights`.
             RecipeError: the sum of the weights is too large; see `_check_weights`.
         """
         alive = here.chosen(here.survivors)
@@ -301,7 +301,8 @@ class SecureSum:
 
         Raises:
             RecipeError: the clients' sum is larger, because [engine] rows_cap has lowered a weight in the registry.
-            Abandoned: the clients' sum differs from the registry's sum for another reason. One client can cause this.
+            Abandoned: the clients' sum differs from the registry's sum, but not because of rows_cap. One client can
+                cause this.
         """
         for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             told, known, limited = round(float(real[by, None])), sum(rows.values()), self.registry.limited & rows.keys()

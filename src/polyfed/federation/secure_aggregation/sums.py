@@ -21,7 +21,7 @@ class SummedReplies(Replies):
         clients: the clients whose replies are in the sums, ascending.
         sums: the weighted sum of each tensor of the replies.
         senders: for each tensor, the clients whose values are in its sum.
-        weights_in: for each field, the weight by which each client multiplied it.
+        weights_in: field -> client -> the weight by which this client multiplied its value of the field.
         template: the model's tree, which gives the types of the means.
         errors: for each tensor, the largest rounding error of one client, which rounds every entry to a fixed-point
             number.
@@ -55,7 +55,7 @@ class SummedReplies(Replies):
         return client in self.clients
 
     def numbers(self, name: str) -> dict[int, float]:
-        """Refuse to return the numbers of single clients.
+        """Refuse to return a field's values by client, because the server knows only their sum.
 
         Raises:
             RecipeError: always.
