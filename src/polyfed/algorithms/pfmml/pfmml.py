@@ -62,7 +62,7 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, devices that still lack their newest copy, built before the last round, bool (K,).
+        undelivered: by block, bool (K,): devices that lack their newest copy, which is older than the last round.
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
