@@ -26,9 +26,9 @@ class TaskInfo:
         scope: who may receive the replies. With `server`, this is the server. With `silo`, it is only the edge of the
             client's silo, which is the place where the devices of a silo exchange messages.
         loop_because: why the task cannot run under vmap. Empty if the task can.
-        once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
-            a message, it never uses the same secrets to answer a different message. Empty if the task has no such
-            block.
+        once: name of the block of the local state in which the task keeps secrets that may be used only once. After a
+            device has used its secrets to answer a message, it never uses the same secrets to answer a different
+            message. Empty if the task has no such block.
     """
 
     scope: str = "server"
