@@ -281,8 +281,9 @@ def ensemble(sent: list[Tensor], other_PE: Tensor) -> Tensor:
 
 
 def weights(sent: list[Tensor], other_PE: Tensor) -> Tensor:
-    """Weights (K, P) of the clients for each public sample: a softmax over clients of a contrastive score.
+    """Return the weights (K, P) of the clients for each public sample.
 
+    Each client has a contrastive score for the sample. The softmax of these scores over the clients gives the weights.
     The score of a client's representation z_i of sample i is log softmax_j(z_i . g_j) at j = i, where g_j is the global
     representation of sample j in the other modality. The score is high if z_i identifies its counterpart.
     """
@@ -301,8 +302,8 @@ def public_batch(samples: Tree) -> Batch:
 def draw_public(samples: Tree, batch: Batch) -> Batch:
     """Draw as many random public rows as the batch has rows, without replacement, with the batch's own key.
 
-    The contrastive losses use the other drawn rows as negatives of a row, so no row may be drawn twice. If the batch
-    has more rows than the public set, the remaining drawn rows count as padding.
+    The contrastive losses compare each drawn row with all other drawn rows, which are its negatives. No row may
+    therefore be drawn twice. If the batch has more rows than the public set, the surplus rows are marked as padding.
     """
     assert batch.key is not None
     size, wanted = next(iter(samples.values())).shape[0], batch.y.shape[0]

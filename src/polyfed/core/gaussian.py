@@ -70,7 +70,10 @@ class Clip:
         return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
 
     def _norms(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the norms (K,) of the trees, float64, by block. Without `limits`, "" stands for all blocks."""
+        """Return the norms (K,) of the trees, float64, by block.
+
+        Without `limits`, the norm is taken over all blocks together, and the only key of the result is "".
+        """
         groups: dict[str, list[Tensor]] = {}
         for name, value in stack.items():
             squares = value.flatten(1).to(torch.float64).square().sum(1)

@@ -1,4 +1,4 @@
-"""`Scaling`: the shift and the scale of a modality, with which stored samples become the input of a model."""
+"""`Scaling`: the shift and the scale that turn the stored samples of a modality into inputs of a model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -23,12 +23,12 @@ class TaskInfo:
     """The options given to `@task`.
 
     Attributes:
-        scope: who may receive the replies: `server`, or `silo` for only the edge of the client's silo. The edge is the
-            place where the devices of a silo exchange messages.
+        scope: who may receive the replies. With `server`, this is the server. With `silo`, it is only the edge of the
+            client's silo, which is the place where the devices of a silo exchange messages.
         loop_because: why the task cannot run under vmap. Empty if the task can.
-        once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
-            a message, it never uses the same secrets to answer a different message. Empty if the task has no such
-            block.
+        once: name of the block of the local state in which the task keeps secrets that may be used only once. After a
+            device has used its secrets to answer a message, it never uses the same secrets to answer a different
+            message. Empty if the task has no such block.
     """
 
     scope: str = "server"
@@ -40,13 +40,13 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
     """Mark a method as a client task.
 
     Args:
-        scope: who may receive the replies: `server`, or `silo` for only the edge of the client's silo. The edge is the
-            place where the devices of a silo exchange messages.
+        scope: who may receive the replies. With `server`, this is the server. With `silo`, it is only the edge of the
+            client's silo, which is the place where the devices of a silo exchange messages.
         loop_because: why the task cannot run under vmap. The vectorised engine then runs the clients one after another,
             and reports this reason in an event.
-        once: the block of the local state that holds secrets of the task. After a device has used its secrets to answer
-            a message, it never uses the same secrets to answer a different message. This also holds if a server goes
-            back to an earlier round.
+        once: name of the block of the local state in which the task keeps secrets that may be used only once. After a
+            device has used its secrets to answer a message, it never uses the same secrets to answer a different
+            message. This also holds if a server goes back to an earlier round.
     """
 
     def mark(method: _F) -> _F:

@@ -28,8 +28,8 @@ class ClientsSpec:
     Attributes:
         partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
             "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
-            Your own partition is a dataclass that extends `polyfed.data.Partition`. A field `x` of this dataclass takes
-            the value of the key `x` of this section. In Python, you can also give an object with the method `split`.
+            Your own partition is a dataclass that extends `polyfed.data.Partition`. If your dataclass has a field `x`,
+            the key `x` of [clients] sets this field. In Python, you can also give an object with the method `split`.
         num: Number of clients; 10 if a recipe does not give it. The partition "by-client" does not accept this option,
             because the data determines the number. "silos" does not accept it either, because `silos` determines the
             number.
@@ -44,9 +44,10 @@ class ClientsSpec:
             If false, they come from all classes, including its main class.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
-        silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
-            `holdings`, or per modality. If several entries list the same modalities, their devices divide the silo's
-            rows among themselves, so each row is on one of these devices.
+        silos: With "silos": number of silos; 4 if a recipe does not give it. A silo has one device for each entry of
+            `holdings`. If `holdings` is not given, a silo has one device for each modality. If several entries list the
+            same modalities, their devices divide the silo's rows among themselves, so each row is on one of these
+            devices.
         silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
             with the options of this section. With "by-client", each natural client is a silo.
         silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
@@ -76,9 +77,10 @@ class ClientsSpec:
             then have the same clients, and only the random numbers of training differ.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
             "by-client", it is taken from each natural client before the client is cut into shards.
-        measure_on: The rows on which the run is evaluated. If None, these are the test rows. With "validation", no test
-            rows are used: the pooled validation rows replace the global test set, and a `validation` share of each
-            client's training rows replaces its own test rows. `polyfed sweep` uses "validation" to choose options.
+        measure_on: The rows on which the run is evaluated. If None, these are the test rows. With "validation", the run
+            does not use the test rows. The pooled validation rows replace the global test set, and a `validation` share
+            of each client's training rows replaces the client's own test rows. `polyfed sweep` uses "validation" to
+            choose options.
     """
 
     partition: Any = "iid"

@@ -77,7 +77,8 @@ def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str
     Args:
         present: modality -> bool (N,), which rows have it, with an entry for every modality.
         where: the name of the data in error messages.
-        cut: modality -> bool (N,), true for each row whose values were left out because only some of them were given.
+        cut: modality -> bool (N,), true for each row that has only some of the modality's values. These values were
+            left out.
 
     Raises:
         DataError: some rows lack every modality.

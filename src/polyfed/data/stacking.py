@@ -69,7 +69,10 @@ def _shaped(values: Tensor, flat: bool) -> Tensor:
 
 
 def _norms(norms: Sequence[Tensor | None], parts: Sequence[Column], flat: bool, neutral: float) -> Tensor | None:
-    """Return shifts or scales of the parts as one tensor, with one value for every entry of a concatenated sample."""
+    """Join the shifts of several parts, or their scales, into one tensor. Return None if no part has any.
+
+    A sample is the concatenation of its parts. The tensor has one value for each entry of such a sample.
+    """
     if all(norm is None for norm in norms):
         return None
     wide = [torch.tensor(neutral) if norm is None else norm for norm in norms]

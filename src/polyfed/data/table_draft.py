@@ -37,7 +37,8 @@ class Draft:
         clients: Natural client of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
-        cut: Modality -> bool (N,), true for each row whose values were left out because only some of them were given.
+        cut: Modality -> bool (N,), true for each row that has only some of the modality's values. These values were
+            left out.
         faulty: Modalities that could not be read. Their faults are known.
         class_names: Names of the classes or targets, or None.
         ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers

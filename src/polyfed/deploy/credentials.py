@@ -52,8 +52,8 @@ def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ())
         The folder.
 
     Raises:
-        RecipeError: `nodes` is negative, or a host is neither a name nor an address. The other possible cause is an
-            existing server certificate that is incomplete, has expired, or lacks one of the hosts.
+        RecipeError: `nodes` is negative, or a host is neither a name nor an address. This function also raises the
+            error if the folder has a server certificate that is incomplete, has expired, or lacks one of the hosts.
     """
     folder = Path(folder)
     if nodes < 0:

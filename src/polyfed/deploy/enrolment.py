@@ -124,7 +124,7 @@ def enrolment_in(answer: Packet) -> Enrolment:
 
 @dataclass(frozen=True)
 class Admission:
-    """The clients that take part, and the shapes and the number of classes for the run.
+    """The clients that take part in the run, the shapes of their samples, and the number of classes.
 
     Attributes:
         clients: the enrolments of the clients that take part.

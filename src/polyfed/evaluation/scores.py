@@ -312,7 +312,7 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
 
 
 def possible(fed: Federation) -> Accept:
-    """Return a check for `fed.ask(..., accept=)`. It refuses impossible sums, such as 11 correct of 10 test rows."""
+    """Return an `accept` function for `fed.ask`, which drops impossible scores, such as 11 correct of 10 test rows."""
 
     def flaw(client: int, reply: OwnScore) -> str:
         return fed.context.objective.flaw(reply.sums, float(reply.num_rows))

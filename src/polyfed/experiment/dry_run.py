@@ -202,7 +202,7 @@ def _run_round(parts: Assembly) -> None:
 
 
 def _shortened(population: Population, most: int) -> Population:
-    """Return the same clients, each with its first `most` rows. A client with fewer rows keeps all of them."""
+    """Return the same clients, but a client with more than `most` rows keeps only the first `most` of them."""
     return replace(
         population,
         train=population.train.first(most),

@@ -49,7 +49,7 @@ class Reading:
     Attributes:
         source: the source.
         columns: the table that the file holds. The table's notes name everything that was guessed.
-        table: the options of [data] that give the source.
+        table: the section [data] of a recipe that reads the same source, as a table of options.
         remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
             warnings.
     """

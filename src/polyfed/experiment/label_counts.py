@@ -11,9 +11,10 @@ MOST_COUNTS = 100_000
 
 
 def label_counts(population: Population, client: int) -> dict[str, Any]:
-    """Return the number of training rows of each class, for the first clients of a simulation.
+    """Return the number of training rows of each class that a client of a simulation has.
 
-    A client of a deployment keeps its labels, so the server cannot count them.
+    Only the first clients of a simulation are counted; for all others, the result is empty (see `MOST_COUNTS`). A
+    client of a deployment keeps its labels, so the server cannot count them, and the result is empty too.
     """
     label = population.columns.label.cpu()
     classes = population.columns.num_classes

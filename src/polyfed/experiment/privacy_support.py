@@ -31,7 +31,10 @@ def methods_that_honour(unit: str) -> str:
 
 
 def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
-    """List the options with which an algorithm supports a unit of [privacy], and the kinds that stay unprotected."""
+    """List what a recipe must set so that an algorithm supports a unit of [privacy].
+
+    These are options of the algorithm, and `unprotected` with the kinds of data that [privacy] does not protect.
+    """
     method = cls(**cls.private_options)
     found = [f'{option} = "{value}"' for option, value in cls.private_options.items()]
     if kinds := unprotected(method, unit):

@@ -19,8 +19,8 @@ from polyfed.privacy.requirements import Release, Requirements
 def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[str]:
     """Find every protection that a device demands and a recipe lacks.
 
-    Each result is a text that states the reason and then what to change in the recipe. The text has no full stop at its
-    end.
+    Each result is a text that states the reason and then what to change in the recipe. The text does not end with a
+    full stop, because a caller may join several texts into one message.
 
     Args:
         required: the section [require] of the device.

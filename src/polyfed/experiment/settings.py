@@ -24,8 +24,8 @@ class EngineSpec:
             number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
             convolutions, because such a model is slower in a stack.
         replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
-            Results may differ in their last bits. Switch it off for a loss of your own that depends on more than its
-            parameters, its batch and the values that it closes over.
+            Results may differ in their last bits. Switch `replay` off if you wrote a loss that reads other values
+            besides its two arguments (parameters and batch) and the variables that it closes over.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
@@ -39,18 +39,19 @@ class EngineSpec:
             `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
             have enrolled.
         classes: (`flower` only) the number of classes of a deployment; a client with larger labels is left out. With 0,
-            the server chooses the smallest number that includes all labels of its own rows, and all labels of more than
-            half of the clients. Set the number if some clients lack classes.
+            the server chooses the smallest number that meets two conditions: all labels of the server's own rows are
+            valid, and more than half of the clients have only valid labels. Set the number if some clients lack
+            classes.
         shapes: (`flower` only) modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
             shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
-            no rows, it is the shape that more than half of the clients with this modality report.
+            no rows, such a modality has the shape that more than half of the clients with this modality report.
         rows_cap: (`flower` only) the limit on the number of rows that a client reports, as a multiple of the median
             over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
             server cannot check them; 0 removes the limit.
         reply_seconds: (`flower` only) how many seconds a client has for its reply. The server ignores a later reply. A
             client that missed a deadline still receives later requests. For its next 2 requests, however, the server
-            waits for this client only a tenth longer than the other clients took. Each further miss in a row doubles
-            the number of these requests, up to 64.
+            shortens the wait for this client: it waits at most 1.1 times as long as the other clients took. Each
+            further miss in a row doubles the number of these requests, up to 64.
         close_at: (`flower` only) the server closes a request as soon as this share of the asked clients has replied. If
             the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
             clients than needed.

@@ -36,8 +36,9 @@ def padded(
         centre: the server's parameters.
 
     Returns:
-        The padded replies, and for each padded parameter the largest shape that a client sent. Clients with weight 0 do
-        not count for this shape. If nothing was padded: the given replies and an empty dictionary.
+        The padded replies, and for each padded parameter a shape: the largest size that a client sent in each
+        dimension. Clients with weight 0 do not count for these sizes. If nothing was padded: the given replies and an
+        empty dictionary.
     """
     trees = [(part.clients, getattr(part.message, name)) for part in replies.parts]
     small = {key for _, tree in trees for key, stack in tree.items() if stack.shape[1:] != centre[key].shape}

@@ -197,8 +197,8 @@ class Clock:
         links: the links and devices of the clients.
         ledger: the run's ledger, which lists every message of the round.
         round: the round that is being timed; 0 during set-up and evaluation, which take no simulated time.
-        spent_flops: request number -> client -> operations counted in this round.
-        unawaited: request number -> clients for which the server did not wait.
+        spent_flops: for each request number and client, the operations that were counted in this round.
+        unawaited: for each request number, the clients for which the server did not wait.
     """
 
     links: Links

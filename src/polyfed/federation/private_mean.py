@@ -111,7 +111,10 @@ class PrivateMean:
         return {key: mean * senders[key] for key, mean in means.items()}
 
     def _updates(self, part: ReplyStack, name: str, sent: Mapping[str, Tensor]) -> ReplyStack:
-        """Return the stack with updates in place of parameters, clipped unless the clients have already added noise."""
+        """Return the stack with the update of each client in place of its parameters.
+
+        The updates are clipped. If the clients have already added noise, the updates stay as they are.
+        """
         stacks = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
         if self.mechanism.central:
             factors = self.mechanism.clip.factors(stacks)
@@ -139,7 +142,7 @@ def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor]) ->
 
 
 def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
-    """Return the largest amount that rounding can add to the norm of one client's part of the sum.
+    """Return an upper bound: by how much rounding can increase the norm of what one client adds to the sum.
 
     A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again, so
     the noise has to be large enough for both rounding errors. Differential privacy compares the results on two

@@ -47,7 +47,7 @@ class ReplyValidator:
         model: the model with all modalities.
         modalities: the modalities of the federation.
         objective: what the model learns to predict.
-        size: number of classes or targets. 0 stands for the number of outputs of the model.
+        size: number of classes or targets. If `size` is 0, the number of outputs of the model is used instead.
     """
 
     template: Tree
@@ -73,7 +73,7 @@ class ReplyValidator:
         Args:
             msg: the message.
             expected: the class that it must have.
-            shapes: by name, the shapes of those parameters whose shape on the clients differs from the shape in the
+            shapes: parameter name -> shape on the clients. It lists only parameters that have a different shape in the
                 model.
 
         Raises:
@@ -134,7 +134,7 @@ class ReplyValidator:
         return torch.float32 if targets else None
 
     def _known(self, part: ReplyStack, field: str, value: Tensor) -> Tensor:
-        """Return the tensor with unknown targets, which are NaN, replaced by 0."""
+        """Return the tensor. If it holds targets, the unknown targets, which are NaN, become 0."""
         targets = part.message.declared[field].shape == ("label",)
         return torch.where(value.isnan(), torch.zeros_like(value), value) if targets else value
 

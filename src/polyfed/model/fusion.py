@@ -57,7 +57,7 @@ class Fusion(nn.Module):
             width: the output size of the first fusion layer.
 
         Returns:
-            The part, or None if no part of the fusion belongs to a single modality.
+            The part, or None if all parameters of the fusion are shared by all modalities.
         """
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Fusion(nn.Module):
         Args:
             parts: the modalities' parts of the fusion.
             z: the embeddings, in the model's order of modalities.
-            present: modality -> whether each row has it. Modalities that all rows have are left out.
+            present: modality -> whether each row has it. If every row has a modality, this modality is not listed.
         """
         raise NotImplementedError
 
@@ -88,7 +88,8 @@ class Concat(Fusion):
 
     If the model has no hidden layers in its head, this layer returns the logits. Otherwise, a ReLU and the remaining
     layers of the head follow. The embedding of an absent modality is zero, so the map of this modality adds nothing.
-    The bias is always added (docs/algorithms/conventions.md, Blocks).
+    The whole bias is still added, whatever modalities are absent (section "Blocks" of
+    docs/algorithms/conventions.md).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
@@ -113,13 +114,16 @@ class Concat(Fusion):
         return total
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """W_m z + share * b, (B, C)."""
+        """Return W_m z + share * b, (B, C).
+
+        W_m is the linear map of the modality, b is the shared bias, and `share` is the part of b that this term gets.
+        """
         assert part is not None
         return nn.functional.linear(z, part.weight, self.bias * share)  # type: ignore[arg-type]
 
 
 class Sum(Fusion):
-    """The sum of the embeddings, followed by the head. No part of this fusion belongs to a single modality."""
+    """The sum of the embeddings, followed by the head. All modalities share all parameters of this fusion."""
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__(embedding, head, classes, dropout)
@@ -128,14 +132,17 @@ class Sum(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """Return None, because no part belongs to a single modality."""
+        """Return None, because all modalities share all parameters of this fusion."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The sum of the embeddings, (B, E); see `Fusion.joint`."""
         return _added(masked(z, present))
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """W z + share * b, (B, C)."""
+        """Return W z + share * b, (B, C).
+
+        W and b are the weight and the bias of the head's only layer. `share` is the part of b that this term gets.
+        """
         last = self.head[0]
         assert isinstance(last, nn.Linear)
         return nn.functional.linear(z, last.weight, last.bias * share)
@@ -157,7 +164,7 @@ class Gated(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> nn.Module:
-        """The modality's map E -> E."""
+        """Return the modality's linear layer, with input size E and output size E."""
         return nn.Linear(embedding, embedding)
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
@@ -186,9 +193,9 @@ class Attention(Fusion):
 
     Source: `fuse_base` in the code of Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD
     2023. The sequences of all modalities are concatenated in time. A two-layer network with tanh gives each step a
-    score for each attention head. A softmax over time turns the scores into weights. The joint representation is the
-    weighted sums of all attention heads, flattened. Steps of absent modalities get the score -1e5, which the softmax
-    turns into exactly zero.
+    score for each attention head. A softmax over time turns the scores into weights. Each attention head computes the
+    weighted sum of the steps, and the joint representation concatenates the sums of all heads. Steps of absent
+    modalities get the score -1e5, which the softmax turns into exactly zero.
 
     Args:
         hidden: width of the scoring network.
@@ -207,7 +214,7 @@ class Attention(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """Return None, because no part belongs to a single modality: the same network scores all steps."""
+        """Return None, because all modalities share all parameters: the same network scores all steps."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The weighted sums of the steps, (B, J), from sequences (B, T, E); see `Fusion.joint`."""

@@ -23,8 +23,8 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
         otherwise: the other values that the option allows, for error texts.
 
     Returns:
-        If `given` is a class that can be imported from its path, the path is returned. Otherwise `given` is returned
-        unchanged: a path, an instance, or a class that cannot be imported.
+        If `given` is a class that can be imported from its path, the path is returned. In all other cases, `given` is
+        returned unchanged. It is then a path, an instance, or a class that cannot be imported.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
@@ -56,7 +56,7 @@ def described(given: Any) -> str:
 
 
 def found(where: str, given: Any, base: type) -> Any:
-    """Return the class for a result of `read`. If this result is a path, import the class from there.
+    """Return the user's class. `given` is a result of `read`; if it is a path, import the class from this path.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.

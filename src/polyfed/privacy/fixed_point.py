@@ -1,4 +1,4 @@
-"""Fixed-point numbers modulo 2**32 or 2**64, in which secure aggregation adds the values of the clients.
+"""Fixed-point numbers: secure aggregation turns values into integers and adds them modulo 2**32 or 2**64.
 
 A client turns the value x with the weight w into the integer round(w x 2^k). The exponent k is so small that no sum of
 the cohort can leave the range of the integers, whatever the values are. W and Q are the sum of the weights and the
@@ -43,7 +43,7 @@ class Scale:
         """Return the finest scale for weights that add up to at most 2^weight_bits.
 
         Raises:
-            ValueError: the integers have too few bits for this range and these weights.
+            ValueError: `bits` is too small for values of up to `limit` and weights of up to 2^weight_bits.
         """
         exponent = bits - 2 - weight_bits - math.ceil(math.log2(limit))
         if exponent < 0:
@@ -54,7 +54,7 @@ class Scale:
         return cls(bits, limit, exponent)
 
     def integers(self, values: np.ndarray, weight: float, where: str) -> np.ndarray:
-        """Return round(weight x values x 2^k) modulo 2^bits, in unsigned integers.
+        """Return round(weight x values x 2^k) modulo 2^bits as unsigned integers, where k is `exponent`.
 
         Args:
             values: real numbers or integers.

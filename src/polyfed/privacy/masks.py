@@ -56,7 +56,7 @@ def public_key(seed: bytes) -> bytes:
 
 
 def agreed(seed: bytes, peer: bytes) -> bytes:
-    """Return the secret (32 bytes) that the owner of a seed shares with the owner of a public key.
+    """Return the common secret (32 bytes) of two owners: the owner of a seed and the owner of a public key.
 
     Both owners compute the same secret from their own seed and the other's public key (X25519, RFC 7748).
 
@@ -80,9 +80,9 @@ def seal(secret: bytes, text: bytes, *about: bytes) -> bytes:
     Args:
         secret: the secret that sender and receiver have agreed upon.
         text: the text.
-        about: the purpose of the ciphertext. The receiver must give the same purpose. A text that is sealed for one
-            direction of one request therefore cannot be opened elsewhere. Each key seals only one text, so the nonce
-            is constant.
+        about: bytes that say for what purpose the ciphertext is made, such as the request. The receiver must give the
+            same bytes to `opened`. A text that is sealed for one direction of one request therefore cannot be opened
+            elsewhere. Each key seals only one text, so the nonce is constant.
     """
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -93,7 +93,7 @@ def opened(secret: bytes, sealed: bytes, *about: bytes) -> bytes:
     """Decrypt a ciphertext of `seal`.
 
     Raises:
-        ValueError: the ciphertext was changed, or it has another purpose.
+        ValueError: the ciphertext was changed, or `seal` made it with another secret or another purpose (`about`).
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305

@@ -22,7 +22,7 @@ class Series:
 
     Attributes:
         label: the name in the legend.
-        values: one value per point. None if a point has no value.
+        values: one entry per point. The entry is None if the point has no value.
         colour: number in the page's palette. A modality has the same colour in every chart.
         dashed: whether the curve is dashed, for values that are not measured on the test set.
         low: lower edge of a band around the curve.
@@ -85,7 +85,7 @@ def binned(values: Values, step: int) -> list[float | None]:
 
 
 def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """The charts about the whole run, without those that have no value at all."""
+    """The charts about the whole run. A chart is left out if it has no values."""
     charts = [
         accuracy(history, modalities),
         scores(history),

@@ -1,4 +1,7 @@
-"""Charts about calibration, single clients, updates and picks. `charts` makes the charts about the whole run."""
+"""Charts about calibration, about single clients, about updates, and about which clients were picked for a round.
+
+The module `charts` makes the charts about the whole run.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,7 +94,11 @@ def norms(past: History, modalities: Sequence[str]) -> list[Chart]:
 
 
 def picks(past: History, modalities: Sequence[str], num_clients: int) -> list[Chart]:
-    """Who was picked: clients that sent each block, clients picked so far, and how often each was picked."""
+    """Return the charts about which clients were picked.
+
+    They show how many clients sent each block, which share of the clients was picked so far, and how often each client
+    was picked.
+    """
     charts = []
     if sent := past.group("sent."):
         series = [Series(block, values, colour_of(block, modalities)) for block, values in sent.items()]

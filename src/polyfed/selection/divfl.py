@@ -59,7 +59,7 @@ class Diversity:
 
 @dataclass(frozen=True, kw_only=True)
 class DivFl(Selector):
-    """Chooses diverse clients. Blocks that a client lacks count as zeros.
+    """Chooses diverse clients. If a client lacks a block, the client's vector has zeros in place of this block.
 
     Attributes:
         grad: the vector that describes a client. `delta` is the change of the client's parameters in local training
@@ -69,10 +69,12 @@ class DivFl(Selector):
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
         weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. With `clusters`,
-            the weight of a chosen client is the number of clients for which it is the nearest chosen client (in the
-            paper, but commented out in the paper's code).
+            each client is assigned to the nearest chosen client, and the weight of a chosen client is the number of
+            clients that are assigned to it. The paper describes `clusters`, but it is commented out in the paper's
+            code.
         sketch: size to which vectors are projected; 0 does not project them.
-        train: options, as in the [train] section, of the local training that computes `delta` in the first round.
+        train: options of the local training that computes `delta` in the first round. They are the options of the
+            section [train].
     """
 
     grad: Literal["delta", "at_global"] = "delta"
@@ -119,8 +121,8 @@ class DivFl(Selector):
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 
         The cluster C_i consists of the clients whose nearest client, among those that answered, is i. Clients that have
-        never sent a vector are not counted. The mean divides by the sum of the weights. The result is the weight of the
-        paper, gamma_i = |C_i| / K.
+        never sent a vector are not counted. When the server computes the weighted mean of the replies, it divides each
+        weight by the sum of the weights. The result is the weight of the paper, gamma_i = |C_i| / K.
         """
         if self.weights == "samples" or memory.similarity is None:
             return weights

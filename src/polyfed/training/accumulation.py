@@ -39,7 +39,7 @@ def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
 
 
 def refuse_aux(aux: Any) -> None:
-    """Refuse a loss that returns auxiliary output (aux) for `direction`.
+    """Refuse a loss that returns `aux`, the auxiliary output that `direction` receives.
 
     Such output describes a whole batch, but with `accumulate`, the loss sees only a part of the batch at a time.
 

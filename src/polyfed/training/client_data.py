@@ -96,10 +96,10 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that `after` is used only with a number of epochs, and `split` only without gradient accumulation.
+        """Check that neither `after` with `train.steps` nor `split` with gradient accumulation is used.
 
         Raises:
-            RecipeError: gradients are accumulated, although the loss returns its terms.
+            RecipeError: with `split`, the recipe sets [train] accumulate to more than 1.
         """
         assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
         if self.split and self.train.accumulate > 1:
@@ -130,8 +130,8 @@ class ClientData(ABC):
     client axis. All clients of the stack do their steps together:
 
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
-    - The functions are called until the client with the most steps has finished. A client that has no steps left keeps
-      its parameters, moments and carry. The results that a function computes for this client are discarded.
+    - The functions are called until the client with the most steps has finished. A client that finished earlier keeps
+      its parameters, moments and carry. What the functions compute for it after its last step is discarded.
     - `loss` and `direction` may be called more or fewer times than there are steps, because their operations are
       recorded and replayed. The functions must not rely on side effects, such as counting their calls.
 
@@ -169,8 +169,8 @@ class ClientData(ABC):
         step. Rows are shuffled again in every epoch. The batches update the running BatchNorm statistics.
 
         Args:
-            loss: the objective, see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
-                statistics of the batch. The Tree that it receives is valid only during the call.
+            loss: the objective, see `Loss`. On its batches, models run in training mode: dropout is active, and
+                BatchNorm uses the statistics of the batch. The Tree that `loss` receives is valid only during the call.
             params: the Tree to start from; it is not changed. It holds parameters and buffers of the model. It may also
                 hold tensors of the method itself (a projection head) under names that the model does not have.
             train: number of epochs or steps, batch size, optimiser and learning rate.
@@ -254,7 +254,7 @@ class ClientData(ABC):
     def at(self, rows: Tensor) -> "ClientData":
         """Return the dataset that consists of some of the client's rows, in the given order.
 
-        In its batches, `Batch.rows` are positions within this selection.
+        In its batches, `Batch.rows` are positions in the returned dataset, not in the client's whole dataset.
 
         Args:
             rows: positions among the client's own rows, int64 (n,). Under `vmap` the clients of a stack may select

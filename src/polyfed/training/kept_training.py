@@ -74,6 +74,6 @@ class KeptTraining:
     def loss(self, fit: TrainingResult) -> Tensor:
         """Return the mean loss of the steps that `fit` added, 0-dim.
 
-        `fit.loss` is a mean over all steps of the training run. It takes the loss of every step before `fit` as 0.
+        `fit.loss` is a mean over all steps of the training run. In this mean, every step before `fit` has the loss 0.
         """
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

@@ -1,4 +1,7 @@
-"""The dataset of one client. It trains with plain autograd and in-place optimiser steps on the model's own tensors."""
+"""The dataset of one client, for engines that train one client at a time.
+
+Training uses plain autograd and in-place optimiser steps on the model's own tensors.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -182,7 +185,7 @@ class SingleClientData(ClientData):
                 done += 1
 
     def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
-        """Make a batch of rows, whose positions among the client's own rows are given."""
+        """Make a batch. `rows` gives the positions of its rows among the client's own rows."""
         where = self.index.index_select(0, rows)  # twice as fast as index[rows] for so few rows
         columns = self.columns
         return Batch(
@@ -220,7 +223,7 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
     """Return the gradient of `value` for all leaves of its graph; zero for leaves on which it does not depend.
 
     This function calls `backward`, because it is faster than `autograd.grad`, which visits every leaf in Python. These
-    visits would take a thirtieth of the time of a small step. To get the gradients of only some leaves, use
+    visits would take 1/30 of the time of a small training step. To get the gradients of only some leaves, use
     `_gradient`, because `backward` computes the gradients of all leaves.
     """
     if value.requires_grad:  # False if the loss is independent of all parameters

@@ -54,8 +54,8 @@ class Schedule:
         kinds: the kind of each step.
         columns: the inputs of the steps, tensors (T, ...). For a single step on a given batch, they have no axis T.
         count: total number of steps that the client has taken at the end of the call, a 0-dim tensor.
-        batch: `batch(full, *inputs)` makes the batch of a step. `full` says whether no row is padding; `inputs` are all
-            inputs of the step except the last two.
+        batch: `batch(full, *inputs)` makes the batch of a step. `full` is True if the batch has no padding. `inputs`
+            are all inputs of the step except the last two.
     """
 
     kinds: list[Kind]
@@ -217,9 +217,9 @@ class StackedClientData(ClientData):
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
         """Return the inputs of all steps, tensors (T, ...).
 
-        The inputs are: positions of the rows, positions of the same rows in the table, which rows are not padding, the
-        dropout key, whether the client takes the step, and the step's number. The first four inputs define the
-        batch of the step. The step itself uses the last two inputs.
+        The first four inputs define the batch of the step: positions of the rows, positions of the same rows in the
+        table, which rows are not padding, and the dropout key. The step itself uses the last two inputs: whether the
+        client takes the step, and the step's number.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
@@ -241,7 +241,10 @@ class StackedClientData(ClientData):
         return carry
 
     def _own(self, value: Tensor) -> Tensor:
-        """Return a copy with a client axis, even if all clients share the tensor; in-place steps need that axis."""
+        """Return a copy of `value` that has a client axis, because in-place optimiser steps need this axis.
+
+        `value` itself has no client axis if all clients share it.
+        """
         return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
 
     def _where(self, rows: Tensor) -> Tensor:

@@ -73,16 +73,16 @@ class Constant:
 
 @dataclass
 class Trace:
-    """The record of one step. Every tensor has a slot, numbered from 0.
+    """The record of one step. Each tensor of the step has a number, its slot; the first slot is 0.
 
     Attributes:
-        inputs: number of input tensors: first those of the state, then the slices, which are the data of this one step.
-            Their slots are 0 to `inputs` - 1.
+        inputs: number of input tensors. Their slots are 0 to `inputs` - 1. The tensors of the state come first, then
+            the slices, which are the data of this one step.
         calls: the operations, in order.
         outside: tensors that the step closes over (columns of the table, the global model), by slot.
         results: slots of the state after the step, and of the value of the loss.
-        before: layout of the state before the step.
-        after: layout of the state after the step, followed by the layout of the value of the loss.
+        before: layout of the state at the start of the step.
+        after: layout of the state at the end of the step, followed by the layout of the value of the loss.
         forms: the form of every tensor, by slot.
     """
 
@@ -95,7 +95,7 @@ class Trace:
     forms: list[Form] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """Return everything that two equal steps have in common: all parts except the outside tensors themselves."""
+        """Return what is equal in the traces of two equal steps. Of `outside`, it contains only the slots."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
     @property
@@ -127,11 +127,11 @@ class Trace:
 
 
 class Unrecordable(Exception):
-    """The next operation of a step is one that later steps could not repeat from a trace.
+    """The next operation of a step cannot be recorded, because replaying it in later steps would be wrong.
 
     Such an operation writes into a tensor that the step closes over, changes the shape of a tensor in place, or derives
-    a Python number or a shape from the values of a tensor. The trace would contain the number or the shape of this one
-    step.
+    a Python number or a shape from the values of a tensor. In the last case, the trace would contain the number or the
+    shape of the recorded step, although it may differ in later steps.
     """
 
 
@@ -152,8 +152,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Perform the operation and record it.
 
         Raises:
-            Unrecordable: the operation changes a tensor from outside of the step, changes a shape in place, or makes a
-                number or a shape that depends on the values of a tensor. The operation has not been performed.
+            Unrecordable: the operation writes into a tensor that the step closes over, changes a shape in place, or
+                derives a number or a shape from the values of a tensor. When this error is raised, the operation has
+                not been performed.
         """
         if not _recordable(func) or _selects(func, args) or any(map(self._outside, written(func, args))):
             raise Unrecordable
@@ -216,7 +217,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slot
 
     def _viewed(self, tensor: Tensor) -> int:
-        """Return the slot of the tensor that owns the memory of `tensor`, and record `tensor` as a view of it."""
+        """Return the slot of the tensor that owns the memory of `tensor`. Record `tensor` as a view of this owner."""
         slot = self.slot(tensor)
         base = self._base[slot]
         self._views.setdefault(_view(base, tensor), slot)
@@ -227,8 +228,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _recordable(op: Any) -> bool:
     """Return whether a trace can record an operation.
 
-    An operation cannot be recorded if it changes a tensor's shape in place. It also cannot be recorded if a tensor's
-    values determine a Python number that it returns, or the shape of its result.
+    An operation cannot be recorded if it changes a tensor's shape in place. It also cannot be recorded if the
+    values of a tensor determine the Python number that the operation returns (as in `item`), or the shape of the
+    operation's result (as in `nonzero`).
     """
     tags = torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return op is INDEX or not any(tag in op.tags for tag in tags)  # only masks select, see `_selects`
@@ -285,7 +287,7 @@ def _same(mine: Tensor, its: Tensor) -> bool:
 
 
 def _filled(values: tuple[Any, ...], nodes: Mapping[int, fx.Node]) -> tuple[Any, ...]:
-    """Return recorded arguments in the form that the operation takes."""
+    """Turn recorded arguments into arguments of a graph node: each `Ref` becomes a node, each `Constant` a value."""
     return tuple(
         nodes[int(value)]
         if isinstance(value, Ref)

@@ -18,7 +18,8 @@ class Deliveries:
 
     Attributes:
         blocks: the server's knowledge about each block.
-        undelivered: by block, devices that still lack their newest copy, built before the last round, bool (K,).
+        undelivered: by block, bool (K,): devices that still lack their newest copy, although the server built this copy
+            before the last round.
     """
 
     blocks: Mapping[str, BlockState]
@@ -27,7 +28,8 @@ class Deliveries:
     def due(self, block: str) -> Tensor:
         """Return the devices, bool (K,), to which the server must still send their newest copy.
 
-        Either the copy was built in the last round, or an earlier message with it did not arrive.
+        There are two kinds of such devices. For the first kind, the server built the copy in the last round. For the
+        second kind, it sent the copy earlier, but the message did not arrive.
         """
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))

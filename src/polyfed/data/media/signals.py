@@ -102,7 +102,10 @@ class Ecg(PlainExtractor):
 
 
 def _record(clip: Clip) -> tuple[Floats, list[str]]:
-    """Millivolts, float32 (samples, leads), and the names of the leads in upper case (WFDB, signal format 16)."""
+    """Return the signals in millivolts, float32 (samples, leads), and the names of the leads in upper case.
+
+    The clip must be a WFDB record with signal format 16.
+    """
     assert clip.path is not None
     header = clip.path.with_suffix(".hea")
     if not header.is_file():

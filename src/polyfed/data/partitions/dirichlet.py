@@ -63,7 +63,7 @@ class DirichletAuthors(Partition):
 
 
 def dirichlet_counts(sizes: Counts, num: int, alpha: float, full: float, draw: np.random.Generator) -> Counts:
-    """Rows of each class for each client, by one Dirichlet(alpha) draw per class (NIID-Bench).
+    """Return how many rows of each class each client gets, by one Dirichlet(alpha) draw per class (NIID-Bench).
 
     Args:
         sizes: Rows of each class, int64 (C,).

@@ -90,7 +90,7 @@ class Mosei(_Cmu):
         path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl. If you give
             a .pkl, the error prints the command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it is 1 if score >= 0, otherwise 0.
             polyfed inferred both rules, so papers may use other rules; see docs/data.md.
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
@@ -125,7 +125,7 @@ class Mosi(_Cmu):
         path: The .npz (or folder of .npy) converted from mosi_data.pkl. If you give a .pkl, the error prints the
             command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it tells whether score >= 0.
+        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it is 1 if score >= 0, otherwise 0.
             polyfed inferred both rules, so papers may use other rules; see docs/data.md.
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.

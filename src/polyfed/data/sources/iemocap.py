@@ -28,7 +28,9 @@ _SESSIONS = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class Iemocap(MediaSet):
-    """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (768,) of the transcript; 4 classes.
+    """`audio` (frames, 80), a log-mel spectrogram, and `text` (768,), an embedding of the transcript; 4 classes.
+
+    The spectrograms are standardised with the statistics of each speaker.
 
     Only improvised dialogues are used, and excitement counts as happiness: 2,943 utterances. The ten speakers are the
     natural clients, and one session is the test set.

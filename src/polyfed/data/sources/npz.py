@@ -163,7 +163,10 @@ class Npz(Source):
             require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
-        """Return the array name that an option gives. Return None if it is only the default and the file lacks it."""
+        """Return the name of the array that the option `key` gives.
+
+        Return None if the option is empty, or if it has its default value and the file has no array of this name.
+        """
         name: str = getattr(self, key)
         if name in arrays:
             return name

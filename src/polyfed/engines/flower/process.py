@@ -45,8 +45,8 @@ def when_lost(tell: Callable[[], None]) -> Iterator[None]:
 class LastWord(logging.Filter):
     """Keep polyfed's sentence about a user's mistake as the last line of the log.
 
-    If a run fails because of such a mistake, the ServerApp prints the sentence. Flower would then log a traceback and
-    an "unhandled exception". After a successful run, Flower would log an empty line. This filter drops all three.
+    If a run fails because of such a mistake, the ServerApp prints the sentence. After it, Flower logs a traceback and
+    an "unhandled exception". After a successful run, Flower logs an empty line. This filter drops all three.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LastWord(logging.Filter):
         self.told = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether Flower may log this record."""
+        """Return True to keep a record in the log, False to drop it."""
         if record.exc_info and isinstance(record.exc_info[1], PolyfedError):
             self.told = True
             return False
@@ -73,11 +73,11 @@ def speak_last() -> None:
 def end_with_link() -> None:
     """Make this process, a ServerApp, end soon after its SuperLink has ended.
 
-    A thread of Flower checks only whether the parent process is alive. If someone reads the SuperLink's log when the
-    SuperLink shuts down, its process stays alive for about another minute, but accepts no connections. When the parent
-    process has ended, Flower sends a signal, but only to this checking thread. So the signal does not wake a main
-    thread that sleeps between attempts to reach the SuperLink. polyfed writes checkpoints atomically, so this process
-    may end at any time.
+    Flower's own check is not enough: one of its threads checks only whether the parent process is alive. If someone
+    reads the SuperLink's log when the SuperLink shuts down, the SuperLink's process stays alive for about another
+    minute, but accepts no connections. When the parent process has ended, Flower sends a signal to the checking thread
+    only. A main thread that sleeps between attempts to reach the SuperLink therefore keeps sleeping. polyfed writes
+    checkpoints atomically, so this process may end at any time.
     """
     parent, address = os.getppid(), _address(sys.argv)
 

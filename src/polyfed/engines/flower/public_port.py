@@ -154,7 +154,7 @@ def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
 
 @dataclass(frozen=True)
 class Service:
-    """A web application in the SuperLink's process, on a port of its own.
+    """A web application that runs in the SuperLink's process, but listens on a separate port.
 
     Attributes:
         app: makes the application, given a function that returns the result of `polyfed.engines.flower.link_facts`.
@@ -275,7 +275,7 @@ _HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.
 
 
 def _register(state: Any, keys: Iterable[bytes]) -> None:
-    """Register the SuperNodes that are missing in the database. Their owner is the local account of `flwr`."""
+    """Register the SuperNodes that the database does not contain yet. Their owner is the local account of `flwr`."""
     for key in keys:
         if state.get_node_id_by_public_key(key) is None:
             state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)

@@ -1,8 +1,8 @@
-"""The process that runs a SuperNode's tasks with installed code. It replaces Flower's `flwr-clientapp`.
+"""The process that runs a SuperNode's tasks with the code that is installed on the device.
 
-Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. Polyfed's
-process keeps the zip file in memory and reads only two texts from it. It imports no code from the app, and writes no
-file of the app to a folder from which Python imports modules.
+It replaces Flower's `flwr-clientapp`. Flower's own process installs the app that arrives with a task (the FAB, a zip
+file) and imports its code. Polyfed's process keeps the zip file in memory and reads only two texts from it. It imports
+no code from the app, and writes no file of the app to a folder from which Python imports modules.
 """
 
 import io
@@ -97,7 +97,8 @@ class Duties:
     """The functions with which the process of a device handles a SuperNode's tasks.
 
     Attributes:
-        handler_for: returns the handler for an app, given the app's bytes. It raises `BadReply` to refuse the app.
+        handler_for: returns the handler for an app, given the app's bytes. To refuse the app, `handler_for` raises
+            `BadReply`.
         note: writes a line to the device's log.
         wait: waits for some seconds, and serves other requests of this process meanwhile.
         done: called after every task. Its argument is a table with `verdict` and with `bytes_up`, the size of the

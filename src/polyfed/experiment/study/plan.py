@@ -205,7 +205,10 @@ def value_text(value: Any) -> str:
 
 
 def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """Return whether all entries of a condition hold. An entry with a list holds if one of the list's values does."""
+    """Return whether all entries of a condition hold.
+
+    If an entry gives a list of values, it holds if the actual value is in the list.
+    """
     for key, wanted in match.items():
         value = names[key] if key in NAMES else at(table, key)
         if value not in (wanted if isinstance(wanted, list) else [wanted]):

@@ -154,9 +154,10 @@ class _Sweep:
         return self.board.entries[name]
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
-        """Queue the next batch of runs of a cell, if all runs of its current batch `last` have ended.
+        """Queue the next batch of runs of a cell, if all runs of the previous batch have ended.
 
-        If all runs of the next batch have already ended too, continue with the batch after it.
+        `last` holds the previous batch. If all runs of the next batch have already ended too, continue with the batch
+        after it.
         """
         while all(entry.ended for entry in last):
             try:
