@@ -14,8 +14,8 @@ from torch import Tensor
 class Batch:
     """Some rows of one client.
 
-    The model runs in training mode if the batch has a `key`, and in evaluation mode if `key` is None. So the
-    mode belongs to the batch, and not to the model as with PyTorch's `module.train()`.
+    The model runs in training mode if the batch has a `key`, and in evaluation mode if `key` is None. So the mode
+    belongs to the batch, and not to the model as with PyTorch's `module.train()`.
 
     Attributes:
         x: the inputs by modality, float32 (B, ...). Only modalities that the client owns have an entry.

@@ -65,7 +65,7 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
-        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders and, unless it is frozen, a copy of the head."""
+        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders and a copy of the head (if not frozen)."""
         encoders = self._encoders(context, local)
         trained = {*encoders, *self._reached(context, got)}
         if self.head_update == "server":

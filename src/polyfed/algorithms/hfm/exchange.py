@@ -97,10 +97,10 @@ class Followed(Message):
 
 @message
 class Forward(Message):
-    """An edge's message to a device of its silo before the device sends its `Upload` to the server.
+    """An edge's message to a device of its silo, before the device sends its `Upload` to the server.
 
-    The first device of the silo gets the edge's head, and forwards it to the server. The other devices get an empty
-    message.
+    The first device of the silo gets the edge's head, and forwards this head to the server. The other devices get an
+    empty message.
     """
 
     head: Tree = carries("parameters", whole=True)
