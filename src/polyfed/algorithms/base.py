@@ -1,9 +1,9 @@
-"""`Algorithm`: the base class of every method. A method is a frozen dataclass of hyper-parameters with two halves.
+"""`Algorithm`: the base class of every method. A method is a frozen dataclass; its fields are its hyper-parameters.
 
-The server half runs on the server: `init`, `round` and `evaluate`. The client half runs on the clients: the methods
-marked `@task`. A method that sends parameters, trains them locally and averages the results extends `Averaging`
-(`averaging.py`), which has more hooks. Every other method extends `Algorithm`. No method extends another method: code
-that two methods share is a function.
+One part of a method's code runs on the server: `init`, `round` and `evaluate`. The other part runs on the clients: the
+functions marked `@task`. A method that sends parameters, trains them locally and averages the results extends
+`Averaging` (`averaging.py`), which has more hooks. Every other method extends `Algorithm`. No method extends another
+method: code that two methods share is a function.
 
 The table lists the hooks in the order in which they are called. All hooks except `init` and `round` have a default:
 
@@ -110,7 +110,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
-        """Warn if a method has almost the name of a hook. For example, `losses` does not override the hook `loss`."""
+        """Warn if a subclass seems to misspell a hook. For example, `losses` does not override the hook `loss`."""
         super().__init_subclass__()
         hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
         for name, value in vars(cls).items():

@@ -106,8 +106,8 @@ class FedProto(Averaging):
     """Local training with class prototypes.
 
     Attributes:
-        mode: `original` has personal models and sends only prototypes. `mm_fedavg` averages parameters and uses
-            prototypes in the loss.
+        mode: with `original`, every client keeps its own model, and only prototypes are sent. With `mm_fedavg`, the
+            server also averages the clients' parameters, and clients use the prototypes in their loss.
         proto_weight: how clients are weighted in the global prototypes. `count` uses their number of rows of the class,
             as in the paper's formula. `uniform` weights them equally, as in the authors' code.
         lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
@@ -149,7 +149,7 @@ class FedProto(Averaging):
             refuse_server(self.server, "fedproto with mode = 'original'")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return False for models under `original`, because this mode sends no models."""
+        """Return whether a field is sent. With `mode = "original"`, models are never sent, so `params` is not."""
         return field != "params" or self.mode == "mm_fedavg"
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
@@ -259,8 +259,8 @@ def prototype_distance(near: Prototypes, z_BD: Tensor, batch: Batch, modality: s
 def prototype_scores(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """Return scores (B, C): the negative distance to each class's prototype, summed over the modalities that a row has.
 
-    A class that lacks a prototype in one of these modalities gets the lowest finite float32, so it is never predicted
-    and the scores stay finite.
+    If a class has no prototype in one of these modalities, the score of the class is the lowest finite float32. The
+    class is then never predicted, and no score is infinite.
     """
     least = torch.finfo(torch.float32).min
     parts = [

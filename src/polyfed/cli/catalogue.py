@@ -1,7 +1,7 @@
 """Facts about algorithms and data sources, read from their dataclasses, docstrings and tasks.
 
 An option is a field of the dataclass, and its explanation is the entry under `Attributes:`. The tasks declare which
-data is sent. The documentation therefore needs no second description.
+data is sent. The reference pages of the documentation are generated from these facts, so nobody writes them by hand.
 """
 
 import dataclasses

@@ -136,7 +136,7 @@ def problem_of(module: str) -> str | None:
 
 
 def _modules() -> dict[str, str]:
-    """Map each installed package to a module to import: the module of the same name, or else the first public one."""
+    """Map each package to one of its public modules: the one with the package's name, or else the first by name."""
     found: dict[str, list[str]] = {}
     for module, distributions in packages_distributions().items():
         for name in distributions:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of one client. The batch, not the model, decides between training mode and evaluation mode.
+    """Some rows of one client.
+
+    The model runs in training mode if the batch has a `key`, and in evaluation mode if `key` is None. So the mode
+    belongs to the batch, and not to the model as with PyTorch's `module.train()`.
 
     Attributes:
         x: the inputs by modality, float32 (B, ...). Only modalities that the client owns have an entry.

@@ -1,4 +1,6 @@
-"""Log lines with a time and a level, as text or as JSON. The text of a record cannot look like another log line.
+"""Log lines with a time and a level, as text or as JSON.
+
+Line breaks in the text of a record are escaped. Text that another program sent can therefore not forge a log line.
 
 This file imports only the standard library. A device's SuperNode loads the file by its path, because importing the
 package would load PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).

@@ -1,8 +1,9 @@
 """Masked messages, which clients send instead of sum-only messages under secure aggregation.
 
-A message is sum-only if every one of its fields is declared with `sum_only=True`. `masked_class(Update)` is a message
-class `MaskedUpdate` with the same fields, kinds and names. Its tensors are integers that look random. Only the sum over
-several clients can be read (docs/secure-aggregation.md).
+A message is sum-only if every one of its fields is declared with `sum_only=True`. `masked_class(Update)` returns
+a message class named `MaskedUpdate`. It has the same fields and kinds of data as `Update`, and the tensors have the
+same names. But the tensors of `MaskedUpdate` are integers that look random. Only their sum over several clients can be
+read (docs/secure-aggregation.md).
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ def masked_class(kind: type[Message]) -> type[Message]:
 
 
 def _hidden(said: Declared) -> Declared:
-    """Return the declaration of a masked field. Its values are random, so they have no range."""
+    """Return the declaration of a masked field. It declares no range, because masked values look random."""
     return dataclasses.replace(said, masked=True, within=None, sum_only=False, weight=None)
 
 

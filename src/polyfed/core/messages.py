@@ -8,9 +8,9 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 ...     num_rows: Tensor = carries("statistic")
 
 Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
-Trees of parameters are split into blocks by the names of the model's tensors. The keys of other trees (prototypes,
-embeddings) are the blocks themselves. `blocks=` lists the blocks that a tree may hold. No other block may leave the
-client. An empty tree means that the sender sent nothing in this field.
+Trees of parameters are split into blocks by the names of the model's tensors. In any other tree (prototypes,
+embeddings), each key is the name of a block. `blocks=` lists the blocks that a tree may hold. No other block may leave
+the client. An empty tree means that the sender sent nothing in this field.
 
 A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. In a
 stack of clients, such a field is padded. A client removes the padding before it sends the message.
@@ -77,7 +77,7 @@ class Message:
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, a text on what the field reveals in addition to what its kind suggests.
         whole: the fields that are sent with all their blocks.
-        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`); else None.
+        masks: for a class such as `MaskedUpdate` (`core/masked.py`), the unmasked class, here `Update`; else None.
     """
 
     declared: ClassVar[Mapping[str, Declared]] = {}
@@ -261,11 +261,11 @@ class Crossing:
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
-    """Return the parts of a message that policy and ledger treat separately.
+    """Return the parts of a message. The policy has a verdict, and the ledger has a row, for each part.
 
     Args:
         msg: the message of one client, or a stack of messages.
-        stacked: whether every tensor has a leading client axis. The result then describes the message of one client.
+        stacked: whether every tensor has a leading client axis. If so, the result is that of one client's message.
         rows: for each padded field, the number of rows without padding.
     """
     form: list[_Form] = []
@@ -287,7 +287,7 @@ def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple[Crossing, ...]:
-    """Return the parts of any message of this form. They are cached, because a round has only a few forms."""
+    """Return the parts of a message of this class and form. Cached, because most messages have one of a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
         groups: dict[str, _Form] = {}

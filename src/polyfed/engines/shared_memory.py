@@ -29,8 +29,8 @@ class Place:
         start: offset of the tensor's first byte.
         dtype: the tensor's type.
         shape: the tensor's shape.
-        end: number of bytes, from the start of the arena, that all tensors of the same call of `Arena.write` fill
-            together. The reader maps at least this many bytes.
+        end: offset at which the content of the arena ends, after the last tensor of the same call of `Arena.write`. The
+            reader maps the arena from its start to this offset, or further.
     """
 
     start: int

@@ -248,7 +248,7 @@ def _close_all(workers: list[_Worker]) -> None:
 def _bundles(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
     """Divide units into at most `most` bundles with about equal work, and put the bundle with the most work first.
 
-    Several single clients share a bundle. A stack of clients is a bundle of its own.
+    A unit is a single client or a stack of clients. A bundle holds either one or more single clients, or one stack.
     """
     total = sum(work[client] for unit in units for client in unit)
     bundles: list[list[Unit]] = []

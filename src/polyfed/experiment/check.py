@@ -71,9 +71,9 @@ def check(recipe: Recipe | str | Path) -> Check:
 def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     """Yield sentences that explain the refused parts.
 
-    If the policy has no row for `shared`, the rows of the modalities decide which data of the block `shared` may leave
-    a client. The sentences name the row that forbids a part of `shared`. They also explain how to train blocks whose
-    parameters may not leave.
+    A policy has rows for blocks, such as the modality `image` or the block `shared`. If it has no row for `shared`, its
+    rows for the modalities also limit what `shared` may send. For a refused part of `shared`, the sentences name the
+    row that forbids it. They also explain how to train blocks whose parameters may not leave.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
@@ -99,7 +99,7 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """Return the sizes that the dry run saw, and why it failed, if it did.
+    """Return the sizes of the messages in the dry run, and the reasons if the dry run failed.
 
     The dry run uses only a few rows of each client. If it fails, a round on all rows may still succeed.
     """
@@ -193,7 +193,7 @@ def refuse_forbidden(assembly: Assembly) -> None:
 
 
 def refuse_large(assembly: Assembly) -> None:
-    """Refuse a run whose replies are larger than a message between processes may be.
+    """Refuse a run if one of its replies is larger than `[engine] message_megabytes` allows.
 
     Raises:
         RecipeError: a reply of one of the tasks is too large. Only parts whose sizes are known before the run are

@@ -1,8 +1,8 @@
 """Checkpoints: tensors as safetensors and all other values as JSON. They are written atomically and verified when read.
 
 A checkpoint is a folder `round-000012` with `state.safetensors` and `state.json`. The file `latest.json` names the
-newest checkpoint and holds the SHA-256 of both files. polyfed replaces `latest.json` last, in one step. After a run is
-killed at any moment, either the old or the new checkpoint is therefore complete.
+newest checkpoint and holds the SHA-256 of both files. polyfed replaces `latest.json` last, in one step. So at every
+moment, `latest.json` names a complete checkpoint, the old one or the new one, even if the run is killed.
 """
 
 import dataclasses

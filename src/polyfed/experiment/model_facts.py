@@ -45,10 +45,10 @@ def backdoor_of(models: Models, attack: Attack, population: Population, seed: in
         seed: the seed of the run.
 
     Returns:
-        The target class, the modality of the trigger, the number of rows, and two shares of these rows. `success` is
-        the share that the model assigns to the target class if the rows have the trigger. `without_trigger` is the
-        share that it assigns to this class without the trigger. The result is None if there is no test row of another
-        class, or no model to measure.
+        The target class (`target`), the modality of the trigger (`modality`), the number of measured rows (`rows`),
+        `success` and `without_trigger`. `success` is the share of the rows for which the model predicts the target
+        class when the trigger is added to them. `without_trigger` is this share for the same rows without the trigger.
+        The result is None if there is no test row of another class, or no model to measure.
     """
     columns, trigger = population.columns, attack.trigger(population)
     rows = population.test_rows.cpu()

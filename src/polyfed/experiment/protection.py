@@ -40,8 +40,8 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
         recipe: the recipe, with its task.
         fed: the federation, for facts about the clients.
         engine: the engine; an engine of a deployment draws noise from the operating system.
-        one_device: whether the registry holds only the device that checks the recipe. Then this function computes no
-            denominators and no adaptive clipping, and does not check delta, because all three depend on other clients.
+        one_device: whether a single device checks the recipe. Its registry holds no other client. The denominators,
+            adaptive clipping and the check of delta depend on the other clients, so a device leaves them out.
 
     Raises:
         RecipeError: the recipe cannot honour the section, or clients would send data that the section neither protects
@@ -74,7 +74,10 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
 
 
 def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
-    """Yield phrases that name data outside of replies. This data depends on rows, and epsilon does not cover it."""
+    """Yield phrases that name data which depends on the clients' rows, but is not part of a reply.
+
+    Epsilon covers only replies, and not this data.
+    """
     if getattr(recipe.data, "standardise", False):
         yield "the means and deviations of [data] standardise, which are computed from all rows before the run"
     if recipe.clients.validation and len(population.validation_rows):
@@ -98,8 +101,9 @@ def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federat
     """Return the server's mechanism: the clients' mechanism, with the denominators and adaptive clipping added.
 
     Raises:
-        RecipeError: `count_noise` is too large for the cohort, or too small for the noise multiplier. `count_noise` is
-            the noise in the number of updates below the clip norm.
+        RecipeError: `count_noise` is too large for the cohort, or too small for the noise multiplier. In adaptive
+            clipping, the server counts the updates whose norm is below the clip norm, and adds noise to this count.
+            `count_noise` is the standard deviation of this noise.
     """
     if spec.unit == "client":
         mechanism = replace(mechanism, denominators=_denominators(recipe, fed))

@@ -23,7 +23,7 @@ def needs_labels(task: str | None) -> bool:
     """Return whether a task learns from labels.
 
     Args:
-        task: the name of the task; None means that the labels decide, so they are needed.
+        task: the name of the task. With None, polyfed chooses the task by looking at the labels, so it needs labels.
 
     Raises:
         RecipeError: there is no such task.

@@ -33,13 +33,15 @@ def as_it_is(path: str) -> str:
 class Slots:
     """Knows the module and the key that hold each parameter and float buffer of the given blocks.
 
-    A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`) and some buffers: those that
-    are not saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation
-    mode.
+    The modules can run on the tensors of a Tree instead of their own tensors. Constants are an exception: no Tree holds
+    them, and the modules always use their own. A parameter is a constant if it is frozen (`requires_grad=False`). A
+    buffer is a constant in three cases: it is not saved with the module, it is not floating point, or its module is
+    kept in evaluation mode by the encoder.
 
     Args:
-        blocks: the module of each block. In the path of a tensor, the block's name precedes the path in the module.
-        naming: returns a tensor's name in the Tree, given its path.
+        blocks: the module of each block. The path of a tensor is the name of its block, followed by the path of the
+            tensor in the block's module.
+        naming: a function that gets the path of a tensor and returns the name of the tensor in a Tree.
 
     Attributes:
         parameters: names of the parameters.
@@ -82,7 +84,7 @@ class Slots:
                 self.buffers.add(name)
 
     def _named(self, tensor: Tensor, name: str) -> str:
-        """Return the name of a tensor. A tensor that two modules share has one name and two places."""
+        """Return the name of a tensor. If two modules share the tensor, both use the name from the first module."""
         return self._names.setdefault(id(tensor), self._naming(name))
 
     def _refuse_shared(self) -> None:

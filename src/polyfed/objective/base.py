@@ -184,7 +184,7 @@ class OfClasses(Objective):
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics: the score over all rows is the row-weighted mean of clients, which is already reported."""
+        """Return no metrics. The mean of the clients' scores, weighted by rows, is the score over all rows already."""
         return {}
 
 

@@ -94,7 +94,9 @@ def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
 
 
 def histogram(logits: Tensor, counted: Tensor) -> Tensor:
-    """Return the number of logits in each bin, (T, BINS) in float64. This function runs under vmap.
+    """Return a histogram for each of the T columns of logits, as float64 (T, BINS). This function runs under vmap.
+
+    Entry [t, b] of the result is the number of counted logits of column t in bin b.
 
     Args:
         logits: (B, T).

@@ -32,9 +32,9 @@ class Privacy:
             updates. It needs `unit = "client"` and `noise_at = "server"`. The first limit is `clip_norm`.
         clip_quantile: the quantile that `clip = "adaptive"` follows.
         clip_lr: learning rate of the limit with `clip = "adaptive"`.
-        count_noise: with `clip = "adaptive"`, the server counts in each round how many updates are below the limit, and
-            adds noise to this count. This option is the standard deviation of the noise of the count. The default is a
-            twentieth of the cohort. With a smaller value, the updates need more noise.
+        count_noise: standard deviation of the noise in a count that `clip = "adaptive"` needs. In each round, the
+            server counts how many updates have a norm below the limit, and adds this noise to the count. The default
+            is a twentieth of the cohort. With a smaller value, the updates need more noise.
         noise_at: the place of the noise with `unit = "client"`. With `server`, the server adds noise once, to the sum
             of the updates, so the clients have to trust the server. With `client`, each client adds noise to its update
             before the update leaves.

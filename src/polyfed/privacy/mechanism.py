@@ -32,7 +32,8 @@ class Mechanism:
             device, which does not need them.
         secure: whether noise comes from the operating system's generator. Otherwise it comes from the run's keys.
         clients_clip: whether clients clip their updates. Under adaptive clipping, only the server knows the clip norm.
-        adaptive: how the clip norm changes from round to round; None on a device, and if it does not change.
+        adaptive: how the clip norm changes from round to round. None if the clip norm stays the same. Devices
+            always have None.
         releases: largest number of protected replies that one client may send in a run, if clients add the
             noise; else None.
     """
@@ -80,7 +81,7 @@ class Mechanism:
 
         Args:
             task: name of the task.
-            sent: the fields of the received message. Their tensors may have a leading client axis.
+            sent: the fields of the message that the clients received. Tensors in `sent` may have a leading client axis.
             reply: the replies. Every tensor has a leading client axis.
             keys: for each client, the key of (run, round, client), from which the noise of this client is drawn.
         """

@@ -41,7 +41,8 @@ class Cell:
         mean: arithmetic mean.
         spread: sample standard deviation, which is 0 for a single run.
         n: the number of runs that have this value. If folds are pooled, the number of seeds.
-        of: the number of runs, or seeds, in the group.
+        of: the number of all runs in the group, with or without this value. If folds are pooled, the number of all
+            seeds.
     """
 
     mean: float
@@ -92,9 +93,10 @@ class Group:
         seeds: the seed of each run.
         folds: the fold of each run, as `fold_of` writes it. An empty string if the data has no folds.
         cells: column name -> cell.
-        method: the label without its part about the data and the clients.
-        scenario: a label for the data and the clients: the scenario's name in the study, or else the options in which
-            the scenarios of the groups differ. Empty if all groups have the same scenario.
+        method: the part of `label` that is about the algorithm and its options, without the data and the clients.
+        scenario: a label for the data and the clients. In a study, it is the name of the scenario. Without a study, it
+            lists the options of data and clients in which this group differs from other groups. Empty if all groups
+            have the same scenario.
         metrics: the metrics that the study reports in this scenario. Empty if there is no study.
     """
 
@@ -114,7 +116,7 @@ class Group:
 
     @property
     def other_data(self) -> list[str]:
-        """Return the folders whose data differs from the data of the group's first run of the same fold."""
+        """Return the folders of the runs that used other data than the first run of the group with the same fold."""
         first: dict[str, Any] = {}
         prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
         for fold, seen in zip(self.folds, prints, strict=True):

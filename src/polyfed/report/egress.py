@@ -1,4 +1,4 @@
-"""Sums over the ledger of a run, computed in one pass. Memory grows only with the number of different rows."""
+"""Sums over the ledger of a run, computed in one pass. Rows that repeat earlier rows need no more memory."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -58,14 +58,15 @@ class Egress:
 def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    Each row is a line of JSON. Its tail, the text from the key "message" to the end, is the same in thousands of rows.
-    Only the start of a row (run, round, ask, client) differs between these rows. To parse each different tail only
-    once, the function first counts, for each client, how often each tail occurs as text.
+    Each row is a line of JSON. The text of a row from the key "message" to the end is called its tail. Thousands of
+    rows have the same tail, and differ only in their start (run, round, ask, client). The function therefore does not
+    parse every row. It first compares tails as text, and counts how often each client has each tail. Then it parses
+    every distinct tail once and multiplies its bytes by the count.
 
     Args:
         folder: the run.
-        requests: round -> the number of its training requests. All later requests of the round were evaluations. None
-            if the numbers are not known.
+        requests: round -> the number of its training requests. A round starts with its training requests, so all
+            requests after this number are evaluations. None if the numbers are not known.
 
     Raises:
         DataError: a row is damaged.
@@ -87,7 +88,7 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often each tail of a row occurs. The tail is the row's text from the key "message" to the end.
+    """Counts of rows with the same tail. A tail is the text of a row from the key "message" to the end.
 
     Attributes:
         pairs: how often each tail occurs for each client, by (client, tail).

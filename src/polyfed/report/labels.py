@@ -54,7 +54,7 @@ def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
 
 
 def labels_of(folders: Sequence[Folder]) -> list[str]:
-    """A name for each group: its algorithm, and the options in which it differs from the others.
+    """A name for each group: its algorithm, and the options in which the group differs from the others.
 
     Options that only one algorithm has are left out, because the name of the algorithm already distinguishes the group.
     """
@@ -66,7 +66,7 @@ def labels_of(folders: Sequence[Folder]) -> list[str]:
 
 
 def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
-    """A label for each table: the value of its key `head`, and the options in which it differs from the others."""
+    """A label for each table: its value of the key `head`, and the options in which the table differs from others."""
     names = [str(method.get(head, "?")) for method in methods]
     common = [key for key in methods[0] if all(key in method for method in methods)]
     differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]

@@ -53,7 +53,7 @@ class _Client:
     """The rows of one client in one log.
 
     Attributes:
-        up: rows about parts of messages that the client sent. The count says how often the log contains the row.
+        up: for each row about a part of a message that the client sent, how often the log contains this row.
         down: the same for parts of messages that the client received.
     """
 

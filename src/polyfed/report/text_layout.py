@@ -27,7 +27,7 @@ def plain_table(*columns: str, left: int = 1) -> Table:
 
 
 def titled(title: str, table: Table) -> Group:
-    """A table below its title, which may be wider than the table."""
+    """A table with a title above it. The title may be wider than the table."""
     return Group(Text(title, "bold"), table)
 
 

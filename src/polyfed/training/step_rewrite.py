@@ -44,8 +44,8 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
     """Remove masks that are true everywhere: where(mask, x, y) becomes x, and the sum of the mask becomes a constant.
 
     Cross-entropy ignores rows with the label -100, so it computes the mask `labels != -100`. A table of class numbers
-    has no negative label, so this mask is true everywhere. The mask of padded rows can be false, so it stays in the
-    graph.
+    has no negative label, so this mask is true everywhere. The mask of padded rows is false for padding, so it
+    stays in the graph.
     """
     true = {
         node
@@ -94,10 +94,11 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def fuse_cross_entropy(graph: fx.Graph) -> None:
-    """Compute the gradient of cross-entropy as u * (exp(l) - e), where l are the log-probabilities.
+    """Compute the gradient of cross-entropy with fewer operations.
 
-    Here e is the one-hot label of a row, and u is the gradient of the row's loss. The recorded step computes
-    g = -u * e, and then g - exp(l) * sum(g). This equals u * (exp(l) - e), because sum(g) = -u.
+    Let l be the log-probabilities of a row, e its one-hot label, and u the gradient of the row's loss. The recorded
+    step computes g = -u * e, and then g - exp(l) * sum(g). This equals u * (exp(l) - e), because sum(g) = -u. The
+    rewritten step computes u * (exp(l) - e) directly.
     """
     for node in calls(graph, aten._log_softmax_backward_data.default):
         grad, logs, dim, _ = args(node)

@@ -53,7 +53,11 @@ class GradientSums:
         return sums
 
     def direction(self, params: Tree) -> Direction:
-        """Return the hook of `minimise`: it sums g and h, and returns the sum of both terms' gradients unchanged."""
+        """Return the hook that `minimise` calls in each training step with the gradients of both loss terms.
+
+        If `exact` is set, the hook adds these gradients to the running sums of g and h. The hook does not change the
+        training: it returns the gradient of the whole loss.
+        """
         helped = self.scope.helped_encoders(params)
 
         def direction(grads: Any, w: Tree, seen: Any, carry: Tree) -> tuple[Tree, Tree]:
@@ -108,7 +112,7 @@ class GradientSums:
 
 
 def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
-    """Return g and h: the means over the steps of local training."""
+    """Return the g and h of a client: its summed gradients, divided by the number of local training steps."""
     steps = fit.num_steps.clamp(min=1)
     g, h = ({name: v / steps for name, v in under(part, fit.carry).items()} for part in ("g", "h"))
     return g, h
@@ -135,8 +139,9 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
     """Return a function that checks whether the gradients in a client's report are complete.
 
-    A gradient in the report may be empty. Otherwise g must cover all trainable parameters of the client, and h must
-    cover all parameters of each encoder that it contains.
+    The report holds the gradients g and h, and each of them may be empty. If g is not empty, it must cover all
+    trainable parameters of the client. If h holds parameters of an encoder, h must cover all parameters of this
+    encoder.
     """
     blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
@@ -156,10 +161,15 @@ def whole_gradients(params: Tree, fed: Federation) -> Accept:
 def deltas(
     sent: Tree, trained: Tree, owned: Sequence[str], fed: Federation, divisor: float, *, first: bool
 ) -> tuple[Tree, Tree]:
-    """Return g and h as in the released code, from the distance by which training moved the encoders.
+    """Return g and h of a client as in the released code: both come from the change of the encoders in training.
 
-    A client that trained the encoders of all modalities (a client of S_M) has g. A client that trained only some
-    encoders has h. If these are the encoders of all modalities that it owns, it also has g.
+    The function divides the change of the trained encoders by `divisor`. It returns the quotient as g, as h or as both:
+
+    - As g, if the client trained the encoders of all modalities (a client of S_M).
+    - As h, if the client trained only a part of the encoders that it owns.
+    - As both, if the client trained all encoders that it owns, but does not own all modalities.
+
+    The other vector is empty.
 
     Args:
         sent: the model before training.
@@ -168,8 +178,8 @@ def deltas(
         fed: the federation.
         divisor: the number by which theta_out - theta_in is divided: -1, or the negative product of learning rate and
             number of steps. If this number is 0, the function does not divide, and g and h are zero.
-        first: whether this is the first pass. In the first pass, the function returns both g and h, because no earlier
-            vectors of the encoders exist.
+        first: whether this is the first pass. In the first pass, a client of S_M also gets both g and h, because no
+            earlier vectors of the encoders exist.
     """
     names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
     moved = subtract({n: trained[n] for n in names if n in trained}, sent)
@@ -191,16 +201,17 @@ def refreshed(
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
     """Return D_1, and D_2 by modality, after recomputing the distances of the clients in `gradients`.
 
-    D_1 holds the distances between the clients' vectors g, and D_2 those between their vectors h. If every client owns
-    every modality, D_1 is computed from whole vectors g. Otherwise the vectors and distances of D_1 are stored
-    separately for each block (decision 17).
+    Clients are compared by two gradients: g covers all modalities of a client, and h covers one encoder. D_1 holds the
+    distance between the vectors g of every two clients. D_2 holds, for each modality, the distance between the vectors
+    h of every two clients. If every client owns every modality, D_1 is computed from whole vectors g. Otherwise the
+    vectors and distances of D_1 are stored separately for each block (decision 17).
 
     Args:
         d1: the last vector g of each client, and the distances between these vectors; None before the first pass.
         d2: by modality, the last vector h of each client, and the distances between these vectors. A modality may be
             missing.
         gradients: g and h by client, each empty if the client has none.
-        sent: the model that was trained.
+        sent: the model that the clients received, before they trained it.
         fed: the federation.
         exact: whether g covers all parameters. Deltas cover only encoders.
         sketch: number of entries to which vectors are projected. 0 keeps the exact vectors.

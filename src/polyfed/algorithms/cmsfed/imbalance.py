@@ -26,9 +26,11 @@ EMPTY = torch.zeros(0)
 
 @dataclass(frozen=True)
 class ImbalanceRatios:
-    """The last ratios of each client: the confidence of the first modality divided by that of every other modality.
+    """The imbalance ratios that each client reported most recently.
 
-    With two modalities, the ratio is the paper's rho. The value of the first modality is always 1.
+    A client has one ratio for each modality: the confidence of the first modality divided by the confidence of this
+    modality. The ratio of the first modality is therefore always 1. With two modalities, the other ratio is the paper's
+    rho.
 
     Attributes:
         modalities: all modalities, in the order of the data.
@@ -50,7 +52,7 @@ class ImbalanceRatios:
         return cls(clients.modalities, values, clients.num_rows.to(torch.float64), clients.holds.all(1))
 
     def reported(self, fresh: Mapping[int, Mapping[str, Tensor]]) -> "ImbalanceRatios":
-        """Return the ratios after some clients have reported. A client without a new report keeps its last values."""
+        """Return a copy with the new reports in `fresh`. A client without a new report keeps its last values."""
         values = self.values.clone()
         for client, ratio in fresh.items():
             if ratio:
@@ -133,7 +135,7 @@ def pce_weights(
 ) -> dict[str, float | Tensor]:
     """Compute beta, the weight of PCE in a batch, for each helped modality (PMR Eq. 10-11).
 
-    At full strength, beta is `strength` (alpha_p). Otherwise beta depends on r_batch: the largest
+    If `scope.full_strength` is set, beta is alpha_p in every batch. Otherwise beta depends on r_batch: the largest
     `prototypes.confidence` of another modality, divided by the confidence of the helped modality. No gradient flows
     through beta.
 

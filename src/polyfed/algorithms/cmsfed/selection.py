@@ -46,9 +46,9 @@ class Choice:
         return {block: count for block, count in counts.items() if count}
 
     def shares(self, modalities: Sequence[str]) -> dict[str, float]:
-        """Return, for each modality, the share of the selected clients that train it. It does not depend on replies.
+        """Return, for each modality, the share of the selected clients that train it.
 
-        A modality that no selected client trains is left out.
+        Selected clients count even if they do not reply. A modality that no selected client trains is left out.
         """
         return {m: count / len(self.picked) for m, count in self.trained(modalities).items() if m != SHARED}
 
@@ -127,7 +127,7 @@ class SelectionProblem:
         return able[keys.choice(key, len(able), 1)[0]] if able else None
 
     def _resolve(self, k1: int | None, k2: int | None, candidates: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Yield the clients that join in this pass, and whether each trains only one modality (Eq. 13, 14)."""
+        """Yield the clients that one pass selects, and for each whether it trains only one modality (Eq. 13, 14)."""
         k2_alone = k2 is not None and (
             not self._complete(k2) or self.ratios.dominance(self.weak, k2) > self.dominance_threshold
         )
@@ -142,10 +142,10 @@ class SelectionProblem:
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
-        """Count a newly chosen client in the problems G_1 and G_2.
+        """Add a newly selected client to the selected clients of the problems G_1 and G_2.
 
-        G_1 leaves out a client that owns all modalities and trains only one. With `resolution = "authors"` (released
-        code), G_2 leaves out the clients that train all modalities.
+        A client that owns all modalities but trains only one is not added to G_1. A client that trains all modalities
+        is not added to G_2 if `resolution` is "authors", as in the released code.
         """
         if not alone or not self._complete(client):  # its gradient covers all that it owns
             first.add(client)
@@ -161,9 +161,9 @@ class SelectionProblem:
 
 
 def without_gradients(weak: str, cohort: Sequence[int], ratios: ImbalanceRatios, clients: ClientRegistry) -> Choice:
-    """Return the choice for a cohort that a selector drew: each client trains all modalities.
+    """Return the choice of a round in which a selector drew the cohort, without comparing the clients' gradients.
 
-    A client that lacks a modality trains only its weakest modality.
+    A client that owns all modalities trains all of them. A client that lacks a modality trains only its weakest one.
     """
     complete = [client for client in cohort if bool(ratios.complete[client])]
     rest = [client for client in cohort if client not in complete]
@@ -181,8 +181,9 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
 
     `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
     it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected
-    pairs. `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
-    modality.
+    (client, modality) pairs. `picked_all` is |S_M|, the number of clients that train all modalities. `picked_weak` is
+    |S_w|, the number of clients that train only the weak modality. `picked_alone` is the number of clients that train
+    only one modality, weak or not.
     """
     mean = ratios.mean()
     shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}

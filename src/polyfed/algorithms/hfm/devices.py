@@ -65,7 +65,7 @@ class Devices(VerticalOptions):
 
     @task(scope="silo")
     def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
-        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders, and a copy of the head unless it is kept frozen."""
+        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders and a copy of the head (if not frozen)."""
         encoders = self._encoders(context, local)
         trained = {*encoders, *self._reached(context, got)}
         if self.head_update == "server":
@@ -131,7 +131,7 @@ class Devices(VerticalOptions):
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
-        """Send the encoders, and the head that the device forwards for its edge, to the server."""
+        """Send the device's encoders to the server. The first device of a silo also forwards the head of its edge."""
         return Upload(self._encoders(context, local) | got.head), local
 
     def _loss(

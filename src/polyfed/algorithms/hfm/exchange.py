@@ -97,7 +97,11 @@ class Followed(Message):
 
 @message
 class Forward(Message):
-    """The head that an edge sends to the server through its first device; empty for the other devices."""
+    """An edge's message to a device of its silo, before the device sends its `Upload` to the server.
+
+    The first device of the silo gets the edge's head, and forwards this head to the server. The other devices get an
+    empty message.
+    """
 
     head: Tree = carries("parameters", whole=True)
 

@@ -34,7 +34,10 @@ ANCHOR = "anchor"
 
 @message
 class Adopt(Message):
-    """The server's broadcast to a device: its encoders and, if `mu` is above 0, the head as an anchor."""
+    """The server's broadcast to a device: new values for the device's encoders and, if `mu` is above 0, the head.
+
+    With `mu` above 0, the device keeps these values as its anchor: the proximal term (Eq. 4) pulls training to them.
+    """
 
     params: Tree = carries("parameters")
     head: Tree = carries("parameters", whole=True)

@@ -18,7 +18,8 @@ class SiloState(State):
     Attributes:
         heads: the head of each silo's edge.
         ids: the sample ids of each device, int64 (n,). A device whose ids are not known yet takes part in no round.
-        sent: the last embeddings of each device; kept only if `resample` is false, because they can then be used again.
+        sent: the last embeddings of each device. If `resample` is false, later exchanges use them again. If `resample`
+            is true, nothing is kept.
         drift: mean relative drift of the embeddings during Q local rounds, over all devices and exchanges of the last
             round.
         exchanges: number of exchanges so far.

@@ -45,7 +45,7 @@ def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
 
 
 def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, client: int) -> Tree:
-    """Return teachers (n, d) that say nothing about their rows, for a control experiment.
+    """Return teacher vectors (n, d) without information about their rows, for a control experiment.
 
     The placebo `noise` replaces each teacher vector by a random vector of the same length. The placebo `shuffled`
     exchanges the teacher vectors between rows at random.

@@ -32,8 +32,8 @@ class Image(PlainExtractor):
 
     Attributes:
         size: Height and width.
-        fit: "crop" scales the shorter side to 256/224 of the size and cuts out the middle, as is usual for ImageNet's
-            models; "stretch" scales both sides.
+        fit: How an image is brought to (size, size). "crop" scales the image until its shorter side is 256/224 * size,
+            and then cuts out the middle, as is usual for ImageNet's models. "stretch" scales both sides to `size`.
     """
 
     size: int = 224

@@ -27,7 +27,7 @@ Emotion and sentiment:
 - `iemocap`, `msp_improv`, `meld`: sound and transcript; `crema_d`: sound and video.
 - `cmu`: CMU-MOSEI and CMU-MOSI: text, audio and video features.
 
-Events, images with text, sensors, synthetic data:
+Other data (events, images with text, sensors, synthetic data):
 
 - `ave`: audio-visual events; `food101`, `hateful_memes`, `crisismmd`: image and text.
 - `ucihar`, `ku_har`: motion sensors; `ptb_xl`: electrocardiograms.

@@ -31,8 +31,9 @@ class HuggingFace(MediaSet):
             folder of prepared features.
         cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
             if this variable is not set.
-        modalities: Modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
-            (600, 80) log-mel, "values" (numbers or lists of one shape).
+        modalities: Modality -> kind. An "image" becomes pixels (3, size, size). A "text" becomes one embedding, which
+            `model` computes. "tokens" turns a text into token ids (64,). "audio" becomes a log-mel spectrogram
+            (600, 80). "values" are numbers, or lists of numbers that all have one shape.
         columns: Modality -> column of its values, for modalities whose name differs from the column's name.
         label: Column with class numbers or names.
         client: Column with the natural client. Empty if there are no natural clients.

@@ -35,8 +35,9 @@ CONNECTION_FAILED = 6
 class Telling:
     """Replaces the module `os` in `http_retry`, which is Flower's code that repeats failed calls to the server.
 
-    If the server answers "unauthorized", Flower's code interrupts the process with `os.kill`. Without this class,
-    Flower would log no reason, and the process would exit with code 0.
+    If the server answers "unauthorized", Flower's code interrupts the process with `os.kill`. Flower does not log that
+    the server refused the key, and the process would exit with code 0. This class logs the refusal, and remembers it so
+    that `main` can exit with another code.
 
     Attributes:
         refused: whether the server has refused the key.

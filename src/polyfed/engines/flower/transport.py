@@ -80,7 +80,7 @@ class GridTransport:
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], bool] = lambda answers: False
     ) -> list[Packet]:
-        """Ask nodes to enrol until `wanted` clients have enrolled, `heard` returns True, or the time has passed.
+        """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
 
         A node that refuses or fails does not count towards `wanted`.
 
@@ -115,10 +115,12 @@ class GridTransport:
 
         If a request is lost because a node went offline, the transport sends the request again when the node is back. A
         repeated task gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered,
-        when `patience.enough` clients have replied, or at the deadline. If a client has missed a deadline, the
-        transport waits for this client for a shorter time in some of the next requests. This time is
-        `open_request.GRACE` times as long as the other clients took. The wait for a client whose node is offline takes
-        at most `patience.away_seconds`.
+        when `patience.enough` clients have replied, or at the deadline.
+
+        After a client has missed a deadline, the transport waits less for this client in its next requests: only
+        `open_request.GRACE` times as long as the other clients took. The number of such requests doubles with every
+        further miss, up to `LONGEST_SKIP`. The wait for a client whose node is offline takes at most
+        `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
@@ -160,7 +162,7 @@ class GridTransport:
         return f"late: no answer to this request in {now - run.started:.3g} seconds, nor to an earlier one in time"
 
     def _settled(self, run: OpenRequest, why: str) -> dict[int, Packet | str]:
-        """Return the answers, with a reason for each client without an answer, and count missed deadlines."""
+        """Return the answer of each client, or the reason why it is missing. Also count the missed deadlines."""
         now = time.monotonic()
         kept_until = now + TTL * run.patience.seconds
         self._overdue |= {identity: (client, kept_until) for identity, client in run.waiting.items()}

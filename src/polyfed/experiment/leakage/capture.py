@@ -29,7 +29,8 @@ class CapturedReply:
         seen_by: the destination of the reply: `server` or `silo`.
         sent: the message that the client had received.
         message: the reply.
-        known: the newest values of the client's parameters that the receivers knew before the reply.
+        known: the client's parameters as the receivers knew them before the reply. Each parameter has the value that
+            was last sent to the client or returned by it.
     """
 
     round: int
@@ -78,7 +79,8 @@ class Capture:
         limit: the largest number of clients whose replies are kept.
         replies: the replies, in the order in which they arrived.
         model: the last model that the server sent to every asked client. Empty if there was no such model.
-        trained: the clients that had received and returned parameters before `model` was sent.
+        trained: the clients that had already trained, which means that they had returned parameters before the server
+            sent the model of the attribute `model`.
     """
 
     assembly: Assembly

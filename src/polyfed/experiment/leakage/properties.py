@@ -38,7 +38,10 @@ def modalities_held(found: Capture) -> Iterator[Finding]:
 
 
 def _shown(reply: CapturedReply, model: Model) -> set[str]:
-    """Return the blocks of a reply. In `whole` fields, which hold all blocks, tensors of the head do not count."""
+    """Return the blocks of which a reply shows that the client sent them.
+
+    A field declared with `whole=True` is sent with all its blocks. In such a field, tensors of the head are ignored.
+    """
     msg, head = reply.message, {*model.head()}
     blocks = {part.block for part in crossings(msg) if part.field not in msg.whole}
     return blocks | {block_of(key) for name, key, _ in tensors(msg) if name in msg.whole and key and key not in head}

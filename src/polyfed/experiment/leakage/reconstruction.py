@@ -82,7 +82,7 @@ def match_gradient(
         params: the parameters at which the gradient was computed.
         gradient: the gradient of a client, by parameter name. If the client sent new parameters instead, the tree holds
             the parameters before training minus the new ones. Parameters that the tree lacks are ignored.
-        start: modality -> first values of the samples, float32 (n, ...).
+        start: modality -> the samples from which the optimisation starts, float32 (n, ...).
         y: the labels of the rows (n,).
 
     Returns:
@@ -110,7 +110,8 @@ def match_gradient(
 def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
     """Compare rebuilt rows with the nearest rows of a client.
 
-    The best guess without the message is the mean public row, or a random public row if that is closer.
+    The tally also holds the quality of a guess for which the attacker needs no message: the mean of the public rows, or
+    a random public row if that is closer.
 
     Args:
         rebuilt: (k, F).
@@ -161,8 +162,8 @@ def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
     Returns:
         A tally with one guess for each row of the other half. The quality of a guess is 1 - e / d. Here e is the
         squared error of the rebuilt row. d is the mean squared distance of the rows of the other half from the mean of
-        the known rows. The best guess without the message is the mean of the known rows. The result is None if there
-        are fewer than eight rows.
+        the known rows. The tally also holds the quality of a guess for which the attacker needs no embedding: the
+        mean of the known rows. If `z` has fewer than eight rows, the function returns None.
     """
     if len(z) < 8:
         return None

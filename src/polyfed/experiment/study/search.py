@@ -1,4 +1,6 @@
-"""The choice of settings by Optuna: the same number of trials for every cell, scored on validation rows.
+"""The search for settings with Optuna. Every cell of a study gets the same number of trials.
+
+A trial is scored on validation rows.
 
 A search stores nothing on disk. Its proposals depend only on the seed of the sampler and on the scores so far. A sweep
 that was killed therefore proposes the same settings again, and finds their scores among the finished runs.
@@ -65,7 +67,7 @@ class Searcher:
 
     @property
     def best(self) -> Values | None:
-        """Return the setting with the best score, or None if all diverged. Of equal scores, the first counts."""
+        """Return the setting with the best score (of several, the first one), or None if all trials diverged."""
         scored = [(values, score) for values, score in self.trials if score is not None]
         if not scored:
             return None

@@ -27,7 +27,7 @@ def alike(
 
     Args:
         kind: the class of the masked replies.
-        groups: for each block, marks the clients that must send the block, bool (n,).
+        groups: block -> bool (n,), which is True for each client that must send this block.
         replies: the replies by place.
         bits: number of bits of each masked integer. Statistics have 64 bits.
     """
