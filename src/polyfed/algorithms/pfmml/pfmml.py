@@ -59,12 +59,12 @@ TABLE_CLIENTS = 64
 class PfmmlState:
     """The server state.
 
-        Attributes:
-            params: the common initial model. PFMML has no global model.
-            blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
-            waited_for: the devices from which the server requested an upload in the last round.
-            train_loss: mean training loss of the last round, weighted by rows.
+    Attributes:
+        params: the common initial model. PFMML has no global model.
+        blocks: the server's knowledge about each block, in the order in which uploads are queued.
+    undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
+        waited_for: the devices from which the server requested an upload in the last round.
+        train_loss: mean training loss of the last round, weighted by rows.
     """
 
     params: Tree
