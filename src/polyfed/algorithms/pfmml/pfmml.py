@@ -62,7 +62,7 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-    undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
+        undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
