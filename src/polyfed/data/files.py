@@ -149,7 +149,7 @@ class Arrays:
         return torch.from_numpy(array.astype(np.int64))
 
     def labels(self, name: str) -> Tensor:
-        """An array of labels: whole numbers (N,) as int64 (N,), or T targets in each row as float32 (N,) or (N, T).
+        """Return labels: classes as int64 (N,), or regression targets as float32 (N,), or (N, T) for T targets a row.
 
         Raises:
             DataError: The array is missing or unreadable, or its entries are not labels.
@@ -182,7 +182,7 @@ class Arrays:
             raise DataError(f"'{self.path}': array '{name}' holds no valid text ({error}). Save it again") from error
 
     def features(self, name: str) -> Tensor:
-        """An array of numbers (N, ...) in the nearest type that PyTorch can index.
+        """Return an array of numbers (N, ...). PyTorch cannot index some types, which are converted to a similar type.
 
         Raises:
             DataError: The array is missing, unreadable, not numeric, or has only one axis.

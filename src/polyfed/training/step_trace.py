@@ -95,7 +95,7 @@ class Trace:
     forms: list[Form] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """Return what is equal in the traces of two equal steps. Of `outside`, it contains only the slots."""
+        """Return a description of the trace. If two steps perform the same operations, their signatures are equal."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
     @property
@@ -265,7 +265,7 @@ def _written_places(op: Any) -> tuple[int, ...]:
 
 
 def _view(base: int, tensor: Tensor) -> Hashable:
-    """Return a value that is equal for two equal views of the same memory, including conjugation and negation flags."""
+    """Return a description of a view. Two views of the same memory with the same description show the same values."""
     flags = tensor.is_conj(), tensor.is_neg()
     return base, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), flags
 

@@ -87,7 +87,7 @@ class Table(Source):
         return self.columns_of(read(path, problems), path, problems)
 
     def columns_of(self, frame: "pd.DataFrame", path: Path, problems: Problems) -> Columns:
-        """Check a table that `read` has returned, so that a caller who has read the file need not read it again.
+        """Check a table that `read` has returned. A caller that has this table need not read the file again.
 
         Args:
             frame: the table.

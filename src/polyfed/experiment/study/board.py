@@ -86,8 +86,7 @@ class Board:
             search are not among them. A cell has no entry before the settings of its final runs are chosen.
         trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
         blocked: Maps the index of each cell without an entry in `reported` to the reason. For example, its search has
-        not chosen the
-            settings yet, its search stopped, or the study leaves the cell out.
+            not chosen the settings yet, its search stopped, or the study leaves the cell out.
     """
 
     folder: Path
