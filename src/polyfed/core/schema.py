@@ -83,7 +83,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """Return an error text if the value is outside of its range. Return "" if it is inside the range, or if it is None."""
+    """Return an error text if the value is outside of its range, or "" if it is inside the range or is None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"

@@ -50,8 +50,8 @@ class EngineSpec:
             server cannot check them; 0 removes the limit.
         reply_seconds: (`flower` only) how many seconds a client has for its reply. The server ignores a later reply. A
             client that missed a deadline still receives later requests. In its next 2 requests, however, the server
-            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row doubles
-            the number of these requests, up to 64.
+            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row
+            doubles the number of these requests, up to 64.
         close_at: (`flower` only) the server closes a request as soon as this share of the asked clients has replied. If
             the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
             clients than needed.
