@@ -11,7 +11,7 @@ from polyfed.core.tree import SHARED
 from polyfed.data import Population
 from polyfed.experiment.privacy_support import read_singly, sent, withheld_of
 from polyfed.experiment.recipe import Recipe
-from polyfed.federation.aggregation import tolerance
+from polyfed.federation.aggregation import shortfall, tolerance
 from polyfed.federation.federation import Federation
 from polyfed.privacy.differential import Privacy
 from polyfed.selection import Selector
@@ -124,14 +124,9 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
     holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
     for block, held in [(SHARED, size), *zip(clients.modalities, holders, strict=True)]:
         num = min(size, held)
-        count, least = tolerance(method.server, num)
-        if 0 < num < least:
-            raise RecipeError(
-                f"[server] aggregate = '{method.server.aggregate}' with lying = {method.server.lying:g}: at most {num} "
-                f"clients send the block '{block}' in a round, and the rule needs {least} to withstand {count}. Raise "
-                "[clients] participation, lower lying, or use 'median'",
-                ("server", "lying"),
-            )
+        why = shortfall(method.server, num, f"at most {num} clients send the block '{block}' in a round")
+        if num and why:
+            raise RecipeError(why, ("server", "lying"))
 
 
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:

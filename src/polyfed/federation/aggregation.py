@@ -223,14 +223,26 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
         TooFewReplies: there are too few replies for the rule to tolerate f false ones.
     """
     num = len(group.values)
+    if why := shortfall(server, num, f"{num} clients sent the block '{group.block}'"):
+        raise TooFewReplies(why)
+    return tolerance(server, num)[0]
+
+
+def shortfall(server: ServerOptimiser, num: int, fact: str) -> str:
+    """Return why `num` replies are too few for the rule, or "" if they are enough.
+
+    Args:
+        server: the options.
+        num: number of replies for a block.
+        fact: the number of replies in words, as a clause for the text.
+    """
     count, least = tolerance(server, num)
-    if num < least:
-        raise TooFewReplies(
-            f"[server] aggregate = '{server.aggregate}' with lying = {server.lying:g}: {num} clients sent the block "
-            f"'{group.block}', and the rule needs {least} to withstand {count}. Raise [clients] participation, lower "
-            "lying, or use 'median'"
-        )
-    return count
+    if num >= least:
+        return ""
+    return (
+        f"[server] aggregate = '{server.aggregate}' with lying = {server.lying:g}: {fact}, and the rule needs {least} "
+        f"to withstand {count}. Raise [clients] participation, lower lying, or use 'median'"
+    )
 
 
 def tolerance(server: ServerOptimiser, num: int) -> tuple[int, int]:

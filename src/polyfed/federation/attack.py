@@ -172,7 +172,6 @@ class Attack:
         return lambda field, key, sent, own: false[field, key]
 
 
-@lru_cache(maxsize=16)
 def cure(attack: Attack | None) -> str:
     """Return what to do about a training that diverged, as a sentence without a full stop."""
     if attack is not None:
@@ -182,6 +181,7 @@ def cure(attack: Attack | None) -> str:
     return "Lower [train] lr, set [train] clip_norm, or scale the features down"
 
 
+@lru_cache(maxsize=16)
 def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
     """Draw the attackers of a run. The result is cached, because every request needs it."""
     return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))

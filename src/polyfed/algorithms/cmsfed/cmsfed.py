@@ -147,8 +147,7 @@ class CmsFed(CmsFedOptions):
         """Average per block (step 6). The options choose the weights and how the classifier is averaged."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         private = fed.private_mean(state.moments)
-        trained = {block: float(count) for block, count in state.choice.trained(fed.clients.modalities).items()}
-        rule = None if private is None else private.over(trained)
+        rule = None if private is None else private.over(state.choice.trained(fed.clients.modalities))
         mean = aggregate(replies, "params", weights, state.params, self.server, rule)
         if self.client_weights == "clusters" and state.gradients is not None:
             rows = self.represented_rows(fed)
