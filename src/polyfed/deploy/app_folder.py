@@ -21,6 +21,7 @@ from polyfed.experiment.check import refuse_large
 from polyfed.experiment.privacy_faults import refuse_app
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.task_choice import task_of
+from polyfed.federation.attack import refuse_deployed
 from polyfed.model import Custom, user_classes
 from polyfed.privacy.policy import Policy
 
@@ -90,8 +91,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
     too large.
     """
-    if recipe.attack is not None:
-        raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section", ("attack",))
+    refuse_deployed(recipe.attack)
     refuse_app(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)

@@ -27,6 +27,7 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
+from polyfed.federation.attack import refuse_deployed
 from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import Ledger
 
@@ -150,8 +151,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
-        if recipe.attack is not None:
-            raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
+        refuse_deployed(recipe.attack)
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):

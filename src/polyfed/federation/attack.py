@@ -172,6 +172,16 @@ class Attack:
         return lambda field, key, sent, own: false[field, key]
 
 
+def refuse_deployed(attack: Attack | None) -> None:
+    """Refuse the section [attack] of a recipe in a deployment.
+
+    Raises:
+        RecipeError: the recipe has the section.
+    """
+    if attack is not None:
+        raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section", ("attack",))
+
+
 def cure(attack: Attack | None) -> str:
     """Return what to do about a training that diverged, as a sentence without a full stop."""
     if attack is not None:
