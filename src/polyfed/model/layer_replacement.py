@@ -1,7 +1,8 @@
-"""Prepares an ordinary PyTorch module for federated training by replacing layers that depend on the batch.
+"""Prepares an ordinary PyTorch module for federated training by replacing some of its layers.
 
-The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`. Each replacement
-has the same parameters and the same results as the original layer. Layers that cannot run under `torch.func.vmap`, or
+The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`, because these
+layers depend on the batch or do not support `vmap`. `max_pool.py` replaces a layer that is slow. Each replacement has
+the same parameters and the same results as the original layer. Layers that cannot run under `torch.func.vmap`, or
 that draw from a global random generator, are refused. The error says what to use instead.
 """
 
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from polyfed.core import keys
 from polyfed.core.errors import ModelError
 from polyfed.model.layers import GRU, LSTM, Attention, BatchNorm, Dropout, Rows
+from polyfed.model.max_pool import MaxPool2d
 from polyfed.model.recompute import Recompute
 
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -27,7 +29,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 
 def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
-    """Replace the layers of a module that depend on the batch, at any depth.
+    """Replace the layers of a module for which polyfed has its own, at any depth.
 
     Args:
         module: a new module of an encoder or a fusion; it is changed.
@@ -64,6 +66,8 @@ def _swapped(module: nn.Module, rows: Rows, path: str) -> nn.Module | None:
         return _lstm(module, path)
     if isinstance(module, nn.MultiheadAttention):
         return _attention(module, path)
+    if type(module) is nn.MaxPool2d:
+        return MaxPool2d(module, rows)
     return None
 
 

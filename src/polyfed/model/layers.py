@@ -76,12 +76,22 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised `x`, of the same shape."""
+        return self._normalised(x, self.weight, self.bias)
+
+    def standardised(self, x: Tensor) -> Tensor:
+        """Return `forward(x)` without the factors `weight` and the terms `bias`: mean 0 and variance 1 per channel.
+
+        In a training batch, this method updates the running statistics, as `forward` does.
+        """
+        return self._normalised(x, None, None)
+
+    def _normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         mean, var, ok = self.running_mean, self.running_var, self.rows.ok
         if self.rows.key is None or not self.training:
-            return nn.functional.batch_norm(x, mean, var, self.weight, self.bias, eps=self.eps)
+            return nn.functional.batch_norm(x, mean, var, weight, bias, eps=self.eps)
         if ok is None and x.numel() >= 2 * x.shape[1]:
-            return nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
-        return self._masked(x, self._mask(x, ok))
+            return nn.functional.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+        return self._masked(x, self._mask(x, ok), weight, bias)
 
     def _mask(self, x: Tensor, ok: Tensor | None) -> Tensor:
         if ok is None:
@@ -91,7 +101,7 @@ class BatchNorm(nn.Module):
             ok = ok.unsqueeze(1).expand(-1, repeats).reshape(-1)
         return ok.view(-1, *(1,) * (x.dim() - 1))
 
-    def _masked(self, x: Tensor, ok: Tensor) -> Tensor:
+    def _masked(self, x: Tensor, ok: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         over = [0, *range(2, x.dim())]
         wide = (1, -1, *(1,) * (x.dim() - 2))
         zero = x.new_zeros(())
@@ -101,7 +111,7 @@ class BatchNorm(nn.Module):
         var = centred.square().sum(over) / count.clamp(min=1.0)
         self._remember(mean.detach(), var.detach(), count)
         y = centred * torch.rsqrt(var + self.eps).view(wide)
-        return y if self.weight is None else y * self.weight.view(wide) + self.bias.view(wide)
+        return y if weight is None or bias is None else y * weight.view(wide) + bias.view(wide)
 
     def _remember(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         rate = self.momentum * (count >= 2).to(mean.dtype)
