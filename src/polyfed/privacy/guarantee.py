@@ -123,7 +123,7 @@ class Guarantee:
 
     @property
     def protects(self) -> str:
-        """The question that nobody can answer with certainty from the result of the run, as an indirect question."""
+        """What nobody can tell for certain from the result of the run, such as "whether one row was used at all"."""
         swing = self.accounting.swing == 2
         if self.spec.unit == "client":
             return "which data one client used" if swing else "whether one client's data was used at all"

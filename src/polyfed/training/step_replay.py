@@ -290,7 +290,7 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 class Lower(torch.autograd.Function):
     """Calls `work(tensors, dims)` in a batching rule of `vmap`, which gets plain tensors with their client axes.
 
-    `dims` is the position of the client axis in each tensor. `work` returns tensors and the positions of their client axes.
+    `dims` has the position of each client axis. `work` returns tensors and the positions of their client axes.
     """
 
     @staticmethod
