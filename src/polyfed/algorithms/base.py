@@ -3,7 +3,7 @@
 One part of a method's code runs on the server: `init`, `round` and `evaluate`. The other part runs on the clients: the
 functions marked `@task`. A method that sends parameters, trains them locally and averages the results extends
 `Averaging` (`averaging.py`), which has more hooks. Every other method extends `Algorithm`. No method extends another
-method: code that two methods share is a function.
+method. If two methods share code, this code is a plain function that both of them call.
 
 The table lists the hooks in the order in which they are called. All hooks except `init` and `round` have a default:
 

@@ -121,7 +121,7 @@ class CreamState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CreamFL(Algorithm):
-    """Contrastive representation ensemble. The default weights are the weights of the authors' code.
+    """Contrastive representation ensemble. The default weights of the loss terms come from the authors' code.
 
     Attributes:
         inter: weight of the inter-modal contrast, which uses the other modality's global representations.

@@ -154,10 +154,10 @@ class FedMSplit(Averaging):
         return after
 
     def _attention(self, trained: Mapping[int, Tree], clients: list[int], fed: Federation) -> dict[str, Tensor]:
-        """Return, for each block, the attention of each of the S clients to each of them, as a matrix (S, S).
+        """Return an attention matrix (S, S) for each block, where S is the number of clients.
 
-        Row i holds the attention of client i. Among the clients that own the block, every row sums to 1. The rows and
-        columns of the other clients are zero.
+        Entry (i, j) is the attention of client i to client j. If client i owns the block, row i sums to 1. If client i
+        does not own the block, row i and column i are zero.
         """
         found = {}
         for block in (*fed.clients.modalities, SHARED):

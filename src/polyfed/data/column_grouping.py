@@ -86,7 +86,7 @@ def identifier(name: str) -> str:
 
 
 def column_names(modalities: Any) -> dict[str, str | list[str]]:
-    """Return the caller's columns of each modality as texts. In pandas, the names of columns may be numbers.
+    """Convert the column names that the caller gave for each modality to strings. pandas also allows numbers as names.
 
     Raises:
         RecipeError: `modalities` is not a dictionary from names to columns.

@@ -108,8 +108,8 @@ class Columns:
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
-        labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`. If there are no
-            labels at all, `label` is 0 everywhere.
+        labelled: Whether `label` holds labels that the model learns to predict. If not, only partitions by class read
+            `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 

@@ -106,8 +106,8 @@ class Store:
             state yet.
 
         Raises:
-            BadReply: the client has already answered a later request or a later session, or the states before the
-                request have been deleted.
+            BadReply: the client has already begun a task of a later request or of a newer session, or the states
+                before the request have been deleted.
             CheckpointError: the state on disk is damaged.
         """
         journal = self._journal()

@@ -73,7 +73,8 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
 
     A policy has rows for blocks, such as the modality `image` or the block `shared`. If it has no row for `shared`, its
     rows for the modalities also limit what `shared` may send. For a refused part of `shared`, the sentences name the
-    row that forbids it. They also explain how to train blocks whose parameters may not leave.
+    row that forbids it. If the policy forbids that the parameters of a block leave the client, one more sentence
+    explains how each client can train the block and keep it.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")

@@ -141,7 +141,10 @@ def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
-    """Return the modules of an algorithm and its parts. Its checkpoints may contain dataclasses of these modules."""
+    """Return the names of the Python modules that define the classes of an algorithm and of its parts.
+
+    Checkpoints of the algorithm may contain dataclasses of these modules.
+    """
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
 
 

@@ -1,4 +1,4 @@
-"""The data that a recipe allows to leave: a table by modality, kind and destination, and a summary in sentences."""
+"""Shows which data may leave the clients: in a table by modality, kind and destination, and in short sentences."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

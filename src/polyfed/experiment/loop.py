@@ -76,7 +76,7 @@ def execute(
 
 
 class _Loop:
-    """One run to the last round. It starts at the first round or continues from a checkpoint."""
+    """Carries out one run, up to its last round. It starts at the first round or continues from a checkpoint."""
 
     def __init__(self, assembly: Assembly, records: Records | None, emit: Emitter) -> None:
         self.assembly, self.records, self.emit = assembly, records, emit

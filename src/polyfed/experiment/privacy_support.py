@@ -33,7 +33,8 @@ def methods_that_honour(unit: str) -> str:
 def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
     """List what a recipe must set so that an algorithm supports a unit of [privacy].
 
-    These are options of the algorithm, and `unprotected` with the kinds of data that [privacy] does not protect.
+    The list names options of the algorithm, with their values. If the algorithm sends kinds of data that [privacy] does
+    not protect, the list also names the option `unprotected`, with these kinds as its value.
     """
     method = cls(**cls.private_options)
     found = [f'{option} = "{value}"' for option, value in cls.private_options.items()]

@@ -183,7 +183,7 @@ def refuse_deployed(attack: Attack | None) -> None:
 
 
 def cure(attack: Attack | None) -> str:
-    """Return what to do about a training that diverged, as a sentence without a full stop."""
+    """Return what the user can do after training has diverged, as a sentence without a full stop."""
     if attack is not None:
         return (
             f"The recipe has [attack] name = '{attack.name}': a robust rule such as [server] aggregate = 'median' helps"

@@ -142,7 +142,7 @@ def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor]) ->
 
 
 def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
-    """Return an upper bound: by how much rounding can increase the norm of what one client adds to the sum.
+    """Return an upper bound on how much rounding can increase the norm of one client's contribution to the sum.
 
     A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again, so
     the noise has to be large enough for both rounding errors. Differential privacy compares the results on two

@@ -35,8 +35,8 @@ class Slots:
 
     The modules can run on the tensors of a Tree instead of their own tensors. Constants are an exception: no Tree holds
     them, and the modules always use their own. A parameter is a constant if it is frozen (`requires_grad=False`). A
-    buffer is a constant in three cases: it is not saved with the module, it is not floating point, or its module is
-    kept in evaluation mode by the encoder.
+    buffer is a constant if it is not saved with the module or is not floating point. A buffer is also a constant if the
+    encoder keeps the buffer's module in evaluation mode.
 
     Args:
         blocks: the module of each block. The path of a tensor is the name of its block, followed by the path of the

@@ -36,8 +36,9 @@ class ModelSpec:
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
-        attention_hidden: width of the scoring network of `attention` (512 in FedMultimodal).
-        attention_heads: number of weighted sums of `attention` (6 in FedMultimodal).
+        attention_hidden: width of the scoring network of the fusion `attention` (512 in FedMultimodal).
+        attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal). Each head computes one weighted
+            sum of the time steps.
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
         fusion_options: more arguments for the constructor of your own fusion.
         module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`. In Python, you

@@ -23,7 +23,8 @@ class Conv2dGru(EncoderSpec):
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size over time and frequency. It must be odd, so that each stage halves both exactly.
+        kernel: kernel size over time and frequency. It must be odd. With an odd kernel size, each stage halves the
+            number of time steps and the number of frequencies, rounded up.
         hidden: width of the projection and of the GRUs.
         layers: number of GRUs. Each GRU reads the states of the GRU before it.
         dropout: dropout probability after each stage.

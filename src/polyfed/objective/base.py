@@ -103,7 +103,7 @@ class Objective(ABC):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is not the mean of its rows' losses, as a clause; empty if the loss is this mean."""
+        """Why the loss of a batch is not the mean of its rows' losses, for error messages; empty if it is the mean."""
         return ""
 
     # metrics
@@ -184,7 +184,7 @@ class OfClasses(Objective):
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics. The mean of the clients' scores, weighted by rows, is the score over all rows already."""
+        """Return no metrics, because the clients' mean score, weighted by rows, equals the score over all rows."""
         return {}
 
 

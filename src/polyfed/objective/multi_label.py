@@ -172,7 +172,7 @@ def known_of(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a client's own sums into the result of `sums` and the histograms (2, T, BINS)."""
+    """Split the result of `own_sums` into its two parts: the result of `sums`, and the histograms (2, T, BINS)."""
     labels = (len(sums) - REST) // OWN
     own = COUNTS * labels + REST
     return sums[:own], sums[own:].view(2, labels, ranking.BINS)

@@ -123,7 +123,7 @@ class Guarantee:
 
     @property
     def protects(self) -> str:
-        """The fact that the guarantee protects: somebody who sees the result of the run cannot be sure of this fact."""
+        """What nobody can tell for certain from the result of the run, such as "whether one row was used at all"."""
         swing = self.accounting.swing == 2
         if self.spec.unit == "client":
             return "which data one client used" if swing else "whether one client's data was used at all"

@@ -52,7 +52,7 @@ class Limits:
             step on a full batch always precedes it, so the trained model never depends on the small batch alone. Every
             batch from `ClientData.batch` must have at least this number of rows.
         min_steps: least number of optimiser steps of local training within one request.
-        max_rounds: the last round of a run in which the client answers.
+        max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
     """
 

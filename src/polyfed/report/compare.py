@@ -51,7 +51,10 @@ class Cell:
     of: int
 
     def text(self, unit: str) -> str:
-        """Return mean and spread as text; for a single run, only the mean. Shares are in percent, without a "%"."""
+        """Return mean and spread as text; for a single run, only the mean.
+
+        If the unit is `share`, both numbers are written in percent, but without the sign "%".
+        """
         if not math.isfinite(self.mean):
             return MISSING
         values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
@@ -116,7 +119,10 @@ class Group:
 
     @property
     def other_data(self) -> list[str]:
-        """Return the folders of the runs that used other data than the first run of the group with the same fold."""
+        """Return the folders of the runs whose data differ from the data of an earlier run of this group.
+
+        Each run is compared with the first run of the group that uses the same fold.
+        """
         first: dict[str, Any] = {}
         prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
         for fold, seen in zip(self.folds, prints, strict=True):
@@ -173,7 +179,8 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat row per group.
 
-        A row has label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for every number.
+        Every row has the keys `label`, `n` and `seeds`, and the keys `<column>` and `<column>.spread` for each number.
+        If the group has several folds, its row also has the key `folds`.
         `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [

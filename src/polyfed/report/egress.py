@@ -65,8 +65,8 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
     Args:
         folder: the run.
-        requests: round -> the number of its training requests. A round starts with its training requests, so all
-            requests after this number are evaluations. None if the numbers are not known.
+        requests: round -> how many training requests the round has. The training requests of a round come first, and
+            all its other requests are evaluations. None if the numbers are not known.
 
     Raises:
         DataError: a row is damaged.

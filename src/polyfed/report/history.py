@@ -73,7 +73,7 @@ class History:
         reasons: each reason why clients gave no usable reply -> how often it occurred.
         confusion: the confusion matrix of the last round, if the run has one.
         picked: client -> the number of rounds whose cohort included the client.
-        requests: round -> the number of training requests. Later requests of the round were evaluations.
+        requests: round -> how many training requests the round had. Later requests of the round were evaluations.
     """
 
     participation: Participation

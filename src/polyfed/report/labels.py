@@ -34,7 +34,7 @@ def parts_of(folders: Sequence[Folder]) -> list[tuple[str, str]]:
 
 
 def _distinct(tables: Sequence[Mapping[str, Any]], head: str) -> list[str]:
-    """A label for each table; equal tables have equal labels."""
+    """Return a label for each table of options. Equal tables have equal labels."""
     unique = {repr(sorted(table.items())): table for table in tables}
     labels = dict(zip(unique, _labels(list(unique.values()), head), strict=True))
     taken = list(labels.values())
@@ -66,7 +66,11 @@ def labels_of(folders: Sequence[Folder]) -> list[str]:
 
 
 def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
-    """A label for each table: its value of the key `head`, and the options in which the table differs from others."""
+    """Return a label for each table of options, such as "fedavg lr=0.1".
+
+    A label starts with the value that the table has under the key `head`. Then come the options whose values are not
+    the same in all tables.
+    """
     names = [str(method.get(head, "?")) for method in methods]
     common = [key for key in methods[0] if all(key in method for method in methods)]
     differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]

@@ -53,8 +53,8 @@ class _Client:
     """The rows of one client in one log.
 
     Attributes:
-        up: for each row about a part of a message that the client sent, how often the log contains this row.
-        down: the same for parts of messages that the client received.
+        up: row -> how often the log contains it. These rows are about parts of messages that the client sent.
+        down: row -> how often the log contains it. These rows are about parts of messages that the client received.
     """
 
     up: Counter[Row] = field(default_factory=Counter)

@@ -26,9 +26,9 @@ class Progression:
         scenario: the scenario of the group.
         runs: the number of runs of the group.
         x: at each of these rounds, the cost since the start of the run, averaged over runs.
-        mean: the mean score over runs.
-        low: the lowest score of a run.
-        high: the highest score of a run.
+        mean: at each of these rounds, the mean of the runs' scores.
+        low: at each of these rounds, the lowest of the runs' scores.
+        high: at each of these rounds, the highest of the runs' scores.
     """
 
     label: str

@@ -96,7 +96,7 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that neither `after` with `train.steps` nor `split` with gradient accumulation is used.
+        """Check that `after` is not combined with `train.steps`, nor `split` with gradient accumulation.
 
         Raises:
             RecipeError: with `split`, the recipe sets [train] accumulate to more than 1.
@@ -130,8 +130,8 @@ class ClientData(ABC):
     client axis. All clients of the stack do their steps together:
 
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
-    - The functions are called until the client with the most steps has finished. A client that finished earlier keeps
-      its parameters, moments and carry. What the functions compute for it after its last step is discarded.
+    - `minimise` and `fold` call these functions until the client with the most steps has finished. A client that
+      finished earlier keeps its parameters, moments and carry. Results for this client after its last step are ignored.
     - `loss` and `direction` may be called more or fewer times than there are steps, because their operations are
       recorded and replayed. The functions must not rely on side effects, such as counting their calls.
 

@@ -74,6 +74,7 @@ class KeptTraining:
     def loss(self, fit: TrainingResult) -> Tensor:
         """Return the mean loss of the steps that `fit` added, 0-dim.
 
-        `fit.loss` is a mean over all steps of the training run. In this mean, every step before `fit` has the loss 0.
+        `fit.loss` divides the sum of the losses by the number of all steps of the training run. The sum includes only
+        the steps of `fit`, so this function divides it by the number of these steps instead.
         """
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

@@ -185,7 +185,7 @@ class Train:
 class ServerOptimiser:
     """How the server updates the global model with the mean of the replies: the [server] section of a recipe.
 
-    The server uses the difference mean - params as the negative gradient. Buffers are set to the mean.
+    The negative gradient is `mean - params`: the mean of the replies minus the global model. Buffers become the mean.
 
     Attributes:
         optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.

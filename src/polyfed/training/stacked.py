@@ -217,9 +217,9 @@ class StackedClientData(ClientData):
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
         """Return the inputs of all steps, tensors (T, ...).
 
-        The first four inputs define the batch of the step: positions of the rows, positions of the same rows in the
-        table, which rows are not padding, and the dropout key. The step itself uses the last two inputs: whether the
-        client takes the step, and the step's number.
+        Four inputs define the batch of a step. They are the positions of the rows among the client's own rows, the
+        positions of the same rows in the table, a mask of the rows that are not padding, and the dropout key. The step
+        also has two more inputs: whether the client takes the step, and the step's number.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]

@@ -1,6 +1,6 @@
 """The graph of a training step: which tensors share memory, and which operations write into them.
 
-`node.meta["form"]` is the form of a node's tensor.
+`node.meta["form"]` is the form of a node's tensor: its data type, shape and device.
 """
 
 from collections import defaultdict
@@ -108,7 +108,8 @@ def writes(node: fx.Node) -> list[fx.Node]:
 def _viewed(node: fx.Node) -> list[fx.Node]:
     """Return a list with the argument whose memory a node shares, or an empty list if the node has its own memory.
 
-    A node shares the memory of an argument if the node is a view of the argument, or one of its entries.
+    A node shares the memory of its first argument in two cases. Either the node is a view of this argument, or this
+    argument is an operation with several results, and the node is one of these results.
     """
     takes = node.op == "call_function" and (not is_operation(node) or makes_view(node.target))
     return [node.args[0]] if takes else []  # type: ignore[list-item]
@@ -150,7 +151,10 @@ def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
 
 
 def put(before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert an operation before the node `before`. The result of the new operation has the form of `before`."""
+    """Insert an operation before the node `before`, and return the new node.
+
+    The new node's tensor has the same data type, shape and device as the tensor of `before`.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(op, args, kwargs)
     node.meta["form"] = form(before)

@@ -62,7 +62,7 @@ class Known:
         outside: an entry for each tensor that the step closes over: its index in `Source.tensors`, or the tensor itself
             if the step makes it from a Python number (0-dim).
         value_dim: position of the client axis in the value of the loss; None if all clients have the same value.
-        named: see `Source.named`. These objects are kept alive, so that Python gives their `id` to no other object.
+        named: the objects of `Source.named`, stored because Python may give a deleted object's `id` to a new object.
     """
 
     program: Program
@@ -82,12 +82,12 @@ stands for a step that has no program."""
 
 
 def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether a local training makes and uses programs. With few steps, making a program takes longer than it saves.
+    """Whether local training replays its steps as programs. With few steps, a program costs more than it saves.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
     Args:
-        num_steps: number of steps of the local training.
+        num_steps: number of steps of the local training run.
         number: the round, from 1.
         new_rate: whether the learning rate changes from round to round.
     """
@@ -239,7 +239,7 @@ class Replay:
 
 
 class Recording:
-    """The recording of one step, which is taken on a copy of the state, inside `with recording.tracer`.
+    """Records one training step. The step runs on a copy of the state, inside `with recording.tracer`.
 
     Args:
         state: the state before the step; it does not change.
@@ -279,7 +279,7 @@ def _number(tensor: Tensor) -> Tensor | None:
 
 
 def _plain(state: Any) -> bool:
-    """Whether a state consists of tensors only. It contains the method's carry, which may hold other objects."""
+    """Whether a training state has only tensors. Its carry is the method's choice and may hold other objects."""
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 
@@ -288,9 +288,9 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 
 
 class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` below `vmap`, with the plain tensors and the position of each tensor's client axis.
+    """Calls `work(tensors, dims)` in a batching rule of `vmap`, which gets plain tensors with their client axes.
 
-    `work` returns tensors and the positions of their client axes, like every batching rule of `vmap`.
+    `dims` has the position of each client axis. `work` returns tensors and the positions of their client axes.
     """
 
     @staticmethod

@@ -177,7 +177,7 @@ def all_alike(similarity: AnySimilarity) -> bool:
 
 
 def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
-    """Numbers of a round for the log.
+    """Return the numbers that the log shows for a round.
 
     `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
     it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected

@@ -22,8 +22,9 @@ class VerticalOptions(Algorithm):
         local_unit: the unit of a local round. `epoch`: one pass over B_m in mini-batches of `inner_batch`. `step`: one
             gradient step on the whole of B_m, which is Eq. 1 to the letter.
         head_update: how the head is trained. `device_average`: devices train copies of the head, and the edge computes
-            their mean. `server` (C-VFL): devices keep the head frozen, and the edge's first device trains it for Q
-            local rounds on the stale embeddings, because the edge has no labels.
+            their mean. `server` (C-VFL): while a device trains its encoders, the head is frozen. The head is trained
+            alone, for Q local rounds on the stale embeddings. The silo's first device with labels does this for the
+            edge, because the edge has no labels.
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
         resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
         eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).

@@ -11,7 +11,7 @@ Letters: M silos, K devices in a silo, N_m samples of silo m, B_m its mini-batch
 This file is the server half: it runs the edges. The tasks of the devices are in `devices.py`. Requests whose replies
 only an edge may see have `scope="silo"`. A message from an edge to the server goes through the first device of its
 silo. That device's policy therefore applies, and its ledger counts the message. The vectorised engine trains all
-devices of one modality in one stack, also if they belong to different silos.
+devices of one modality in one stack, even if these devices belong to different silos.
 """
 
 from collections.abc import Mapping, Sequence

@@ -138,7 +138,7 @@ class PartialFL(PartialOptions):
         return merged
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
-        """Step 1: send the global model, and z_T: the tower's embeddings of the client's rows, or their placebo."""
+        """Step 1: send the global model and z_T, the tower's embeddings of the client's rows. `placebo` alters z_T."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:

@@ -58,7 +58,8 @@ class BlockState:
         ages: A, the number of rounds since the last upload, int64 (K,).
         built: the round in which a device's newest copy was built, int64 (K,). It is 0 if the device has the initial
             block.
-        sent: devices whose newest copy was built in the last round and is sent in the next round, bool (K,).
+        sent: devices that uploaded this block in the last finished round, bool (K,). In that round, the server built a
+            new personalised copy of the block for each of these devices. The next round sends them the copies.
         records: aggregations by round.
     """
 
@@ -205,7 +206,11 @@ def _longest(record: Record, rows: Tensor, num_trainable: int) -> Tensor:
 
 
 def shuffled(logits: Tensor, key: int) -> Tensor:
-    """Shuffle each row's logits for the other devices, as a control; each device's logit for itself does not change."""
+    """Return the logits (K, K) of the control `shuffled`, which permutes entries within each row.
+
+    Row k holds the logit of device k for every device. The permutation exchanges the logits for the K - 1 other devices
+    at random. The logit of device k for itself, on the diagonal, does not move.
+    """
     after, size = logits.clone(), len(logits)
     for k in range(size):
         others = torch.tensor([j for j in range(size) if j != k], dtype=torch.int64)

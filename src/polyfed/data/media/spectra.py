@@ -59,8 +59,8 @@ class StftMagnitude(PlainExtractor):
     """FMML's log-spectrogram, float32 (1, 257, 188) for 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
 
     The windows are periodic Hann windows of 512 samples, centred on every 353rd sample. Reflection padding adds 256
-    samples at both ends of the sound, as librosa does by default up to version 0.9. That FMML used such a version is
-    inferred from the date of its release.
+    samples at both ends of the sound, as librosa does by default up to version 0.9. We infer from release dates that
+    FMML used such a version of librosa.
 
     Attributes:
         seconds: Length that every clip is tiled and cut to.
@@ -108,7 +108,7 @@ class LogMel(PlainExtractor):
 
     @property
     def by_client(self) -> bool:
-        """Whether features are standardised by speaker, who is the natural client: the option `per_speaker`."""
+        """Whether features are standardised over all clips of a natural client, here a speaker; see `per_speaker`."""
         return self.per_speaker
 
     def __call__(self, clip: Clip) -> Floats:

@@ -89,7 +89,11 @@ class CremaD(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """With `split = "actors"`, a fifth of the actors is the test set; otherwise the released files decide."""
+        """Return the split code of every row.
+
+        With `split = "files"`, the released train.csv and test.csv say whether a row belongs to the training set or to
+        the test set. With `split = "actors"`, the test set consists of all rows of a fifth of the actors.
+        """
         return split if self.split == "files" else fold_of_clients(prepared.clients(), _FOLDS, self.fold)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Gives Flower's log messages the format of polyfed's: one line for each record, with time and level."""
+"""Writes Flower's log messages in polyfed's log format: one line for each record, with time and level."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ ROUTINE = {"/metrics", "/status"}
 
 
 def adopt_flower_log(role: str) -> None:
-    """In this process, give Flower's log messages the format of polyfed's; see `LogLines` for `role`."""
+    """Write Flower's log messages in this process in polyfed's log format; see `LogLines` for `role`."""
     # Flower's handler ignores the formatter that it is given, so replace its `format` method
     vars(logger.console_handler)["format"] = LogLines(role).format
     logger.console_handler.addFilter(says_something)

@@ -243,7 +243,7 @@ class GridTransport:
         self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
 
     def _greeted(self) -> list[Packet]:
-        """Return the new answers to requests to enrol. A refused enrolment becomes an answer with `failed`."""
+        """Return the new answers to requests to enrol. A refused enrolment gets the verdict `failed`."""
         answers = []
         for message in pull(self.grid, list(self._enrolling), LARGEST_ENROLMENT):
             self._enrolling.discard(message.metadata.reply_to_message_id)

@@ -81,12 +81,12 @@ class Board:
         folder: The folder of the study.
         cells: The cells, in the order of the study.
         metrics: Scenario -> its metrics.
-        entries: Name -> run, in the order in which the cells needed them.
+        entries: Maps the name of a run to the run. A run is added when the first cell needs it.
         reported: Maps the index of a cell to the cell's final runs, whose scores the study reports. The runs of a
             search are not among them. A cell has no entry before the settings of its final runs are chosen.
         trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
-        blocked: Maps the index of each cell without an entry in `reported` to the reason. For example, its search has
-            not chosen the settings yet, its search stopped, or the study leaves the cell out.
+        blocked: Maps the index of a cell to the reason why `reported` has no entry for this cell. For example, the
+            cell's search has not chosen the settings yet, the search stopped, or the study leaves the cell out.
     """
 
     folder: Path

@@ -153,8 +153,8 @@ class Planner:
     def _check(self, cell: Cell) -> None:
         """Refuse a cell whose recipe is wrong.
 
-        If the cell searches the best values of some keys, the recipe is checked twice: with the first candidate value
-        of each of these keys, and with the last.
+        A cell may have keys whose best values a search has to find. Its recipe is then checked twice: with the first
+        candidate value of each of these keys, and with the last.
         """
         for last in (False, True):
             chosen = {key: _end(entry, last) for key, entry in cell.space.items()}

@@ -1,4 +1,4 @@
-"""`polyfed.sweep`: runs a study, with several runs at the same time, and without the runs that are already finished."""
+"""`polyfed.sweep`: carries out a study. It skips finished runs, and carries out several other runs at the same time."""
 
 import math
 import time

@@ -211,8 +211,9 @@ class SecureAggregation:
             local: the client's local state.
 
         Raises:
-            Refusal: there are no keys for this request, a value is beyond `range`, or too few clients have the block of
-                a field that is a single tensor. Such a field, unlike a tree, cannot be left out of the reply.
+            Refusal: there are no keys for this request, or a value is beyond `range`. Or too few clients have a block,
+                and the reply has a field of this block that holds one tensor instead of a tree. Entries of a tree can
+                be left out of the reply, but such a field cannot.
         """
         state = state_of(local, DELIVERED)
         cohort, place = cohort_in(state), int(state["place"])

@@ -81,8 +81,7 @@ class Vector:
     Attributes:
         short: the 32-bit integers, uint32.
         long: the 64-bit integers, uint64.
-        forms: a pair for each tensor. The first entry is True if the tensor's integers are 32-bit integers, which are
-            in `short`. The second entry is the tensor's shape.
+        forms: for each tensor, whether its integers are in `short` (True) or in `long` (False), and the tensor's shape.
     """
 
     short: np.ndarray

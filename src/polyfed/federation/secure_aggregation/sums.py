@@ -23,8 +23,8 @@ class SummedReplies(Replies):
         senders: for each tensor, the clients whose values are in its sum.
         weights_in: field -> client -> the weight by which this client multiplied its value of the field.
         template: the model's tree, which gives the types of the means.
-        errors: for each tensor, the largest rounding error of one client, which rounds every entry to a fixed-point
-            number.
+        errors: for each tensor, the largest rounding error of an entry in one client's reply. Clients round every entry
+            to a fixed-point number.
     """
 
     clients: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class SummedReplies(Replies):
         return client in self.clients
 
     def numbers(self, name: str) -> dict[int, float]:
-        """Refuse to return a field's values by client, because the server knows only their sum.
+        """Refuse to return each client's value of a field, because the server knows only the sum of these values.
 
         Raises:
             RecipeError: always.
