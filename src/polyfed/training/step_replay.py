@@ -288,9 +288,9 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 
 
 class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` below `vmap`, with the plain tensors and the position of each tensor's client axis.
+    """Calls `work(tensors, dims)` with the plain tensors inside the batched tensors of `vmap`.
 
-    `work` returns tensors and the positions of their client axes, like every batching rule of `vmap`.
+    `dims` holds the position of each client axis. Like batching rules of `vmap`, `work` returns tensors and their dims.
     """
 
     @staticmethod
