@@ -289,7 +289,7 @@ def split(local: Tree) -> tuple[Tree, Tree]:
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """Return the held-out rows n - 1, 2 n - 1, ... of a batch. The number of its first row must be divisible by n."""
+    """Return the held-out rows n - 1, 2 n - 1, ... of a batch. Every earlier batch must hold a multiple of n rows."""
     part = slice(n - 1, None, n)
     return replace(
         batch,

@@ -9,8 +9,8 @@ polyfed's choices: rows are matched by their position in the client's dataset, w
 one extractor on the clients and one tower on the server. The first common layer sums the towers' outputs, and a missing
 modality adds nothing.
 
-Clients send features, logits and labels of all training rows, and the server sends logits. The default policy does not
-let clients send features, logits or labels, so it refuses this method. Page: docs/algorithms/fedgkt.md.
+Clients send features, logits and labels of all training rows, and the server sends logits. The default policy refuses
+this method, because the policy does not let clients send features, logits or labels. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,8 +112,8 @@ class FedGKT(Algorithm):
     Attributes:
         alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; 0.5 in the
             authors' configuration.
-        temperature: temperature of the distillation. The default is 3, because the 100 of the authors' configuration
-            makes the targets nearly uniform.
+        temperature: temperature of the distillation. The default is 3. The authors' configuration has temperature 100,
+            which makes the targets nearly uniform.
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.

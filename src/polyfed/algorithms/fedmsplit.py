@@ -53,8 +53,9 @@ class FedMSplit(Averaging):
             `block_mean`, according to an unfinished file in its authors' code.
         lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1 in third-party
             code.
-        similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine divided by the
-            temperature. `dot` is the dot product divided by the square root of the number of entries.
+        similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine of the angle between
+            the two vectors, divided by the temperature. `dot` is the dot product divided by the square root of the
+            number of entries.
         temperature: temperature of `cosine`.
     """
 

@@ -85,7 +85,8 @@ class Local(Algorithm):
     def init(self, fed: Federation, params: Tree) -> State:
         """Return the first state: the selector's memory and the initial model. The field `params` never changes.
 
-        The method warns if the policy forbids the uploads. Training does not need them, but the server evaluation does.
+        The clients train alone. Unless `global_test` is `never`, they upload their models so that the server can
+        evaluate these models on its own test rows. If the policy forbids these uploads, this function warns.
         """
         if (
             self.global_test != "never"

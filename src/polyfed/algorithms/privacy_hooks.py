@@ -76,8 +76,9 @@ class PrivacyHooks:
     def _altered(cls, unit: str) -> list[str]:
         """List the overridden hooks that make `protects` invalid.
 
-        A class that defines `protects` makes a statement about its own hooks. If a subclass overrides one of these
-        hooks, the statement is no longer valid, and the subclass has to define `protects` again.
+        With `protects`, a class declares which reply fields the mechanism protects. The declaration relies on
+        certain hooks of this class, which `ALTERS` and `reads_replies` list. If a subclass overrides one of them, the
+        declaration is no longer valid, and the subclass has to define `protects` again.
         """
         declaring = cls._declaring()
         below = cls.__mro__[: cls.__mro__.index(declaring)]

@@ -104,7 +104,7 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
 
 
 def kept_at_first(context: ClientContext, names: Collection[str]) -> Tree:
-    """Return a client's first private parameters, which are the common initial values, for its local state."""
+    """Return the private parameters of a client's first local state. They have the common initial values."""
     return nested(PRIVATE, {name: value for name, value in context.initial.items() if name in names})
 
 

@@ -24,7 +24,8 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def embed(model: Model, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
     """The embedding (B, d) of a model and its logits (B, C).
 
-    The embedding is the joint representation, or the feature of the only modality.
+    If the model has only one modality, the embedding is the feature of this modality. Otherwise, the embedding is the
+    joint representation of all modalities.
     """
     features = model.features(w, batch)
     if len(model.modalities) == 1:

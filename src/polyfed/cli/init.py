@@ -24,8 +24,9 @@ def write_recipe(
     Args:
         file: the data file.
         out: the recipe to write.
-        columns: `label`, `client` and `split`, each with the name of its array or column, and `class_names`. `label`
-            may have several names. If None, the function guesses the name.
+        columns: values of the [data] options `label`, `client`, `split` and `class_names`. The first three are names
+            of an array or column; `label` may be a list of names. `class_names` is a list of the names of the classes.
+            If a value is None, the function guesses it.
         task: name of the task; if None, the labels determine the task.
 
     Returns:

@@ -1,8 +1,8 @@
 """The exceptions of polyfed: mistakes of the user, and failures of a run.
 
 The text of each exception states where the fault is, what is wrong, what is allowed and what to do next. The command
-line prints the text without a traceback, and exits with the `exit_code` of the class. Mistakes in polyfed itself are
-failed `assert`s.
+line prints the text without a traceback, and exits with the `exit_code` of the class. A mistake in polyfed itself
+shows as a failed `assert`.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """The policy forbids that a message takes data out of a client, or `polyfed check` did not list the message."""
+    """The policy does not let a client send some data, or `polyfed check` did not list the message with this data."""
 
     exit_code = 3
 

@@ -1,4 +1,7 @@
-"""The new places of modules of earlier versions, for scripts that still import the old names."""
+"""The new names of modules that have moved since earlier versions.
+
+A script that still imports an old name gets an error that gives the new name.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -129,7 +132,7 @@ def install() -> None:
 
 
 def advice(old: str) -> str:
-    """Return what to import instead of an earlier module.
+    """Return a text that gives the new name of a module that has moved.
 
     >>> advice("replies")
     'polyfed.replies is now polyfed.federation.replies (Part is now ReplyStack in polyfed.federation.replies)'

@@ -59,9 +59,9 @@ class ClientsSpec:
             replied, so the round leaves out the slowest clients. If None, no additional clients are asked.
         missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
             clients that hold another modality.
-        keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality
-            each, and are divided evenly over the modalities, in order. If an odd number of clients is divided over two
-            modalities, the first modality gets one client fewer.
+        keep_both: A share p. Of the K clients, int(p * K) clients keep all modalities. The other clients hold one
+            modality each, and are divided evenly over the modalities, in order. If an odd number of clients is divided
+            over two modalities, the first modality gets one client fewer.
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
         ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).

@@ -63,7 +63,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
 
     Returns:
         Two dictionaries. The first is modality -> cells, where a cell is None if the sample lacks the modality. The
-        second is role -> cells, where a cell is None if the label is not read.
+        second is role -> cells. If the samples have no label, the cells of the role `labels` are None.
 
     Raises:
         DataError: no sample has one of the named modalities, or a sample lacks the key of a role.

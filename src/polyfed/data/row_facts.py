@@ -41,7 +41,8 @@ class Labels:
 
     Attributes:
         values: int64 (N,) for class numbers; float32 (N,) or (N, T), unchanged, for targets.
-        names: names of the classes, if the labels were words or names are given.
+        names: names of the classes. The caller gave them, or they are the words in the labels. None if the labels are
+            numbers and the caller gave no names.
         num_classes: number of classes, or of targets T.
         words_sorted: whether the labels were words that polyfed numbered in sorted order.
         note: a sentence that lists the classes, if the labels were words and no class names were given. Otherwise, the

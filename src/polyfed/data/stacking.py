@@ -1,11 +1,12 @@
 """Early fusion: several modalities concatenated into one, before any model sees them.
 
+For example, these lines of a recipe concatenate rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W):
+
     [data]
     stack = { image = ["rgb", "gray"] }
 
-concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). HFL and Local, two methods with which
-HFM is compared, train on such a modality (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new
-modality.
+HFL and Local, two methods with which HFM is compared, train on such a modality (docs/algorithms/hfl.md). A row that
+lacks one of the parts lacks the new modality.
 """
 
 from collections.abc import Mapping, Sequence

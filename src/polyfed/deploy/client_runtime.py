@@ -117,7 +117,7 @@ class ClientRuntime:
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
 
     def _spend(self, request: Request, client: int) -> None:
-        """If the reply gets noise, count it in the device's privacy budget, which covers all runs; see `spend`."""
+        """Count the cost of a reply with noise in the device's privacy budget, which covers all runs; see `spend`."""
         mechanism = self.engine.privacy
         if mechanism is not None and request.name in mechanism.protected:
             spend(self.engine.required, self.release, self.folder, client)

@@ -32,8 +32,7 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
         folder: folder in which to store the text of the recipe, under the digest of the text.
 
     Raises:
-        BadReply: polyfed did not write this app, or the app names another ClientApp than the one that is installed on
-            this device.
+        BadReply: polyfed did not write this app, or the ClientApp that the app names is not installed on this device.
     """
     app = read_app(fab, RECIPE)
     if app.client != CLIENT:

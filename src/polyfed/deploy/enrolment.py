@@ -251,7 +251,7 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
 
 
 def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> int:
-    """Return the number of classes, and add clients with larger labels to `out`.
+    """Return the number of classes. In `out`, note each client that reports more classes, with the reason.
 
     A client with fewer classes stays, because it may lack rows of the last classes. If the objective has no classes,
     the result is the number of targets, which must be the same at every client.

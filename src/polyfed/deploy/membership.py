@@ -68,7 +68,7 @@ class Membership:
         return ""
 
     def _read(self) -> tuple[int, dict[str, str]]:
-        """Return the last session and the device of each client number."""
+        """Return the number of the last session, and a dictionary: client number -> device."""
         if not self._path.exists():
             return -1, {}
         try:

@@ -98,8 +98,8 @@ def _read(folder: Path) -> dict[str, int]:
     """Return the content of the budget file: `unit noise` -> number of Gaussian mechanisms with this noise.
 
     Raises:
-        CheckpointError: the file is damaged. For example, the file gives NaN as the noise of some replies. From NaN,
-            the accountant would compute epsilon 0.
+        CheckpointError: the file is damaged: a unit, a noise or a count in it is not valid. A noise of NaN is not
+            valid, because the accountant would compute epsilon 0 from it.
     """
     path = folder / SPENT
     counts = read_notes(path, lambda value: value)

@@ -174,7 +174,7 @@ class Engine(ABC):
         return made
 
     def keep(self, locals: Mapping[int, Tree]) -> None:
-        """Store local states of clients. Clients that have never had one take no memory and no place in checkpoints."""
+        """Store local states of clients. A client that never had a state takes no memory and no checkpoint space."""
         self.locals |= {client: local for client, local in locals.items() if local or client in self.locals}
 
     def rows(self, client: int) -> Tensor:

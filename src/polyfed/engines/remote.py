@@ -157,7 +157,9 @@ class Remote(Engine):
     def _packets(
         self, request: Request, clients: Sequence[int], send: Send
     ) -> tuple[dict[int, Packet], dict[int, Message]]:
-        """Encode each client's message without the blocks that it lacks. Clients with the same blocks share a body.
+        """Encode each client's message, and leave out the blocks that the client lacks.
+
+        Clients with the same message and the same blocks share a body.
 
         Raises:
             RecipeError: a message is larger than the limit that clients accept.

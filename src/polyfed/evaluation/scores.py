@@ -47,7 +47,7 @@ class ClassMeans(Message):
 
     `prototypes` holds the class means (C, E) of each modality's features, with zeros for classes without rows.
     `rows_per_class` holds the number of rows of each class, (C,), under the key `shared`. If some rows lack a modality,
-    the numbers (C,) of the rows that have it are under the modality's name.
+    the modality's name is another key, whose value (C,) counts only the rows that have the modality.
     """
 
     prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))

@@ -1,4 +1,4 @@
-"""The result of a check as tables for the terminal: clients, blocks and their sizes, and what can cross."""
+"""The tables that `polyfed check` prints: clients, blocks and their sizes, and the data that can leave the clients."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from polyfed.report.text_layout import plain_table, stacked, titled
 
 
 def _what(num: int, task: dict[str, Any]) -> str:
-    """Return the size of the labels in words, such as `3 classes`."""
+    """Return the number of classes, labels, targets or levels with its noun, such as `3 classes`."""
     words = {
         "multi-label": ("label each", "labels each"),
         "regression": ("target each", "targets each"),

@@ -65,9 +65,10 @@ def refuse_overselect(recipe: Recipe) -> None:
     """Refuse over-selection in a recipe in which it would have no effect, or would not work as documented.
 
     Raises:
-        RecipeError: the algorithm does not use the round of `Averaging`, which sends one request to each client of the
-            cohort. The error also occurs if all clients are equally fast, which is so if the recipe has no section
-            [network] and its engine is not `flower`.
+        RecipeError: the algorithm does not use the method `round` of `Averaging`. In this method, the server sends one
+            request to each client of the cohort, and does not need the replies of all of them. The error also occurs if
+            all clients are equally fast, which is so if the recipe has no section [network] and its engine is not
+            `flower`.
     """
     if recipe.clients.overselect is None:
         return

@@ -103,8 +103,9 @@ class RecordingGate(EgressGate):
 class DryRunEngine(Sequential):
     """An engine on which only a few clients of each group run a request, namely the clients with the most rows.
 
-    Two tasks may run on different clients of the same group. If a client has no local state yet, it starts with the
-    local state of the client of its group that ran last. `ranks` are the LoRA ranks of `[clients]`.
+    Two tasks may run on different clients of the same group. The engine therefore stores, for each group, the newest
+    local state of any client of the group. A client without a local state starts with this stored state. `ranks` are
+    the LoRA ranks of `[clients]`.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:

@@ -133,8 +133,8 @@ def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
 def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[str]:
     """Yield the reasons why [privacy] cannot protect single rows.
 
-    There are two kinds of reasons. Training could use a row more often than the calculation of epsilon assumes. Or a
-    gradient would not be a mean over the rows of a batch.
+    There are two kinds of reasons. First, training could use a row more often than the calculation of epsilon assumes.
+    Second, a gradient might not be a mean over the rows of a batch.
 
     Args:
         recipe: the recipe.

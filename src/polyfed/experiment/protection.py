@@ -74,9 +74,10 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
 
 
 def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
-    """Yield phrases that name data which depends on the clients' rows, but is not part of a reply.
+    """Yield phrases that name data which epsilon does not cover.
 
-    Epsilon covers only replies, and not this data.
+    Epsilon covers only the replies of clients. The named data depends on the clients' rows as well, but is not part of
+    a reply.
     """
     if getattr(recipe.data, "standardise", False):
         yield "the means and deviations of [data] standardise, which are computed from all rows before the run"

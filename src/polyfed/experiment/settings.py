@@ -24,8 +24,9 @@ class EngineSpec:
             number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
             convolutions, because such a model is slower in a stack.
         replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
-            Results may differ in their last bits. Switch `replay` off if you wrote a loss that reads other values
-            besides its two arguments (parameters and batch) and the variables that it closes over.
+            Results may differ in their last bits. With `replay`, a loss that you wrote may read only its two arguments
+            (parameters and batch) and the variables that it closes over. Switch `replay` off if your loss reads other
+            values.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
@@ -38,10 +39,10 @@ class EngineSpec:
         enrol_seconds: (`flower` only) how many seconds the server waits for clients before the first round. If
             `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
             have enrolled.
-        classes: (`flower` only) the number of classes of a deployment; a client with larger labels is left out. With 0,
-            the server chooses the smallest number that meets two conditions: all labels of the server's own rows are
-            valid, and more than half of the clients have only valid labels. Set the number if some clients lack
-            classes.
+        classes: (`flower` only) the number of classes of a deployment. Valid labels are smaller than this number; a
+            client with other labels is left out. With 0, the server chooses the smallest number of classes that meets
+            two conditions: all labels of the server's own rows are valid, and more than half of the clients have only
+            valid labels. Set the number if some clients lack classes.
         shapes: (`flower` only) modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
             shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
             no rows, such a modality has the shape that more than half of the clients with this modality report.

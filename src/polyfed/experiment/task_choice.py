@@ -15,7 +15,7 @@ from polyfed.objective.targets import doubtful_targets
 
 
 def with_task(recipe: Recipe, columns: Columns) -> Recipe:
-    """Return the recipe with its task. If the recipe has no section [task], the labels decide."""
+    """Return the recipe. If it has no section [task], add the task that polyfed guesses from the labels."""
     return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
 
 

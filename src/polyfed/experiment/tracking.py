@@ -238,9 +238,9 @@ def _place(given: str, key: str, folder: Path | None, name: str) -> Path:
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row of rounds.jsonl that are not per client, as (name, value).
+    """Yield the numbers in a row of rounds.jsonl that describe the whole round, as (name, value).
 
-    Names are paths such as `metrics/global/accuracy`.
+    Numbers that describe a single client are left out. Names are paths such as `metrics/global/accuracy`.
     """
     for name, value in _leaves({key: row[key] for key in FOLLOWED if row.get(key) is not None}):
         if isinstance(value, int | float):

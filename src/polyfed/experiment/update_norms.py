@@ -40,7 +40,9 @@ computing their mean."""
 class ClientUpdates:
     """The norms of the clients' updates in a round, for each block. An update is `reply.params - sent.params`.
 
-    Clients may be missing: a request counts only if its message and the replies have a field `params`.
+    The norms may cover only some of the clients. A request is measured only if all its clients receive the same
+    message, and if this message and the replies have a field `params`. At most `MOST_CLIENTS` clients of a request are
+    measured.
     """
 
     def __init__(self) -> None:

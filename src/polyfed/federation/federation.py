@@ -194,7 +194,7 @@ class Federation:
                 raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Refuse a message to all clients with NaN or infinity. Return its largest magnitude; 0 for separate messages.
+        """Refuse NaN and infinity in a message for all clients. Return its largest magnitude; 0 for separate messages.
 
         The first message after a merge of replies carries the new model. If no value in this message exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
@@ -232,7 +232,7 @@ class Federation:
         """End the run if too few of the clients that were asked gave a usable reply.
 
         Args:
-            replies: the replies to one request, or the joined replies to several requests that count together.
+            replies: the replies to one request, or the joined replies to several requests with a common quorum.
             what: name of the task, for the error text.
 
         Raises:

@@ -262,7 +262,8 @@ class Clock:
     def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
         """Close a request when `enough` of the clients have replied, in the order of their simulated times.
 
-        The server does not wait for the slower clients. After this call, `times` leaves them out of this request.
+        The server does not wait for the slower clients. After this call, `times` no longer counts the time that these
+        clients need for this request.
 
         Args:
             request: the number of the request.

@@ -153,8 +153,8 @@ class Gated(Fusion):
 
     Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; the papers of PMR and OGM-GE
     compare with this fusion. The first modality of the model is the gate. With more than two modalities, the first
-    modality gates the sum of the others. If a row lacks the first modality, or if it lacks all others, nothing is
-    gated: the head receives the sum of W z over the modalities that the row has.
+    modality gates the sum of the others. If a row has only the first modality, or lacks it, the gate
+    is not used. The head then receives the sum of W z over the modalities that the row has.
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, gate: str) -> None:

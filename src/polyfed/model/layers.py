@@ -59,8 +59,8 @@ class BatchNorm(nn.Module):
     The result equals that of `torch.nn.BatchNorm1d/2d/3d` if no row is padding. A training batch updates the running
     statistics in place, in the tensors that are bound to the module. A batch with only one value per channel does not
     update them, because the variance of one value is not defined. There is no `num_batches_tracked`, because clients
-    cannot average an integer. The input may also hold several entries for each row, such as the r frames of a clip. Its
-    first axis then has B * r entries: first the r entries of row 0, then those of row 1, and so on.
+    cannot average an integer. The input may also hold several entries for each row, such as the r frames of a clip. The
+    first axis of such an input has B * r entries: first the r entries of row 0, then those of row 1, and so on.
     """
 
     running_mean: Tensor

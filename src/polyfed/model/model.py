@@ -302,7 +302,7 @@ class Model(Named):
     def _over(
         self, call: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], batch: Batch
     ) -> Tensor:
-        """Call a part of the fusion on the embeddings in the model's order, with `batch` as the current batch."""
+        """Call a part of the fusion on the embeddings, in the order of `modalities`. Its layers can read `batch`."""
         z = {name: features[name] for name in self.modalities if name in features}
         assert z, "nothing to fuse: the batch has none of the model's modalities"
         self._rows.see(batch)

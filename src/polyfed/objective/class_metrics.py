@@ -58,7 +58,7 @@ def uar(matrix: Tensor) -> float:
 
 
 def macro_f1(matrix: Tensor) -> float:
-    """Return the mean F1 over all classes that are true or predicted for a row (scikit-learn's `average="macro"`)."""
+    """Return the mean F1 over all classes that occur as a label or a prediction (scikit-learn's `average="macro"`)."""
     total = matrix.sum(0) + matrix.sum(1)
     seen = total > 0
     return float((2 * matrix.diagonal()[seen] / total[seen]).mean()) if bool(seen.any()) else 0.0

@@ -60,7 +60,7 @@ def units_of(columns: Columns) -> tuple[float, float] | None:
     """Return the mean and the standard deviation by which a regression should standardise its targets, or None.
 
     They are computed from the known training targets. An untrained model has outputs near 0. If the targets are far
-    from 0 or have a large or small spread, the model therefore needs the first rounds only to learn their mean. The
+    from 0 or have a large or small spread, the model therefore spends the first rounds on learning their mean. The
     result is None if the mean is at most three standard deviations from 0 and the standard deviation is from 0.1 to 10.
     It is also None if each row has several targets, because the targets may have different units.
     """

@@ -23,10 +23,10 @@ class Accounting:
         accountant: `rdp` or `pld`.
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
-        swing: the sensitivity of one use, in clip norms. A use computes a sum over units. The sensitivity is the
-            largest difference between the sums of two neighbouring data sets. These differ only in the data of one
-            unit. If the second data set lacks the data of this unit, the sensitivity is 1, because the unit then adds
-            zero to the sum. If the second data set has other data for this unit, the sensitivity is 2.
+        swing: the sensitivity of one use, in clip norms. The mechanism of a use adds noise to a sum over all units. The
+            sensitivity is the largest difference between the sums of two neighbouring data sets, which differ only in
+            the data of one unit. If the second data set lacks the data of this unit, the sensitivity is 1, because the
+            unit then adds zero to the sum. If the second data set has other data for this unit, the sensitivity is 2.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -97,8 +97,8 @@ def _fresh(accounting: Accounting) -> Any:
 
     Differential privacy compares two neighbouring data sets. For most runs, the second data set is the first one
     without the data of one unit. This unit then adds zero to each sum. The library calls such data sets zero-out
-    neighbours. If the cohort is drawn in secret, the library requires that the second data set replaces one unit by
-    another unit.
+    neighbours. If the cohort is drawn in secret, the library requires another kind of neighbours. The second data
+    set is then the first one, in which one unit is replaced by another unit.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL

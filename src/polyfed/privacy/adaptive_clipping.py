@@ -78,8 +78,8 @@ class AdaptiveClipping:
 
         Args:
             norm: C, the clip norm of this round.
-            centred_count: the sum of one number from each client, plus noise. The number is +1/2 if the norm of the
-                client's update is below the clip norm, -1/2 if it is above, and 0 if the client sent nothing.
+            centred_count: a sum with one term for each client, plus noise. A client's term is +1/2 if the norm of its
+                update is below the clip norm, -1/2 if the norm is above, and 0 if the client sent nothing.
             cohort: the expected size of the cohort, a constant.
         """
         share = centred_count / cohort + 0.5

@@ -197,7 +197,8 @@ def _chained(
 
     Args:
         rows: the rows of the group.
-        place: further entries of the seal.
+        place: the place of the group: run and round, and on a device also the request and the client. The seal
+            stores these entries.
         head: the head of the log before the group.
         key: the private key of the log.
     """

@@ -40,9 +40,10 @@ class Privacy:
             before the update leaves.
         accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions) of the library
             dp-accounting. `pld` gives a smaller epsilon and takes a few seconds.
-        amplification: compute epsilon for cohorts that the server draws in secret. This needs `unit = "client"`,
-            `noise_at = "server"`, the selector `uniform` and `accountant = "rdp"`. A deployment refuses this option,
-            because every device knows the seed of the run and could compute the cohorts.
+        amplification: whether the accountant takes into account that the server draws the cohorts at random and in
+            secret (amplification by sampling). This needs `unit = "client"`, `noise_at = "server"`, the selector
+            `uniform` and `accountant = "rdp"`. A deployment refuses this option, because every device knows the seed of
+            the run and could compute the cohorts.
         unprotected: kinds of data that may leave clients without protection. If unprotected data of any other kind
             would leave a client, polyfed refuses the run.
     """

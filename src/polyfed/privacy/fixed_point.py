@@ -6,8 +6,9 @@ largest value, each rounded up to a power of two:
 
     W * Q * 2^k = 2^(bits - 2)
 
-A value beyond `range` could make a sum wrap around unnoticed, so the client refuses to send it. Rounding moves a
-client's w x by at most 2^-(k + 1). The mean of n clients therefore moves by at most n 2^-(k + 1) / (sum of weights).
+A value beyond `range` could make a sum wrap around unnoticed, so the client refuses to send it. Rounding changes the
+product w x of a client by at most 2^-(k + 1). The mean of n clients therefore changes by at most n 2^-(k + 1) / (sum of
+weights).
 """
 
 import math

@@ -80,7 +80,10 @@ class EgressGate:
             raise EgressError(first)
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
-        """Group the clients of a stack by the number of rows that they send. Their messages differ in nothing else."""
+        """Group the clients of a stack by the number of rows that they send.
+
+        Clients of a stack send the same fields with the same shapes. Only the numbers of rows can differ.
+        """
         if not reply.counts:
             return [(self.clients, None)]
         counted = {name: getattr(reply, count).tolist() for name, count in reply.counts.items()}

@@ -29,9 +29,9 @@ class Entry:
         destination: `server`, `silo` or `client`.
         allowed: for each part, whether it may be sent.
         contents: for each part, its SHA-256, or an empty text if the part was refused. Without an audit log: ().
-        seal: only in the server's ledger: the hash of a line in the device's audit log, which came with the reply. The
-            device writes the rows of a message to its audit log, followed by a signed line, which is called the seal.
-            The field holds the hash of this signed line.
+        seal: a hash that a device sends with its reply; only in the server's ledger. The device writes the rows of a
+            message to its audit log, followed by a signed line, which is called the seal. The field holds the hash of
+            this signed line.
     """
 
     round: int

@@ -67,7 +67,7 @@ def seconds_of(value: float) -> str:
 
 
 def moment_of(text: str | None) -> str | None:
-    """A point in time to the minute; text that is not an ISO date is returned unchanged.
+    """Format an ISO date as UTC with hours and minutes. Any other text is returned unchanged.
 
     >>> moment_of("2026-01-02T03:04:05+00:00")
     '2026-01-02 03:04 UTC'

@@ -220,7 +220,7 @@ def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation |
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, for each destination, a table of blocks and kinds: bytes, refusals, and the policy's verdict."""
+    """Return a table (blocks x kinds) for each destination. A cell holds bytes, refusals and the policy's verdict."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
     found = []
     for way, title in WAYS.items():

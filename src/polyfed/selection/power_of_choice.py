@@ -1,11 +1,8 @@
-"""Power-of-choice: the clients with the largest loss of the global model among d random candidates form the cohort.
+"""Power-of-choice: the server draws d random candidates, and the candidates with the largest losses form the cohort.
 
 Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022. In every round,
-the server draws d candidates, sends them the global model, and asks for its loss on their training rows. The clients
-with the largest losses form the cohort.
-
-The server sends the global model to the candidates, and each candidate sends one loss to the server. Page:
-docs/algorithms/selection.md.
+the server draws d candidates and sends them the global model. Each candidate sends the loss of this model on its
+training rows to the server. The clients with the largest losses form the cohort. Page: docs/algorithms/selection.md.
 """
 
 import math

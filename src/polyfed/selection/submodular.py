@@ -92,7 +92,7 @@ class BlockSimilarity:
     - r: the squared distance of the two clients over the blocks that both have, divided by the sum of m over these
       blocks. If r is below 1, the two clients are nearer to each other than clients are on average.
     - s: the sum of m over the blocks that both clients have, divided by the sum of m over all blocks. If s is small,
-      the estimate is close to m, because r is known from a small part of the model.
+      r was measured on a small part of the model and has little influence. The estimate is then close to m.
 
     A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
 
@@ -126,7 +126,7 @@ class BlockSimilarity:
 
     @property
     def known(self) -> Tensor:
-        """Whether a client has sent a vector of some block, bool (N,)."""
+        """Whether a client has sent a vector of at least one block, bool (N,)."""
         return torch.stack([one.known for one in self.blocks.values()]).any(0)
 
     @property

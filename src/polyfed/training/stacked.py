@@ -97,7 +97,7 @@ class StackedClientData(ClientData):
     privacy: PerSample | None = None
 
     def __post_init__(self) -> None:
-        """Select this client's number of rows and random key from those of the stack."""
+        """Select the number of rows and the random key of this client from the values of all clients in the stack."""
         device = self.stack.index.device
         counts = self.stack.counts if self.chosen is None else (len(self.chosen),) * len(self.keys)
         self._sizes = Rows(self.stack.index, counts)

@@ -1,4 +1,7 @@
-"""The tests of a training step's program. Only a program that passes these tests may replace the step."""
+"""Tests that a program must pass before it may replace a training step.
+
+A program is the rewritten graph of the step (`step_program.py`).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,8 +60,8 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
 class Doubled(fx.Interpreter):
     """Runs a graph in double precision.
 
-    The tensors that the step closes over may be large tables. They stay in single precision until an operation computes
-    with them.
+    The tensors that the step closes over stay in single precision until an operation computes with them. Such a tensor
+    may be a large table, of which the step reads only a few rows.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

@@ -42,8 +42,8 @@ class Plan:
     Attributes:
         rows: positions among the client's own rows, int64 (K, T, B).
         ok: False for padding, bool (K, T, B).
-        number: for each client, the number of this step among the steps that the client takes, from 1, int64 (K, T). It
-            has no meaning if the client has no steps left.
+        number: how many steps a client has taken after each step, including this step, int64 (K, T). The entry has no
+            meaning if the client has no steps left.
         count: number of steps of each client, int64 (K,).
         full: for each step, whether no client has padding.
         live: for each step, whether all clients still train.

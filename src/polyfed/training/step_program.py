@@ -12,8 +12,9 @@ from polyfed.training.step_trace import makes_view
 class Program:
     """Computes several training steps with the same graph of operations on plain tensors.
 
-    Some operations give the same result in every step. They run only once, before the first step. These are operations
-    that make constants, and views of parameters that are updated in place.
+    Some operations give the same result in every step. They run only once, before the first step. There are two kinds
+    of such operations. The first kind makes constants. The second kind makes views of parameters that the steps update
+    in place.
 
     Args:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.

@@ -288,9 +288,9 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 
 
 class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` in a batching rule of `vmap`, which gets plain tensors with their client axes.
+    """Calls `work(tensors, dims)` with the plain tensors inside the batched tensors of `vmap`.
 
-    `dims` has the position of each client axis. `work` returns tensors and the positions of their client axes.
+    `dims` holds the position of each client axis. `work` returns tensors and the positions of their client axes.
     """
 
     @staticmethod

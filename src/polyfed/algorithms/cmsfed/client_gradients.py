@@ -55,8 +55,8 @@ class GradientSums:
     def direction(self, params: Tree) -> Direction:
         """Return the hook that `minimise` calls in each training step with the gradients of both loss terms.
 
-        If `exact` is set, the hook adds these gradients to the running sums of g and h. The hook does not change the
-        training: it returns the gradient of the whole loss.
+        If `exact` is set, the hook adds these gradients to the running sums of g and h. The hook returns the gradient
+        of the whole loss, so it does not change the training.
         """
         helped = self.scope.helped_encoders(params)
 

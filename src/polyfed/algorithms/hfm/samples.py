@@ -93,7 +93,7 @@ class SiloSamples:
 
         Args:
             batch: the mini-batch, positions among the samples, int64 (B_m,).
-            sent: by device, the embeddings of `own_rows(batch, device)` by modality.
+            sent: device -> modality -> embeddings of the rows `own_rows(batch, device)`.
         """
         by_modality: dict[str, list[tuple[int, Tensor]]] = {}
         for client, tree in sent.items():

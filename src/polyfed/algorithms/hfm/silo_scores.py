@@ -1,8 +1,8 @@
 """Evaluation of a silo's model on the silo's own test rows, across the devices of the silo.
 
 As in training, each device sends its embeddings of these test rows to the edge. The edge sends the embeddings of all
-devices to one device of the silo, which computes the score: the first device with labels that holds a usable sample.
-Without `labels_at`, every device has labels. The score covers the test samples that this device holds.
+devices to one device of the silo, and this device computes the score. It is the first device that has labels and holds
+a usable sample. Without `labels_at`, every device has labels. The score covers the test samples that this device holds.
 """
 
 from collections.abc import Mapping

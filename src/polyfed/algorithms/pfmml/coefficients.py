@@ -28,7 +28,7 @@ class Record:
 
     Attributes:
         members: the S devices that uploaded, ascending, int64 (S,).
-        uploads: the blocks that they uploaded, (S, P).
+        uploads: the uploaded blocks, one row for each of these devices, (S, P).
         mix: the coefficients xi of the mixtures, float64 (S, S). Row k holds the coefficients of member k's copy.
         copies: the personalised copies W, (S, P).
     """

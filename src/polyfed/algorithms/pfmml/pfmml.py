@@ -48,8 +48,7 @@ from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
 
 MOVED = 0.005
-"""The mean coefficient of devices for themselves must change by this amount over a third of a run to count as
-learning."""
+"""A run learns if the mean coefficient of devices' own uploads changes by this amount over a third of the run."""
 
 TABLE_CLIENTS = 64
 """The largest number of devices for which matrices are logged. Larger heat maps would not be readable."""
@@ -62,7 +61,8 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, bool (K,). True if a device still lacks its newest copy, mixed before the last round.
+        undelivered: by block, bool (K,). True for a device that still lacks its newest copy, although the server
+            mixed this copy before the last round.
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -184,15 +184,15 @@ class Pfmml(Algorithm):
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the device's model, with the personalised copies that it received in place of its own blocks."""
+        """Return the device's model, in which the personalised copies that it received replace its own blocks."""
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Return the duration of the round. The server waits for the uploading devices, or for all devices."""
+        """Return the duration of the round. The option `waits_for` decides which devices the server waits for."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return each block's number of uploads, its largest age, and the mean coefficient of a device for itself."""
+        """Return each block's number of uploads, largest age, and mean coefficient of devices' own uploads."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -215,7 +215,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4), and as `uploads` who uploaded each block."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4), and a table `uploads` of the senders."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}

@@ -48,9 +48,10 @@ def _moments(moments: Moments) -> Tree:
 def last_loss(fit: TrainingResult) -> Tensor:
     """Return the loss of the last step.
 
-    The client trained one step, and continued from `earlier_steps` of its local state. `fit` is the result. `fit.loss`
-    is the mean loss over all steps, where the loss of every earlier step counts as 0. The sum over all steps is
-    therefore the loss of the last step.
+    In each task, the client trains one step with `ClientData.minimise`. The argument `after` is the result of
+    `earlier_steps`, so the step continues the earlier training. `fit` is the result of `minimise`. `fit.loss` is the
+    mean loss over all steps, where the loss of every earlier step counts as 0. The sum over all steps is therefore the
+    loss of the last step.
     """
     return fit.loss * fit.num_steps
 

@@ -1,8 +1,9 @@
 """The base class of partitions, and the steps that partitions share.
 
 The partitions here first decide how many rows of each class every client gets. The result is a table of counts (class,
-client). The partitions then split the rows according to this table. It is cheap to draw such a table again. The split
-is fast even for 100,000 clients: the code shuffles the rows of each class once, and has no Python loop over clients.
+client). The partitions then split the rows according to this table. Drawing a table takes little time, so a partition
+can draw it many times. Splitting the rows is fast even for 100,000 clients, because the code shuffles the rows of each
+class once, and has no Python loop over clients.
 """
 
 from abc import ABC, abstractmethod

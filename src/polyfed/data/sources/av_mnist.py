@@ -39,7 +39,8 @@ class AvMnist(Source):
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.
         fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with the arrays logmel or audio (int16, 8 kHz),
             label, client and split.
-        subset: Share of every digit that is kept in both splits of MNIST, drawn at random.
+        subset: Share of the images of each digit that the source keeps, in the training split and in the test split of
+            MNIST. The images are drawn at random.
         seed: Seed of the pairs and the subset. The run's own seed has no effect.
     """
 

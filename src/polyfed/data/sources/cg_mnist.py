@@ -37,7 +37,8 @@ class CgMnist(Source):
             `seed`. The .npz holds the images train_image and test_image (N, 28, 28, 3) and their labels train_label and
             test_label, in MNIST's order. These arrays come from the release of the project "learning-not-to-learn". The
             release itself is a pickle, which polyfed does not open, so convert it once.
-        subset: Share of every class that is kept in both splits, drawn at random.
+        subset: Share of the rows of each class that the source keeps, in the training split and in the test split. The
+            rows are drawn at random.
         seed: Seed of the colours and the subset. The run's own seed has no effect.
     """
 

@@ -44,7 +44,8 @@ class Cifar100(Source):
         path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` prints the layout. The python
             version of CIFAR is a pickle, which polyfed does not open.
         labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
-        subset: Share of every class that is kept in both splits, drawn at random.
+        subset: Share of the rows of each class that the source keeps, in the training split and in the test split. The
+            rows are drawn at random.
         seed: Seed of the subset. The run's own seed has no effect.
     """
 

@@ -47,8 +47,8 @@ class Tally:
 
     Attributes:
         value: for each guess, its quality from 0 (wrong) to 1 (right), float64 (n,).
-        guess: for each guess, the expected quality of the best guess of somebody who has not seen the message, float64
-            (n,).
+        guess: the quality that each guess is compared with, float64 (n,). It is the expected quality of the best guess
+            of somebody who has not seen the message.
     """
 
     value: NDArray[np.float64]

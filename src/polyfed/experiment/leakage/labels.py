@@ -106,7 +106,10 @@ def _ranked(score: Tensor, held: Tensor) -> float:
 
 
 def most_frequent(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
-    """Guess that the class with the largest score has the most rows. If several classes have the most, any is right."""
+    """Guess that the class with the largest score is the class with the most rows of the client.
+
+    If several classes share the largest number of rows, a guess of any of these classes is right.
+    """
     top = {client: counts == counts.max() for client, counts in truth.items()}
     guess = float(torch.stack(list(top.values())).double().mean(0).max())
     return {client: Tally.of(float(top[client][scores[client].argmax()]), guess) for client in scores}

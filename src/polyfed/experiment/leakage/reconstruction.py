@@ -110,8 +110,8 @@ def match_gradient(
 def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
     """Compare rebuilt rows with the nearest rows of a client.
 
-    The tally also holds the quality of a guess for which the attacker needs no message: the mean of the public rows, or
-    a random public row if that is closer.
+    There are two guesses for which the attacker needs no message: the mean of the public rows, and a random public row.
+    The tally also holds the quality of the better one of these two guesses.
 
     Args:
         rebuilt: (k, F).

@@ -140,6 +140,6 @@ class Study:
         return [] if self.search is None else values_of(self.search.seeds)
 
     def metrics_of(self, scenario: str) -> list[str]:
-        """Return the metrics of a scenario. The first metric that a run has is reported."""
+        """Return the metrics of a scenario. The study reports the first of these metrics that a run has."""
         metric = self.scenarios[scenario].metric or self.metric
         return [metric] if isinstance(metric, str) else list(metric)

@@ -201,8 +201,8 @@ class SecureAggregation:
 
         For each block, the client adds a self-mask. For each other client that has the block, there is one more mask,
         which both clients know. The client adds this mask if the other client has a later place in the cohort, and
-        subtracts it if the other client has an earlier place (Bonawitz et al., Section 4, y_u). The client leaves out a
-        block that fewer than `min_clients` clients have.
+        subtracts it if the other client has an earlier place (Bonawitz et al., Section 4, y_u). If fewer than
+        `min_clients` clients have a block, the client leaves out this block.
 
         Args:
             reply: the sum-only reply of the method's task.

@@ -52,7 +52,10 @@ class Cohort:
         return masks.derived(seed, b"self mask", block.encode(), self.transcript)
 
     def summed(self, senders: np.ndarray, least: int) -> dict[str, np.ndarray]:
-        """Return the blocks that at least `least` senders have. For each block, mark its senders, bool (n,)."""
+        """Return, for each block, the senders that have the block, as bool (n,) over the cohort.
+
+        A block that fewer than `least` senders have is left out.
+        """
         groups = {block: senders & has for block, has in self.members.items()}
         return {block: groups[block] for block in self.blocks if groups[block].sum() >= least}
 

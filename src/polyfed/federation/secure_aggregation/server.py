@@ -190,7 +190,7 @@ class SecureSum:
         return {client: Delivery(senders, every[:, place].contiguous(), bits) for client, place in places.items()}
 
     def _numbers(self, kind: type[Message], here: Session, replies: Replies, missing: dict[int, str]) -> None:
-        """Keep the masked integers of each client. Drop a client whose reply differs from the form of most replies."""
+        """Keep the masked integers of each client. Drop a client whose reply differs in form from most replies."""
         groups = here.cohort.summed(here.sent, self.options.min_clients)
         places = {client: here.clients.index(client) for client in replies}
         sent = {places[client]: reply for client, reply in replies.items()}
@@ -300,9 +300,9 @@ class SecureSum:
         registry.
 
         Raises:
-            RecipeError: the clients' sum is larger, because [engine] rows_cap has lowered a weight in the registry.
-            Abandoned: the clients' sum differs from the registry's sum, but not because of rows_cap. One client can
-                cause this.
+            RecipeError: the clients' sum is larger than the registry's sum, because [engine] rows_cap has lowered a
+                weight in the registry.
+            Abandoned: the two sums differ, but not because of rows_cap. One client can cause this.
         """
         for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             told, known, limited = round(float(real[by, None])), sum(rows.values()), self.registry.limited & rows.keys()
