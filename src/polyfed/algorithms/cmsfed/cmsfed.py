@@ -309,11 +309,15 @@ class CmsFed(CmsFedOptions):
         return selection.logged(state.choice, state.ratios)
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if no client was selected to train only the weak modality."""
-        if not self.modality_selection or any(row["picked_weak"] for row in logged):
+        """Warn if the ratio rule selected no client to train only the weak modality.
+
+        A client that lacks a modality trains a single one in any case, so such clients do not count.
+        """
+        if not self.modality_selection or any(row["picked_by_ratio"] for row in logged):
             return []
+        lower = "set ratio_rule = 'quantile' or lower dominance_threshold"
         return [
-            f"no client was picked to train the weak modality alone in {len(logged)} rounds, so that cmsfed has only "
-            "chosen clients and added the prototype term. To have some picked, set ratio_rule = 'quantile' or lower "
-            "dominance_threshold"
+            f"no client that owns all modalities was picked to train the weak modality alone in {len(logged)} rounds, "
+            "so that cmsfed has only chosen clients and added the prototype term. To have some picked, "
+            + ("lower dominance_quantile" if self.ratio_rule == "quantile" else lower)
         ]
