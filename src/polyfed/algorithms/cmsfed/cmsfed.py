@@ -309,15 +309,12 @@ class CmsFed(CmsFedOptions):
         return selection.logged(state.choice, state.ratios)
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if the ratio rule selected no client to train only the weak modality.
-
-        A client that lacks a modality trains a single one in any case, so such clients do not count.
-        """
+        """Warn if the ratio rule, which concerns only clients that own all modalities, has had no effect."""
         if not self.modality_selection or any(row["picked_by_ratio"] for row in logged):
             return []
-        lower = "set ratio_rule = 'quantile' or lower dominance_threshold"
+        quantile = self.ratio_rule == "quantile"
         return [
             f"no client that owns all modalities was picked to train the weak modality alone in {len(logged)} rounds, "
             "so that cmsfed has only chosen clients and added the prototype term. To have some picked, "
-            + ("lower dominance_quantile" if self.ratio_rule == "quantile" else lower)
+            + ("lower dominance_quantile" if quantile else "set ratio_rule = 'quantile' or lower dominance_threshold")
         ]
