@@ -178,3 +178,24 @@ def test_a_run_has_the_same_name_for_the_same_content_and_another_for_another(tm
 def test_a_whole_range_searches_whole_numbers():
     assert Range(low=1, high=8).is_whole
     assert not Range(low=1, high=8.0).is_whole
+
+
+def test_all_models_that_an_algorithm_cannot_train_are_named_before_the_first_run(tmp_path):
+    ogm = {"algorithm.name": "fedogm"}
+    methods = {
+        "fedavg": {},
+        "fedogm": {},
+        "again": {"set": ogm | {"algorithm.placebo": "constant"}},
+        "searched": {"set": ogm, "search": {"algorithm.scale_params": ["all_weights", "conv4d"]}},
+        "fits": {"set": ogm | {"algorithm.scale_params": "all_weights"}},
+        "moon": {"set": {"evaluate.unimodal": "head", "model.fusion": "gated"}},
+    }
+    search = {"trials": 2, "seeds": [11], "keys": {"train.lr": [0.05]}}
+    with pytest.raises(RecipeError) as refused:
+        cells(tmp_path, methods=methods, search=search)
+    text = str(refused.value)
+    assert text.startswith("2 problems:\n  method 'fedogm' in scenario 'recipe' and 2 more: fedogm scales gradients")
+    assert "the encoder of a, b has none to train; set [algorithm] scale_params = 'all_weights'" in text
+    assert "method 'moon' in scenario 'recipe': [evaluate] unimodal = 'head'" in text
+    assert "'fits'" not in text
+    assert "'fedavg'" not in text

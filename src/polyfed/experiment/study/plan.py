@@ -13,10 +13,11 @@ from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
-from polyfed.data.columns import VALIDATION
+from polyfed.data.columns import VALIDATION, Columns
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
+from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, put, remove
 from polyfed.experiment.study.study_file import refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
@@ -74,10 +75,13 @@ class Planner:
     Attributes:
         study: The study.
         fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
+        models: The check of the models.
     """
 
     study: Study
     fingerprints: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    models: ModelCheck = field(default_factory=ModelCheck)
+    _latest: tuple[str, Columns] | None = None
 
     def cells(self) -> list[Cell]:
         """All cells, scenario by scenario.
@@ -99,6 +103,7 @@ class Planner:
                     words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
                     where = f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
                     problems.setdefault(str(error), []).append(where)
+        self._latest = None  # the runs read their own data
         refuse([f"{_all(where)}: {error}" for error, where in problems.items()])
         return found
 
@@ -120,9 +125,16 @@ class Planner:
         """The fingerprint of a recipe's data, and whether the data itself has validation rows."""
         section = json.dumps(recipe.table()["data"], sort_keys=True, default=str)
         if section not in self.fingerprints:
-            columns = stacked(recipe.data.load(), recipe.stack)
+            columns = self._columns(recipe)
             self.fingerprints[section] = columns.fingerprint(), len(columns.rows(VALIDATION)) > 0
         return self.fingerprints[section]
+
+    def _columns(self, recipe: Recipe) -> Columns:
+        """The data of a recipe. Only the latest data set stays in memory, because a scenario's cells share one."""
+        section = json.dumps(recipe.table()["data"], sort_keys=True, default=str)
+        if self._latest is None or self._latest[0] != section:
+            self._latest = section, stacked(recipe.data.load(), recipe.stack)
+        return self._latest[1]
 
     def _cell(self, method: str, scenario: str, values: Mapping[str, Any]) -> Cell:
         study, chosen = self.study, self.study.methods[method]
@@ -154,11 +166,13 @@ class Planner:
         """Refuse a cell whose recipe is wrong.
 
         A cell may have keys whose best values a search has to find. Its recipe is then checked twice: with the first
-        candidate value of each of these keys, and with the last.
+        candidate value of each of these keys, and with the last. The check builds the model, because some algorithms
+        refuse some models.
         """
         for last in (False, True):
             chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
             recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
+            self.models.refuse(recipe, self._columns(recipe))
         if recipe.engine.name == "flower":
             raise RecipeError(
                 "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
