@@ -42,7 +42,7 @@ def sweep_study(
     assert progress.board is not None
     more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
     answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
-    if (not frame.empty and not (frame["state"] == "finished").all()) or progress.unfinished:
+    if progress.board.problems():
         raise typer.Exit(UNFINISHED)
 
 

@@ -65,8 +65,9 @@ def sweep(
     planner = Planner(loaded)
     cells = planner.cells()
     folder = Path(out) if out is not None else Path("runs") / loaded.name
-    results.claim(folder)
-    board = Board(folder, cells, {name: loaded.metrics_of(name) for name in loaded.scenarios})
+    remarks = results.claim(folder)
+    metrics = {name: loaded.metrics_of(name) for name in loaded.scenarios}
+    board = Board(folder, cells, metrics, remarks=remarks)
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
             with Pool(folder, jobs or machine.cores()) as pool:
@@ -87,9 +88,7 @@ class _Sweep:
     def carry_out(self) -> None:
         """Execute all runs of the study."""
         for number, cell in enumerate(self.board.cells):
-            if cell.skip:
-                self.board.blocked[number] = f"left out: {cell.skip}"
-            else:
+            if not cell.skip:
                 self._advance(number, self._needs(number, cell), [])
         self.emit("sweep-started", board=self.board)
         written = -math.inf
