@@ -29,9 +29,8 @@ def sweep_study(
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
-    from polyfed.experiment.study.study_file import load_study
 
-    folder = out or Path("runs") / load_study(study).name
+    folder = out or Path("runs") / study.stem
     progress = SweepProgress()
     try:
         with progress, handling(interrupt, signal.SIGTERM):

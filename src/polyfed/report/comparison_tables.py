@@ -97,10 +97,12 @@ def differences_sheet(proof: Evidence) -> Sheet | None:
         return None
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
     several = len({row.scenario for row in proof.differences}) > 1
-    title = (
-        f"{_metric(proof)} minus that of {proof.differences[0].baseline}, paired by seed: mean with its 95 % interval; "
-        f"p by {test}, then after Holm's correction over {sum(d.p is not None for d in proof.differences)} tests"
-    )
+    title = f"{_metric(proof)} minus that of {proof.differences[0].baseline}, paired by seed: "
+    if all(row.n == 1 for row in proof.differences):
+        title += "there is one pair for each row, and a test needs two or more, so give the study more seeds"
+    else:
+        tests = sum(row.p is not None for row in proof.differences)
+        title += f"mean with its 95 % interval; p by {test}, then after Holm's correction over {tests} tests"
     headings = ["method", *(["scenario"] if several else []), "n", "difference", "95 % interval", "p", "p (Holm)"]
     rows = [
         [d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof, d.scenario))]
