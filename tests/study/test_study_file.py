@@ -218,7 +218,10 @@ def test_a_metric_that_a_method_will_not_have_is_refused_before_any_run(tmp_path
         tmp_path, methods=own
     )
     text = metric_problems(tmp_path, methods=own, set={"clients.personal_test": 0.2})
-    assert "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs do not measure it; Allowed: personal.mean" in text
+    assert (
+        "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs do not measure it; Allowed: personal.mean"
+        in text
+    )
     assert "'fedavg'" not in text
 
 

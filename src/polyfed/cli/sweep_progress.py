@@ -114,12 +114,15 @@ class SweepProgress:
             self._say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
 
     def _sum_up(self) -> None:
-        """Print why the study is incomplete, if it is, and the notes about its runs."""
+        """Print why the study is incomplete, if it is, and the notes about its runs.
+
+        The page has the whole text of a reason that has several lines.
+        """
         assert self.board is not None
         for kind, found in (("incomplete", self.board.problems()), ("note", self.board.notes())):
             for text, places in found:
                 more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
-                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text}")
+                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text.splitlines()[0]}")
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)

@@ -119,7 +119,7 @@ def _path(text: str, override: str) -> list[str]:
         raise RecipeError(
             f"--set {override}: write section.key=value, as in --set train.lr=0.1. A key with other characters than "
             "letters, digits, - and _ needs quotes, and the shell needs quotes around the whole: "
-            "--set 'egress.\"*\".server=[\"parameters\"]'"
+            '--set \'egress."*".server=["parameters"]\''
         )
     return names
 

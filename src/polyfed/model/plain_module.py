@@ -49,10 +49,11 @@ class PlainModule(nn.Module):
         Raises:
             RecipeError: samples are not tensors.
         """
-        if others := [f"{m} is a {type(v).__name__}" for m, v in x.items() if not isinstance(v, Tensor)]:
+        if others := [m for m, value in x.items() if not isinstance(value, Tensor)]:
+            m = others[0]
             raise RecipeError(
-                f"{', '.join(others)}: a module takes tensors, as in module({{'{next(iter(x))}': torch.as_tensor(...)}}). "
-                "predict also takes arrays"
+                f"x['{m}'] is a {type(x[m]).__name__}: a module takes tensors, as in torch.as_tensor(x['{m}']). "
+                "`predict` also takes arrays"
             )
         first = next(iter(x.values()))
         rows = torch.arange(first.shape[0], device=first.device)

@@ -4,7 +4,7 @@ For each group, the comparison shows the mean and the spread over its runs.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,7 @@ class Group:
             have the same scenario.
         metrics: the metrics that the study reports in this scenario. Empty if there is no study.
         notes: the runs' warnings, and the parts of the method that had no effect.
+        searched: the keys of the recipe whose values the study's search chose.
     """
 
     label: str
@@ -113,6 +114,7 @@ class Group:
     scenario: str = ""
     metrics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
 
     @property
     def num_folds(self) -> int:
@@ -239,6 +241,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
             method=own.method,
             scenario=own.scenario,
             metrics=own.metrics,
+            searched=own.searched,
             notes=tuple(notes_of([_notes(*run) for run in bundle])),
         )
         for (label, own), bundle in zip(names, bundles.values(), strict=True)

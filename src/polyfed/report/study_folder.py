@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NotRequired
 
 from pydantic import TypeAdapter, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from polyfed.core.errors import DataError
 from polyfed.core.files import STUDY
@@ -15,7 +16,7 @@ from polyfed.report.run_schema import ANY_KEYS, parse_as
 
 @with_config(ANY_KEYS)
 class StudyRun(TypedDict):
-    """A run in `study.json`. Older folders have no `remarks`."""
+    """A run in `study.json`. Older folders have no `remarks`, and `chosen` is empty without a search."""
 
     folder: str
     method: str
@@ -23,6 +24,7 @@ class StudyRun(TypedDict):
     tuning: bool
     state: str
     remarks: NotRequired[list[str]]
+    chosen: NotRequired[dict[str, Any]]
 
 
 @with_config(ANY_KEYS)
@@ -46,6 +48,7 @@ class NamedRun:
         scenario: the data and the clients.
         metrics: the metrics that the study reports in this scenario.
         remarks: the warnings that the run gave.
+        searched: the keys of the recipe whose values the study's search chose.
     """
 
     folder: Path
@@ -53,6 +56,7 @@ class NamedRun:
     scenario: str
     metrics: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
 
 
 def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
@@ -89,6 +93,7 @@ def _reported(path: Path) -> list[NamedRun]:
             run["scenario"],
             tuple(metrics.get(run["scenario"], [])),
             tuple(run.get("remarks", [])),
+            tuple(run.get("chosen", {})),
         )
         for run in runs
     ]

@@ -56,7 +56,11 @@ def fault_of(metrics: Sequence[str], measured: Measured, fix: str) -> str:
     if any(_is_in(metric, measured) or metric.partition(".")[0] not in GROUPS for metric in metrics):
         return ""
     names = _names([measured])
-    hint = f"its runs measure nothing: {fix}" if not names else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
+    hint = (
+        f"its runs measure nothing: {fix}"
+        if not names
+        else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
+    )
     if names and "personal" not in measured and any(metric.startswith("personal.") for metric in metrics):
         hint += f". For personal metrics, {fix}"
     return f"metric = {' or '.join(repr(metric) for metric in metrics)}: {hint}"
