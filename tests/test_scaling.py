@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data import Columns, scaling_of
 from polyfed.data.columns import LEFT_OUT, TEST
 from polyfed.federation.attack import Attack
