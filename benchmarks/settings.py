@@ -22,8 +22,8 @@ class Setting:
         encoder: `mlp` has two layers for vectors. `cnn4` and `conv-gru` are the encoders of the recipes fedavg-cg-mnist
             and fedavg-ucihar, without dropout.
         shapes: shape of a sample of each modality, for encoders that do not read vectors.
-        warm_up: rounds of each program that are not counted. With the six steps of `small`, polyfed rewrites the steps
-            from round 8 on.
+        warm_up: rounds of each program that are not counted. polyfed rewrites the steps from round 8 on with the six
+            steps of `small`, and from round 11 on with the four steps of `ucihar`.
     """
 
     name: str
@@ -79,7 +79,7 @@ UCIHAR = Setting(
     lr=0.05,
     encoder="conv-gru",
     shapes=((128, 3), (128, 3)),
-    warm_up=2,
+    warm_up=12,
 )
 
 CONVOLVED = ("cg-mnist", "ucihar")

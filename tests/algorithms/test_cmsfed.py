@@ -501,15 +501,26 @@ def test_deltas_cost_what_fedavg_costs_and_gradients_more() -> None:
 
 def test_it_is_told_when_nobody_trains_the_weak_modality_alone() -> None:
     method = paper(dominance_threshold=math.inf)
-    assert "no client was picked" in method.concerns([{"picked_weak": 0.0}] * 3)[0]
-    assert method.concerns([{"picked_weak": 0.0}, {"picked_weak": 1.0}]) == []
-    assert paper(modality_selection=False).concerns([{"picked_weak": 0.0}]) == []
+    none = {"picked_by_ratio": 0.0}
+    assert "ratio_rule = 'quantile'" in method.concerns([none] * 3)[0]
+    assert "lower dominance_quantile" in algorithm("cmsfed").concerns([none])[0]
+    assert method.concerns([none, {"picked_by_ratio": 1.0}]) == []
+    assert paper(modality_selection=False).concerns([none]) == []
     events: list[str] = []
     case = made("vectorised", dominance_threshold=math.inf, rounds=3)
     finished = run(case, listeners=[lambda event, **facts: events.append(facts.get("text", ""))])
-    assert any(text.startswith("WARNING: no client was picked") for text in events)
+    assert any(text.startswith("WARNING: no client that owns all modalities was picked") for text in events)
     assert finished.result["concerns"] == finished.rounds[0]["concerns"]
     assert finished.result["logged"]["picked_weak"] == 0.0
+
+
+def test_clients_that_own_only_the_weak_modality_do_not_hide_that_the_ratio_rule_never_acts() -> None:
+    clients = ClientsSpec(partition="iid", num=6, only={"a": [0], "b": [1]})
+    for threshold, warnings in ((math.inf, 1), (-math.inf, 0)):
+        result = run(made("vectorised", dominance_threshold=threshold, clients=clients)).result
+        assert result["logged"]["picked_weak"] > 0.0
+        assert (result["logged"]["picked_by_ratio"] == 0.0) == (threshold == math.inf)
+        assert len(result["concerns"]) == warnings
 
 
 def test_without_a_complete_client_the_cohort_is_random_and_trains_alone() -> None:

@@ -1,6 +1,7 @@
 """FedOGM, FedPMR, FedProto and FedMSplit: numbers computed by hand, equality with FedAvg, independent code."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -373,9 +374,10 @@ def test_msplit_keeps_its_own_when_all_attention_is_on_a_client_without_shared_m
 
 def test_ogm_refuses_an_encoder_without_gradients_to_scale() -> None:
     spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
-    parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
-    with pytest.raises(RecipeError, match="the encoder of b has none to train"):
-        parts.recipe.algorithm.init(parts.fed, parts.initial)
+    case = recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE)
+    with pytest.raises(RecipeError, match=r"the encoder of b has none to train; set .* scale_params = 'all_weights'"):
+        assemble(case)
+    assemble(replace(case, algorithm=algorithm("fedogm", scale_params="all_weights")))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

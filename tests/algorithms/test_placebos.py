@@ -169,7 +169,21 @@ def test_a_preset_sets_what_the_recipe_leaves_out() -> None:
         assert any(plain.__dataclass_fields__[k].default != v for k, v in plain.presets["paper"].items())
 
 
-@pytest.mark.parametrize(("name", "words"), [("pfmml", "its presets are 'paper'"), ("fedavg", "it has no presets")])
-def test_an_unknown_preset_is_refused(name: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        parse_recipe(TABLE | {"algorithm": {"name": name, "preset": "papers"}})
+@pytest.mark.parametrize(
+    ("name", "preset", "words"),
+    [
+        ("pfmml", "papr", "Pfmml has no such preset; did you mean 'paper'? Allowed: paper. Or remove the line"),
+        ("pfmml", 3, "Pfmml has no such preset; Allowed: paper. Or remove the line"),
+        ("fedavg", "papers", "FedAvg has no such preset; it has no presets. Remove the line"),
+    ],
+)
+def test_an_unknown_preset_is_one_problem(name: str, preset: Any, words: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(TABLE | {"algorithm": {"name": name, "preset": preset}})
+    assert str(refused.value) == f"[algorithm] preset = {preset!r}: {words}"
+    assert refused.value.key == ("algorithm", "preset")
+
+
+def test_an_unknown_preset_hides_no_other_fault() -> None:
+    with pytest.raises(RecipeError, match=r"(?s)2 problems:.*no such preset.*no option 'max_agee'"):
+        parse_recipe(TABLE | {"algorithm": {"name": "pfmml", "preset": "papr", "max_agee": 3}})

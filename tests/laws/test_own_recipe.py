@@ -90,7 +90,10 @@ def test_the_printed_policy_allows_a_method_and_no_kind_less_would(name: str) ->
     policy = {"b" if block == SOME else block: row for block, row in rows.items()}
     defaults = {key: ROWS[name].options[key] for key in ("train", "selector") if key in ROWS[name].options}
     made = world(name, **defaults)
-    made = replace(made, algorithm=type(made.algorithm)(evaluation=made.algorithm.evaluation))
+    fits = {
+        key: ROWS[name].options[key] for key in ("scale_params",) if key in ROWS[name].options
+    }  # changes no message
+    made = replace(made, algorithm=type(made.algorithm)(evaluation=made.algorithm.evaluation, **fits))
     assert not [row for row in plan(assemble(replace(made, egress=policy))) if not row.allowed]
     try:
         enough = all(row.allowed for row in plan(assemble(replace(made, egress={}))))

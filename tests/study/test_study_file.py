@@ -237,3 +237,24 @@ def test_metrics_that_may_be_undefined_before_training_are_not_refused(tmp_path)
     made = {"data": {"name": "objective.made:Made"}, "clients.partition": "by-client", "clients.personal_test": 0.3}
     for metric in ("global.pearson", "personal.pooled_r2", "personal.mean"):
         assert cells(tmp_path, metric=metric, set=made, unset=["clients.num"])
+
+
+def test_all_models_that_an_algorithm_cannot_train_are_named_before_the_first_run(tmp_path):
+    ogm = {"algorithm.name": "fedogm"}
+    methods = {
+        "fedavg": {},
+        "fedogm": {},
+        "again": {"set": ogm | {"algorithm.placebo": "constant"}},
+        "searched": {"set": ogm, "search": {"algorithm.scale_params": ["all_weights", "conv4d"]}},
+        "fits": {"set": ogm | {"algorithm.scale_params": "all_weights"}},
+        "moon": {"set": {"evaluate.unimodal": "head", "model.fusion": "gated"}},
+    }
+    search = {"trials": 2, "seeds": [11], "keys": {"train.lr": [0.05]}}
+    with pytest.raises(RecipeError) as refused:
+        cells(tmp_path, methods=methods, search=search)
+    text = str(refused.value)
+    assert text.startswith("2 problems:\n  method 'fedogm' in scenario 'recipe' and 2 more: fedogm scales gradients")
+    assert "the encoder of a, b has none to train; set [algorithm] scale_params = 'all_weights'" in text
+    assert "method 'moon' in scenario 'recipe': [evaluate] unimodal = 'head'" in text
+    assert "'fits'" not in text
+    assert "'fedavg'" not in text

@@ -29,7 +29,6 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.context import ClientContext
-from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
 from polyfed.training import ClientData
@@ -61,14 +60,15 @@ class FedOgm(Averaging):
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
     placebo: Literal["none", "constant"] = "none"
 
-    def init(self, fed: Federation, params: Tree) -> Any:
-        """Return the first state, as under FedAvg.
+    def check_model(self, model: Model) -> None:
+        """Refuse a model that has an encoder without parameters to modulate.
 
         Raises:
-            RecipeError: an encoder has no parameters to modulate.
+            RecipeError: an encoder has no such parameters.
         """
-        model = fed.context.model
-        plain = [m for m in model.modalities if not self._scaled(model, params, m)]
+        super().check_model(model)
+        template = model.template
+        plain = [m for m in model.modalities if not self._scaled(model, template, m)]
         if plain:
             what, fix = "convolution weights", "set [algorithm] scale_params = 'all_weights'"
             if self.scale_params == "all_weights":
@@ -76,7 +76,6 @@ class FedOgm(Averaging):
             raise RecipeError(
                 f"fedogm scales gradients of {what}, but the encoder of {', '.join(plain)} has none to train; {fix}"
             )
-        return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Return the cross-entropy, and as auxiliary output the score of each modality alone."""

@@ -27,6 +27,7 @@ from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
+from polyfed.training.step_counts import steps_trained
 from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
@@ -40,6 +41,10 @@ with a stack each took longer than one process with all clients in one stack (do
 LEAST_STACK, MOST_STACKS = 8, 16
 """Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
 A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
+
+LEAST_STEP = 2.5e9
+"""A stack may have fewer than `LEAST_STACK` clients if each of its steps has this many floating-point operations. They
+take about 50 ms, so the dispatch of the step's operations hardly counts (docs/performance.md)."""
 
 CONVOLVES = (
     "large 2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
@@ -113,8 +118,14 @@ class Vectorised(InProcess):
 
     def _share(self, group: list[int]) -> int:
         """Return how many of these clients one stack may hold. Smaller stacks give work to more worker processes."""
-        work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
-        stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / STACK_FLOPS)))
+        if group[0] < 0:
+            return len(group)
+        longest = int(self.registry.num_rows[group[-1]])
+        steps = steps_trained(longest, self.algorithm.train, skip_single=False)
+        step = self.work(group[-1]) / max(steps, 1)
+        least = min(LEAST_STACK, math.ceil(LEAST_STEP / max(step, 1.0)))
+        work = sum(self.work(client) for client in group)
+        stacks = max(1, min(MOST_STACKS, len(group) // least, int(work / STACK_FLOPS)))
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:

@@ -87,7 +87,8 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     with problems.noting():
         if "algorithm" in sections:
             cls, table = class_of("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
-            table = with_preset(cls, table)
+            preset = table.pop("preset", None)  # if there is no such preset, this is the only fault of the key
+            table = with_preset(cls, preset, table)
     own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():

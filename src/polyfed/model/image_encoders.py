@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
@@ -70,20 +71,23 @@ class NormalisedInput(nn.Sequential):
     """Applies layers one after another. The first two must be a batch normalisation of the input and a convolution.
 
     The batch normalisation computes w * z + b per channel, where z is the standardised input. Convolving w * z + b with
-    a kernel k equals convolving z with w * k, plus convolving an image of the constants b with k. This class computes
-    the second form. Its backward pass needs no gradient of the convolution's input, which takes a sixth of the time of
-    a training step of `cnn4` (docs/performance.md).
+    a kernel k equals convolving z with w * k, plus convolving an image of the constants b with k. In training, this
+    class computes the second form. Its backward pass needs no gradient of the convolution's input. This gradient takes
+    a sixth of the time of a training step of `cnn4` (docs/performance.md).
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """From images (N, C, H, W) to the output of the last layer."""
         norm, conv, *rest = self
-        if not isinstance(norm, BatchNorm):  # `adopt` has not yet replaced PyTorch's BatchNorm2d
+        if not isinstance(norm, BatchNorm) or not norm.trains:  # PyTorch's BatchNorm2d, until `adopt` replaces it
             return super().forward(x)  # type: ignore[no-any-return]
         assert isinstance(conv, nn.Conv2d)
         w, b = norm.weight.view(1, -1, 1, 1), norm.bias.view(1, -1, 1, 1)
         constant = conv2d(b.expand(1, *x.shape[1:]), conv.weight, conv.bias, conv.stride, conv.padding)
-        x = conv2d(norm.standardised(x), w * conv.weight, None, conv.stride, conv.padding) + constant
+        kernel = w * conv.weight
+        if not norm.rows.bound:  # the next layers are faster in this memory format, which `vmap` does not support
+            kernel = kernel.contiguous(memory_format=torch.channels_last)
+        x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding) + constant
         for layer in rest:
             x = layer(x)
         return x

@@ -74,6 +74,11 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_mean", like.running_mean)
         self.register_buffer("running_var", like.running_var)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the layer uses the statistics of the current batch, because this is a training batch."""
+        return self.rows.key is not None and self.training
+
     def forward(self, x: Tensor) -> Tensor:
         """The normalised `x`, of the same shape."""
         return self._normalised(x, self.weight, self.bias)
@@ -87,7 +92,7 @@ class BatchNorm(nn.Module):
 
     def _normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         mean, var, ok = self.running_mean, self.running_var, self.rows.ok
-        if self.rows.key is None or not self.training:
+        if not self.trains:
             return nn.functional.batch_norm(x, mean, var, weight, bias, eps=self.eps)
         if ok is None and x.numel() >= 2 * x.shape[1]:
             return nn.functional.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)

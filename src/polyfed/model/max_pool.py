@@ -37,7 +37,8 @@ class MaxPool2d(nn.MaxPool2d):
         """The maximum of each window, (B, C, H', W')."""
         trains = not self.rows.bound and x.requires_grad and x.device.type == "cpu"
         large = x.dim() == 4 and x.numel() >= ENTRIES and x.shape[1] >= CHANNELS
-        if not trains or not large or self.return_indices:
+        copies = trains and large and not x.is_contiguous(memory_format=torch.channels_last)
+        if self.return_indices or not copies:
             return super().forward(x)
         options = (_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation))
         return _ChannelsLast.apply(x, *options, self.ceil_mode)  # type: ignore[no-any-return, no-untyped-call]

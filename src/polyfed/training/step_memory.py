@@ -155,9 +155,14 @@ def put(before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
     The new node's tensor has the same data type, shape and device as the tensor of `before`.
     """
+    return put_as(before, form(before), op, *args, **kwargs)
+
+
+def put_as(before: fx.Node, result: Form, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert an operation before the node `before`, and return the new node. Its tensor has the form `result`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(op, args, kwargs)
-    node.meta["form"] = form(before)
+    node.meta["form"] = result
     return node
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from polyfed.training.step_memory import Memory, args, calls, form, is_call, put, size, swap, writes
+from polyfed.training.step_rewrite_series import join_slices, merge_products, pool_pairs, subtract_from_constant
 
 aten = torch.ops.aten
 
@@ -27,6 +28,11 @@ def rewrite(graph: fx.Graph, labels: Collection[fx.Node] = ()) -> None:
     drop_true_masks(graph, labels)
     drop_factors_of_one(graph)
     merge_equal(graph)
+    subtract_from_constant(graph)
+    pool_pairs(graph)
+    join_slices(graph)
+    drop_unused(graph)
+    merge_products(graph)
     drop_unused(graph)
     fuse_cross_entropy(graph)
     drop_views_of_sums(graph)

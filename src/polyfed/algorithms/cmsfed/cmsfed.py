@@ -309,11 +309,12 @@ class CmsFed(CmsFedOptions):
         return selection.logged(state.choice, state.ratios)
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if no client was selected to train only the weak modality."""
-        if not self.modality_selection or any(row["picked_weak"] for row in logged):
+        """Warn if the ratio rule, which concerns only clients that own all modalities, has had no effect."""
+        if not self.modality_selection or any(row["picked_by_ratio"] for row in logged):
             return []
+        quantile = self.ratio_rule == "quantile"
         return [
-            f"no client was picked to train the weak modality alone in {len(logged)} rounds, so that cmsfed has only "
-            "chosen clients and added the prototype term. To have some picked, set ratio_rule = 'quantile' or lower "
-            "dominance_threshold"
+            f"no client that owns all modalities was picked to train the weak modality alone in {len(logged)} rounds, "
+            "so that cmsfed has only chosen clients and added the prototype term. To have some picked, "
+            + ("lower dominance_quantile" if quantile else "set ratio_rule = 'quantile' or lower dominance_threshold")
         ]

@@ -43,7 +43,7 @@ def measured_by(recipe: Recipe, columns: Columns) -> tuple[Measured, str] | None
     return found, personal_fix(tested=population.test is not None)
 
 
-def fault_of(metrics: Sequence[str], measured: Measured, fix: str) -> str:
+def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
     """Return why a run has none of the metrics, or an empty text if it has one of them.
 
     The text is also empty if a metric is of no group, because the checks of the study's file already tell this.
@@ -69,7 +69,7 @@ def fault_of(metrics: Sequence[str], measured: Measured, fix: str) -> str:
 def misspelt(metrics: Sequence[str], found: Sequence[Measured]) -> list[str]:
     """Return a text for each metric of a list that no kind of run has, given the metrics of all runs.
 
-    A list with a single metric needs no such text, because `fault_of` names this metric.
+    A list with a single metric needs no such text, because `metric_fault` names this metric.
     """
     known = KNOWN.union(*(values for measured in found for values in measured.values()))
     return [

@@ -20,7 +20,8 @@ from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
-from polyfed.experiment.study.metric_checks import Measured, fault_of, measured_by, misspelt
+from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
+from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, put, remove
 from polyfed.experiment.study.study_file import read_study, refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
@@ -80,12 +81,14 @@ class Planner:
     Attributes:
         study: The study.
         fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
+        models: The check of the models.
         measured: The metrics that the runs of the cells will have, for each cell for which they are known.
         loaded: The section [data] of the last data set, and this data set.
     """
 
     study: Study
     fingerprints: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    models: ModelCheck = field(default_factory=ModelCheck)
     measured: list[Measured] = field(default_factory=list)
     loaded: tuple[str, Columns] | None = None
 
@@ -173,14 +176,14 @@ class Planner:
         """Add the faults of a cell's recipe to the list.
 
         A cell may have keys whose best values a search has to find. Its recipe is then checked twice: with the first
-        candidate value of each of these keys, and with the last.
+        candidate value of each of these keys, and with the last. The check builds the model, because some algorithms
+        refuse some models.
         """
         if cell.skip:
             return
-        seed, recipe = self.study.reported_seeds[0], None
+        recipe = None
         for last in (False, True):
-            chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
-            recipe = noted(errors, lambda chosen=chosen: quiet(cell.recipe(seed, chosen, tuning=False)))  # type: ignore[misc]
+            recipe = noted(errors, lambda last=last: self._checked(cell, last))  # type: ignore[misc]
         if at(cell.table, "engine.name") == "flower":
             errors.append(
                 "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
@@ -190,7 +193,14 @@ class Planner:
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
         if recipe is not None and not errors and (known := measured_by(recipe, self._columns(recipe))) is not None:
             self.measured.append(known[0])
-            errors += filter(None, [fault_of(self.study.metrics_of(cell.scenario), *known)])
+            errors += filter(None, [metric_fault(self.study.metrics_of(cell.scenario), *known)])
+
+    def _checked(self, cell: Cell, last: bool) -> Recipe:
+        """Return the recipe of a cell with the first or the last candidate value of each searched key."""
+        chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
+        recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
+        self.models.refuse(recipe, self._columns(recipe))
+        return recipe
 
     def _has_validation_rows(self, cell: Cell) -> bool:
         """Return whether the data of a cell has validation rows itself. Faults of other sections do not matter."""
