@@ -103,6 +103,7 @@ class Group:
         metrics: the metrics that the study reports in this scenario. Empty if there is no study.
         notes: the runs' warnings, and the parts of the method that had no effect.
         searched: the keys of the recipe whose values the study's search chose.
+        settings_of: the method for which the search chose these values, if this is another method. Otherwise empty.
     """
 
     label: str
@@ -115,6 +116,7 @@ class Group:
     metrics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     searched: tuple[str, ...] = ()
+    settings_of: str = ""
 
     @property
     def num_folds(self) -> int:
@@ -153,9 +155,9 @@ class Comparison:
     def warnings(self) -> tuple[str, ...]:
         """Return the groups' notes, and warnings about values that readers of the comparison could misunderstand.
 
-        There are four reasons for a warning. Several groups are the same runs, a group has scores of clients' own
-        models in place of a global model, the runs of a group do not all have the same data, or several runs of a group
-        have the same seed and fold.
+        There are five reasons for a warning. Several groups are the same runs, a group has scores of clients' own
+        models in place of a global model, the runs of a group do not all have the same data, several runs of a group
+        have the same seed and fold, or a group has the settings that the search chose for another method.
         """
         found = []
         twins: dict[tuple[Path, ...], list[str]] = {}
@@ -177,6 +179,8 @@ class Comparison:
                 where = f" at {fold}" if group.num_folds > 1 else ""
                 if (times := runs.count((seed, fold))) > 1:
                     found.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
+            if group.settings_of:
+                found.append(f"{group.name}: the search chose its settings for {group.settings_of}")
             found += [f"{group.name}: {note}" for note in group.notes]
         return tuple(found)
 
@@ -190,12 +194,14 @@ class Comparison:
         """Return one flat row per group.
 
         Every row has the keys `label`, `n` and `seeds`, and the keys `<column>` and `<column>.spread` for each number.
-        If the group has several folds, its row also has the key `folds`.
+        If the group has several folds, its row also has the key `folds`. If the settings come from another method's
+        search, its row also has the key `settings_of`.
         `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}
             | ({"folds": list(group.folds)} if group.num_folds > 1 else {})
+            | ({"settings_of": group.settings_of} if group.settings_of else {})
             | {f"{name}.n": cell.n for name, cell in group.cells.items() if name == REACHED}
             | {name: cell.mean for name, cell in group.cells.items()}
             | {f"{name}.spread": cell.spread for name, cell in group.cells.items()}
@@ -242,6 +248,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
             scenario=own.scenario,
             metrics=own.metrics,
             searched=own.searched,
+            settings_of=own.settings_of,
             notes=tuple(notes_of([_notes(*run) for run in bundle])),
         )
         for (label, own), bundle in zip(names, bundles.values(), strict=True)

@@ -16,7 +16,7 @@ from polyfed.report.run_schema import ANY_KEYS, parse_as
 
 @with_config(ANY_KEYS)
 class StudyRun(TypedDict):
-    """A run in `study.json`. Older folders have no `remarks`, and `chosen` is empty without a search."""
+    """A run in `study.json`. Older folders have no `remarks` and no `settings_of`, and `chosen` is empty without a search."""
 
     folder: str
     method: str
@@ -25,6 +25,7 @@ class StudyRun(TypedDict):
     state: str
     remarks: NotRequired[list[str]]
     chosen: NotRequired[dict[str, Any]]
+    settings_of: NotRequired[str]
 
 
 @with_config(ANY_KEYS)
@@ -49,6 +50,7 @@ class NamedRun:
         metrics: the metrics that the study reports in this scenario.
         remarks: the warnings that the run gave.
         searched: the keys of the recipe whose values the study's search chose.
+        settings_of: the method for which the search chose these values, if this is another method. Otherwise empty.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class NamedRun:
     metrics: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     searched: tuple[str, ...] = ()
+    settings_of: str = ""
 
 
 def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
@@ -94,6 +97,7 @@ def _reported(path: Path) -> list[NamedRun]:
             tuple(metrics.get(run["scenario"], [])),
             tuple(run.get("remarks", [])),
             tuple(run.get("chosen", {})),
+            run.get("settings_of", ""),
         )
         for run in runs
     ]

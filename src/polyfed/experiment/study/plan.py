@@ -6,8 +6,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
 from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
 from polyfed.experiment.study.model_check import ModelCheck
-from polyfed.experiment.study.ranges import at, combinations, put, remove
+from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put
 from polyfed.experiment.study.study_file import read_study, refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
 
@@ -41,8 +40,9 @@ class Cell:
         scenario: The name of the scenario.
         values: The combination of the grid: key -> value.
         table: The recipe, without seed and without searched keys.
-        space: The keys to search, with their lists or ranges.
+        space: The keys whose values a search chooses, with their lists or ranges.
         skip: Why the cell is left out. Empty if the study runs the cell.
+        settings_of: The method whose search chooses the values of these keys. Empty if the cell has its own search.
     """
 
     method: str
@@ -51,11 +51,24 @@ class Cell:
     table: Mapping[str, Any]
     space: Mapping[str, Any]
     skip: str = ""
+    settings_of: str = ""
 
     @property
     def label(self) -> str:
         """The method and the combination of the grid, as shown in the tables."""
         return " ".join([self.method, *(f"{short(key)}={value_text(value)}" for key, value in self.values.items())])
+
+    def gives_settings_to(self, other: "Cell") -> bool:
+        """Return whether another cell takes the settings that the search chooses for this cell.
+
+        The other cell is in the same scenario, and has this cell's values of the grid. The other cell may have further
+        keys in its grid.
+        """
+        return (
+            (other.settings_of, other.scenario) == (self.method, self.scenario)
+            and self.values.keys() <= other.values.keys()
+            and all(other.values[key] == value for key, value in self.values.items())
+        )
 
     def recipe(self, seed: int, chosen: Mapping[str, Any], *, tuning: bool) -> dict[str, Any]:
         """The table of a run's recipe.
@@ -101,16 +114,16 @@ class Planner:
         faults: dict[str, list[str]] = {}
         found = []
         for scenario, method in itertools.product(self.study.scenarios, self.study.methods):
-            for values in combinations(self.study.grid | self.study.methods[method].grid):
+            for values in combinations(self.study.grid_of(method)):
                 errors: list[str] = []
                 cell = noted(errors, lambda values=values: self._cell(method, scenario, values))  # type: ignore[misc]  # noqa: B023
                 if cell is not None:
                     found.append(cell)
                     self._check(cell, errors)
-                words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
-                where = f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
                 for error in dict.fromkeys(errors):
-                    faults.setdefault(error, []).append(where)
+                    faults.setdefault(error, []).append(_where(method, scenario, values))
+        for cell, error in _without_settings(found):
+            faults.setdefault(error, []).append(_where(cell.method, cell.scenario, cell.values))
         problems += [f"{_all(where)}: {error}" for error, where in faults.items()]
         for scenario in self.study.scenarios:
             problems += misspelt(self.study.metrics_of(scenario), self.measured)
@@ -169,8 +182,7 @@ class Planner:
                 skip = skip or rule.skip
         if at(table, "engine.threads") is None:
             put(table, "engine.threads", 1)
-        keys = chosen.search if study.search is None else study.search.keys | chosen.search
-        return Cell(method, scenario, values, table, keys, skip)
+        return Cell(method, scenario, values, table, study.searched_keys(method), skip, chosen.settings_of)
 
     def _check(self, cell: Cell, errors: list[str]) -> None:
         """Add the faults of a cell's recipe to the list.
@@ -189,7 +201,8 @@ class Planner:
                 "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
                 "'sequential'"
             )
-        if cell.space and not at(cell.table, "clients.validation") and not self._has_validation_rows(cell):
+        searched = cell.space and not cell.settings_of
+        if searched and not at(cell.table, "clients.validation") and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
         if recipe is not None and not errors and (known := measured_by(recipe, self._columns(recipe))) is not None:
             self.measured.append(known[0])
@@ -197,7 +210,7 @@ class Planner:
 
     def _checked(self, cell: Cell, last: bool) -> Recipe:
         """Return the recipe of a cell with the first or the last candidate value of each searched key."""
-        chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
+        chosen = {key: end_of(entry, last=last) for key, entry in cell.space.items()}
         recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
         self.models.refuse(recipe, self._columns(recipe))
         return recipe
@@ -225,6 +238,23 @@ def planned(given: str | Path | Mapping[str, Any]) -> tuple[Planner, list[Cell]]
     return planner, cells
 
 
+def _without_settings(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
+    """Yield each cell whose settings no search would choose, and why, because the study leaves the search out."""
+    for cell, source in itertools.product(cells, cells):
+        if source.skip and not cell.skip and source.gives_settings_to(cell):
+            yield (
+                cell,
+                f"settings_of = '{source.method}': the study leaves '{source.method}' out here ({source.skip}), so no "
+                "search chooses the settings. Leave out this method too: add it to the same [[when]]",
+            )
+
+
+def _where(method: str, scenario: str, values: Mapping[str, Any]) -> str:
+    """Return the place of a cell in the text of an error."""
+    words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
+    return f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
+
+
 def _data_of(recipe: Recipe) -> str:
     return json.dumps(recipe.table()["data"], sort_keys=True, default=str)
 
@@ -235,14 +265,6 @@ def noted(errors: list[str], make: Callable[[], T]) -> T | None:
     made = problems.attempt(make)
     errors += map(str, problems.found)
     return made
-
-
-def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:
-    """Remove some keys from a recipe's table and set others, in place."""
-    for key in removed:
-        remove(table, key)
-    for key, value in changes.items():
-        put(table, key, deepcopy(value))  # a later change to this table must not reach the table of another cell
 
 
 def quiet(table: Mapping[str, Any]) -> Recipe:
@@ -281,13 +303,6 @@ def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[st
         if value not in (wanted if isinstance(wanted, list) else [wanted]):
             return False
     return True
-
-
-def _end(entry: Any, last: bool) -> Any:
-    """The first or the last value of a list or a range."""
-    if isinstance(entry, Mapping):
-        return entry["high" if last else "low"]
-    return entry[-1 if last else 0]
 
 
 def _all(places: list[str]) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -90,6 +91,13 @@ def values_of(entry: Any) -> list[Any]:
     return list(found.values()) if isinstance(found, Range) else found
 
 
+def end_of(entry: Any, *, last: bool) -> Any:
+    """The first or the last value of a list or a range."""
+    if isinstance(entry, Mapping):
+        return entry["high" if last else "low"]
+    return entry[-1 if last else 0]
+
+
 def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these keys. The last key changes fastest."""
     for values in itertools.product(*(values_of(entry) for entry in keys.values())):
@@ -138,6 +146,14 @@ def remove(table: dict[str, Any], key: str) -> None:
         if not isinstance(table, dict):
             return
     table.pop(last, None)
+
+
+def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:
+    """Remove some keys from a recipe's table and set others, in place."""
+    for key in removed:
+        remove(table, key)
+    for key, value in changes.items():
+        put(table, key, deepcopy(value))  # a later change to this table must not reach the table of another cell
 
 
 def at(table: Mapping[str, Any], key: str) -> Any:

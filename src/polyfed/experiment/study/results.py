@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import STUDY, replace_text
 from polyfed.experiment.study.board import Board, Entry, no_metric
-from polyfed.experiment.study.plan import short, value_text
+from polyfed.experiment.study.plan import Cell, short, value_text
 from polyfed.experiment.study.study_schema import Study
 from polyfed.report.page import render, write_page
 from polyfed.report.run_folder import numbers_of
@@ -62,12 +62,14 @@ def frame(board: Board) -> "pd.DataFrame":
     import pandas as pd  # imported here, because it takes half a second
 
     rows = []
+    taken = any(cell.settings_of for cell in board.cells)
     for number, entry in _reported(board):
         cell = board.cells[number]
         rows.append(
             {"method": cell.label, "scenario": cell.scenario, "seed": entry.seed}
             | dict(cell.values)
             | dict(entry.chosen)
+            | ({"settings_of": cell.settings_of} if taken else {})
             | {"state": entry.state, "why": entry.why, "folder": str(board.path(entry))}
             | numbers_of(entry.result)
         )
@@ -88,6 +90,7 @@ def page_text(board: Board, study: Study) -> str:
         rows=rows,
         counts={state: board.count(state) for state in ("finished", "running", "failed", "left")},
         choices=list(_choices(board)),
+        takers=any(cell.settings_of for cell in board.cells),
         problems=[*board.problems(), *board.left_out()],
         notes=board.notes(),
         runs=[_line(board, entry, number) for number, entry in _all_runs(board)],
@@ -145,6 +148,7 @@ def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "remarks": entry.remarks,
         "values": dict(cell.values),
         "chosen": dict(entry.chosen),
+        "settings_of": cell.settings_of,
     }
 
 
@@ -157,17 +161,29 @@ def _cell(board: Board, number: int | None) -> str:
 
 
 def _choices(board: Board) -> Iterator[dict[str, Any]]:
-    """Yield for each search the number of trials, the chosen setting, and all settings that it tried."""
-    for number, trials in sorted(board.trials.items()):
-        cell, reported = board.cells[number], board.reported.get(number, [])
+    """Yield for each searched cell the number of trials, the chosen setting, and all settings that were tried.
+
+    A cell that takes the settings of another method has no trials.
+    """
+    for number, cell in enumerate(board.cells):
+        trials, reported = board.trials.get(number), board.reported.get(number, [])
+        if trials is None and (cell.skip or not cell.settings_of):
+            continue
+        trials = trials or []
         yield {
             "cell": f"{cell.label} in {cell.scenario}",
             "trials": len(trials),
-            "chosen": settings_text(reported[0].chosen) if reported else board.blocked.get(number, ""),
+            "chosen": _chosen_text(cell, reported[0]) if reported else board.blocked.get(number, ""),
             "tried": [
                 (settings_text(values), "diverged" if score is None else f"{score:.4f}") for values, score in trials
             ],
         }
+
+
+def _chosen_text(cell: Cell, entry: Entry) -> str:
+    """Return the chosen settings of a run, and from which method's search they come if it is another method."""
+    text = settings_text(entry.chosen)
+    return f"{text} (settings of {cell.settings_of})" if cell.settings_of else text
 
 
 def _line(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
@@ -182,7 +198,7 @@ def _line(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "scenario": cell.scenario,
         "seed": entry.seed,
         "use": "search" if entry.tuning else "reported",
-        "chosen": settings_text(entry.chosen),
+        "chosen": _chosen_text(cell, entry),
         "state": f"round {entry.round} of {entry.rounds}" if entry.state == "running" else entry.state,
         "why": entry.why,
         "score": "" if score is None else f"{score:.4f}",

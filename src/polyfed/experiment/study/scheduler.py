@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ PATIENCE = 0.5
 PAGE_EVERY = 5.0
 """Seconds between two versions of the page while runs go on."""
 
-Needs = Generator[list[Entry], None, None]
+Needs = Iterator[list[Entry]]
 """The runs that a cell needs next. All of them must end before the cell continues."""
 
 
@@ -52,7 +52,8 @@ def sweep(
 
     Returns:
         One row for each reported run, finished or not. The first columns are `method`, `scenario` and `seed`. Then
-        each key of the grid and of the search has a column. Then come `state`, `why` (why the run failed or is
+        each key of the grid and of the search has a column. If a method of the study has `settings_of`, a column of
+        this name holds the method whose search chose the settings; it is empty for the other methods. Then come `state`, `why` (why the run failed or is
         unfinished) and `folder`. Finally, each number in result.json has a column with a dotted name.
 
     Raises:
@@ -86,7 +87,7 @@ class _Sweep:
     def carry_out(self) -> None:
         """Execute all runs of the study."""
         for number, cell in enumerate(self.board.cells):
-            if not cell.skip:
+            if not cell.skip and not cell.settings_of:
                 self._advance(number, self._needs(number, cell), [])
         self.emit("sweep-started", board=self.board)
         written = -math.inf
@@ -102,17 +103,31 @@ class _Sweep:
         self.emit("sweep-finished", board=self.board)
 
     def _needs(self, number: int, cell: Cell) -> Needs:
-        """Yield the runs that a cell needs, batch by batch: first the runs of its search, then the reported runs."""
-        board, study, chosen = self.board, self.planner.study, {}
+        """Yield the runs that a cell needs, batch by batch: first the runs of its search, then the reported runs.
+
+        When the search ends, the cells that take its settings start too. A sweep that was stopped repeats the search
+        with the stored scores, so these cells get the same settings again.
+        """
+        blocked = self.board.blocked
+        takers = [n for n, c in enumerate(self.board.cells) if cell.gives_settings_to(c) and not c.skip]
+        best: Mapping[str, Any] | None = {}
         if cell.space:
-            board.blocked[number] = "its settings are not chosen yet"
+            blocked |= dict.fromkeys((number, *takers), "its settings are not chosen yet")
             best = yield from self._search(number, cell)
-            if best is None:
-                return
-            chosen = dict(best)
-            del board.blocked[number]
-        board.reported[number] = [self._entry(cell, seed, chosen) for seed in study.reported_seeds]
-        yield board.reported[number]
+        if best is None:
+            blocked |= dict.fromkeys(takers, f"there are no settings of {cell.label}: {blocked[number]}")
+            return
+        reported = self._reported(number, best)
+        for taker in takers:
+            self._advance(taker, iter([self._reported(taker, best)]), [])
+        yield reported
+
+    def _reported(self, number: int, chosen: Mapping[str, Any]) -> list[Entry]:
+        """Return the reported runs of a cell, whose settings are now chosen."""
+        cell, board = self.board.cells[number], self.board
+        board.blocked.pop(number, None)
+        board.reported[number] = [self._entry(cell, seed, chosen) for seed in self.planner.study.reported_seeds]
+        return board.reported[number]
 
     def _search(self, number: int, cell: Cell) -> Generator[list[Entry], None, Mapping[str, Any] | None]:
         """Try settings on validation rows and return the best, or None if no setting can be chosen."""

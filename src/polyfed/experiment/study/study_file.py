@@ -1,6 +1,6 @@
 """Reads a study from its file. All problems of a file are reported together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.schema import checked
-from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, values_of
+from polyfed.experiment.study.ranges import WHOLE, at, entry_of, flat_keys, grid_size, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
@@ -80,7 +80,7 @@ def parse_study(
     if study is None:
         return None
     study = _with_scenario(study)
-    for check in (_check_matches, _check_values, _check_metrics, _check_recipes):
+    for check in (_check_matches, _check_values, _check_settings_of, _check_metrics, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
 
@@ -176,12 +176,57 @@ def _check_values(study: Study, problems: list[str]) -> None:
                 del keys[key]
     if study.search is not None and _sampler(study) == "grid":
         for name, method in study.methods.items():
-            size = grid_size(study.search.keys | method.search)
+            size = 0 if method.settings_of else grid_size(study.searched_keys(name))
             if size > study.search.trials:
                 problems.append(
                     f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
                     "trials, or another sampler"
                 )
+
+
+def _check_settings_of(study: Study, problems: list[str]) -> None:
+    """Check the methods that take the settings of another method."""
+    for name, method in study.methods.items():
+        if method.settings_of:
+            where = f"[methods.{name}] settings_of = '{method.settings_of}':"
+            problems += [f"{where} {fault}" for fault in _settings_faults(study, name, method)]
+
+
+def _settings_faults(study: Study, name: str, method: Method) -> Iterator[str]:
+    """Yield why a method cannot take the settings of the method that it names."""
+    wanted = method.settings_of
+    if method.search:
+        yield "this method has search too. Give search or settings_of, not both"
+    if wanted == name:
+        yield "a method cannot take its own settings. Name another method"
+        return
+    if wanted not in study.methods:
+        yield f"no method '{wanted}'; {did_you_mean(wanted, study.methods)}"
+        return
+    if study.methods[wanted].settings_of:
+        yield f"'{wanted}' has settings_of too, so it has no search. Name a method that has a search"
+        return
+    if not study.searched_keys(name):
+        yield f"no search chooses settings for '{wanted}'. Give [search] with trials, seeds and keys, or search keys there"
+    grid, own = study.grid_of(wanted), study.grid_of(name)
+    if lacking := [key for key, entry in grid.items() if not _includes(entry, own.get(key))]:
+        yield (
+            f"the search chooses settings for each value in the grid of '{wanted}'. Give this method the same values of "
+            f"{', '.join(lacking)} in its grid, or fewer of them"
+        )
+    if twice := [key for key in study.searched_keys(name) if _sets(method.set | own, key)]:
+        yield f"the search chooses {', '.join(twice)}, so remove this from set and grid"
+
+
+def _includes(entry: Any, part: Any) -> bool:
+    """Return whether a list or a range has all values of another list or range, which must exist."""
+    return part is not None and all(value in values_of(entry) for value in values_of(part))
+
+
+def _sets(changes: Mapping[str, Any], key: str) -> bool:
+    """Return whether changes set a key, either by its dotted name or inside a whole table."""
+    inside = (at(value, key.removeprefix(f"{head}.")) for head, value in changes.items() if key.startswith(f"{head}."))
+    return key in changes or any(value is not None for value in inside)
 
 
 def _sampler(study: Study) -> str:

@@ -40,12 +40,16 @@ class Method:
         unset: Keys or sections that are removed from the recipe.
         grid: Keys and their lists or ranges; every combination is a line of the table.
         search: Keys and their lists or ranges; the search chooses a value on validation rows.
+        settings_of: The name of another method. This method then has no search of its own: in each scenario, it takes
+            the values that the search chose for the other method. A method and its placebo can thus have the same
+            settings.
     """
 
     set: dict[str, Any] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
     grid: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
+    settings_of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,19 @@ class Study:
     def tuning_seeds(self) -> list[int]:
         """The seeds of the search; empty without a search."""
         return [] if self.search is None else values_of(self.search.seeds)
+
+    def searched_keys(self, method: str) -> dict[str, Any]:
+        """The keys whose values a search chooses for a method, with their lists or ranges.
+
+        For a method with `settings_of`, these are the keys of the method that it names.
+        """
+        own = self.methods[method]
+        searched = self.methods.get(own.settings_of, own)
+        return searched.search if self.search is None else self.search.keys | searched.search
+
+    def grid_of(self, method: str) -> dict[str, Any]:
+        """The keys of a method's grid, with their lists or ranges."""
+        return self.grid | self.methods[method].grid
 
     def metrics_of(self, scenario: str) -> list[str]:
         """Return the metrics of a scenario. The study reports the first of these metrics that a run has."""
