@@ -16,7 +16,10 @@ from polyfed.report.run_schema import ANY_KEYS, parse_as
 
 @with_config(ANY_KEYS)
 class StudyRun(TypedDict):
-    """A run in `study.json`. Older folders have no `remarks` and no `settings_of`, and `chosen` is empty without a search."""
+    """A run in `study.json`.
+
+    Older folders have no `remarks` and no `settings_of`. `chosen` is empty without a search.
+    """
 
     folder: str
     method: str

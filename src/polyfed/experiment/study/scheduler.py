@@ -52,9 +52,10 @@ def sweep(
 
     Returns:
         One row for each reported run, finished or not. The first columns are `method`, `scenario` and `seed`. Then
-        each key of the grid and of the search has a column. If a method of the study has `settings_of`, a column of
-        this name holds the method whose search chose the settings; it is empty for the other methods. Then come `state`, `why` (why the run failed or is
-        unfinished) and `folder`. Finally, each number in result.json has a column with a dotted name.
+        each key of the grid and of the search has a column. If a method of the study has `settings_of`, the column
+        `settings_of` names the method whose search chose the settings. This column is empty for the other methods.
+        Then come `state`, `why` (why the run failed or is unfinished) and `folder`. Finally, each number in result.json
+        has a column with a dotted name.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.

@@ -207,12 +207,16 @@ def _settings_faults(study: Study, name: str, method: Method) -> Iterator[str]:
         yield f"'{wanted}' has settings_of too, so it has no search. Name a method that has a search"
         return
     if not study.searched_keys(name):
-        yield f"no search chooses settings for '{wanted}'. Give [search] with trials, seeds and keys, or search keys there"
+        yield (
+            f"no search chooses settings for '{wanted}'. Give [search] with trials, seeds and "
+            f"keys, or [methods.{wanted}] search"
+        )
+        return
     grid, own = study.grid_of(wanted), study.grid_of(name)
     if lacking := [key for key, entry in grid.items() if not _includes(entry, own.get(key))]:
         yield (
-            f"the search chooses settings for each value in the grid of '{wanted}'. Give this method the same values of "
-            f"{', '.join(lacking)} in its grid, or fewer of them"
+            f"the search chooses settings for each value in the grid of '{wanted}'. Give this method the same values "
+            f"of {', '.join(lacking)} in its grid, or fewer of them"
         )
     if twice := [key for key in study.searched_keys(name) if _sets(method.set | own, key)]:
         yield f"the search chooses {', '.join(twice)}, so remove this from set and grid"
