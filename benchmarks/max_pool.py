@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from polyfed.core import keys
@@ -23,8 +23,7 @@ from polyfed.model.layers import Rows
 from polyfed.model.max_pool import MaxPool2d
 
 SHAPES = [(16, 16, 16), (16, 16, 64), (32, 8, 64), (32, 28, 4), (32, 28, 16), (32, 28, 64), (64, 16, 16), (64, 56, 16)]
-"""Channels, side of the image, rows of the batch. `MaxPool2d` copies all of them to the memory format `channels_last`,
-except the first, which is the smallest input with a gain."""
+"""Channels, side of the image, rows of the batch. The first is the smallest input that `MaxPool2d` copies."""
 
 WINDOWS = [(2, 2, 0), (3, 2, 1)]
 """Kernel size, stride and padding of the pools in most published networks."""
@@ -40,6 +39,12 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times[2:])
 
 
+def pool_ms(pool: nn.Module, x: Tensor, repeats: int) -> float:
+    """The time of the forward and backward pass of a pool."""
+    grad = torch.ones_like(pool(x))
+    return milliseconds(lambda: torch.autograd.grad(pool(x), x, grad), repeats)
+
+
 def pools(repeats: int) -> None:
     """Print the table of the pools."""
     rows = Rows()
@@ -50,35 +55,33 @@ def pools(repeats: int) -> None:
         for channels, side, size in SHAPES:
             x = keys.normal(1, (size, channels, side, side)).requires_grad_()
             plain = nn.MaxPool2d(kernel, stride, padding)
-            grad = torch.ones_like(plain(x))
-            theirs, ours = (
-                milliseconds(lambda pool=pool: torch.autograd.grad(pool(x), x, grad), repeats)  # type: ignore[misc]
-                for pool in (plain, MaxPool2d(plain, rows))
-            )
-            image = f"{side} x {side}"
-            print(
-                f"| {kernel}, {stride} | {channels} | {image} | {size} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f} |"
-            )
+            theirs, ours = (pool_ms(pool, x, repeats) for pool in (plain, MaxPool2d(plain, rows)))
+            shape = f"{kernel}, {stride} | {channels} | {side} x {side} | {size}"
+            print(f"| {shape} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f} |")
+
+
+def step_ms(channels: int, size: int, repeats: int) -> float:
+    """The time of a training step of one `cnn4` on images of 28 x 28, without the update."""
+    model = build_model(ModelSpec(encoders={"a": {"kind": "cnn4"}}, embedding=64), {"a": (channels, 28, 28)}, 10)
+    y = torch.arange(size) % 10
+    batch = Batch(x={"a": keys.normal(1, (size, channels, 28, 28))}, y=y, rows=torch.arange(size), key=1)
+    with model.live(model.init(1)) as w:
+        return milliseconds(lambda: cross_entropy(model.logits(w, batch), y).backward(), repeats)
 
 
 def steps(repeats: int) -> None:
     """Print the table of the training steps of `cnn4` with and without each change."""
     print("\n| channels | rows | plain ms | with `MaxPool2d` | with `NormalisedInput` | with both | times faster |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    ours = MaxPool2d.forward, NormalisedInput.forward
-    plain = nn.MaxPool2d.forward, nn.Sequential.forward
+    pool, norm = MaxPool2d.forward, NormalisedInput.forward
+    plain_pool, plain_norm = nn.MaxPool2d.forward, nn.Sequential.forward
     for channels, size in ((1, 16), (3, 16), (1, 64), (3, 64)):
-        model = build_model(ModelSpec(encoders={"a": {"kind": "cnn4"}}, embedding=64), {"a": (channels, 28, 28)}, 10)
-        y = torch.arange(size) % 10
-        batch = Batch(x={"a": keys.normal(1, (size, channels, 28, 28))}, y=y, rows=torch.arange(size), key=1)
         found = []
-        for pool, norm in ((plain[0], plain[1]), (ours[0], plain[1]), (plain[0], ours[1]), ours):
-            MaxPool2d.forward, NormalisedInput.forward = pool, norm  # type: ignore[method-assign, assignment]
-            with model.live(model.init(1)) as w:
-                found.append(milliseconds(lambda w=w: cross_entropy(model.logits(w, batch), y).backward(), repeats))  # type: ignore[misc]
+        for use in ((plain_pool, plain_norm), (pool, plain_norm), (plain_pool, norm), (pool, norm)):
+            MaxPool2d.forward, NormalisedInput.forward = use  # type: ignore[method-assign]
+            found.append(step_ms(channels, size, repeats))
         figures = " | ".join(f"{value:.1f}" for value in found)
         print(f"| {channels} | {size} | {figures} | {found[0] / found[-1]:.2f} |")
-    MaxPool2d.forward, NormalisedInput.forward = ours  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
