@@ -71,7 +71,9 @@ def page(comparison: Comparison, proof: Evidence) -> str:
         ),
         (
             "Which mean ranks differ",
-            "" if ranks is None else "The mean rank of each method, where rank 1 is the best. Friedman's test gives p = "
+            ""
+            if ranks is None
+            else "The mean rank of each method, where rank 1 is the best. Friedman's test gives p = "
             f"{ranks.p:.3f}, and Nemenyi's critical difference at 5 % is {ranks.critical:.2f}",
             ranks_sheet(proof),
         ),
