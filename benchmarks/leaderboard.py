@@ -79,8 +79,8 @@ def page(comparison: Comparison, proof: Evidence) -> str:
         ),
         (
             "Differences to FedAvg",
-            "The score of a method minus the score of FedAvg, in percentage points. Each p-value is from Student's paired "
-            f"t-test. The last column has the p-values after Holm's correction over {tests} tests",
+            "The score of a method minus the score of FedAvg, in percentage points. Each p-value is from Student's "
+            f"paired t-test. The last column has the p-values after Holm's correction over {tests} tests",
             differences_sheet(proof),
         ),
     ]
