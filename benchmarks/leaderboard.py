@@ -14,34 +14,14 @@ from pathlib import Path
 
 from polyfed import sweep
 from polyfed.report.compare import Comparison, compare
-from polyfed.report.comparison_tables import differences_sheet, markdown, ranks_sheet, scenarios_sheet
+from polyfed.report.comparison_tables import differences_sheet, markdown, placebos_sheet, ranks_sheet, scenarios_sheet
 from polyfed.report.formatting import number_of
 from polyfed.report.page import write_comparison
 from polyfed.report.paired_differences import Evidence, evidence
-from polyfed.report.significance import holm, paired
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "leaderboard.md"
 MARK = "<!-- benchmarks/leaderboard.py writes everything below this line -->"
-PLACEBO = "-placebo"
-"""The name of a method's placebo in the study ends so."""
-
-
-def placebo_rows(proof: Evidence) -> Iterator[str]:
-    """A table of the methods minus their placebos, paired by seed, with Holm's correction over the table."""
-    yield "| method | scenario | n | method − placebo | 95 % interval | p (Holm) |"
-    yield "|---|---|---:|---:|---:|---:|"
-    found = []
-    for (scenario, method), scores in proof.scores.items():
-        control = proof.scores.get((scenario, method + PLACEBO), {})
-        differences = [100 * (scores[key] - control[key]) for key in scores if key in control]
-        if differences:
-            found.append((method, scenario, paired(differences, "t")))
-    corrected = holm([one.p for _, _, one in found])
-    for (method, scenario, one), p in zip(found, corrected, strict=True):
-        interval = "–" if one.low is None else f"{one.low:+.1f} to {one.high:+.1f}"
-        chance = "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-        yield f"| {method} | {scenario} | {one.n} | {one.mean:+.1f} | {interval} | {chance} |"
 
 
 def cost_rows(comparison: Comparison) -> Iterator[str]:
@@ -83,13 +63,18 @@ def page(comparison: Comparison, proof: Evidence) -> str:
             f"paired t-test. The last column has the p-values after Holm's correction over {tests} tests",
             differences_sheet(proof),
         ),
+        (
+            "Differences to the placebos",
+            "The score of a method minus the score of its placebo, in percentage points, with the same tests as above. "
+            "The last column has the p-values after Holm's correction over this table",
+            placebos_sheet(proof),
+        ),
     ]
     parts = [
         f"## {heading}\n\n{markdown([replace(sheet, title=caption)])}"
         for heading, caption, sheet in sheets
         if sheet is not None
     ]
-    parts += ["## Differences to the placebos\n\n" + "\n".join(placebo_rows(proof))]
     parts += ["## Bytes in both directions, and seconds of a run\n\n" + "\n".join(cost_rows(comparison))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

@@ -14,8 +14,9 @@ from polyfed.selection import SELECTORS
 HEAD = """# Recipes
 
 A recipe is a TOML file; each section is the dataclass of the part it configures. `make docs` writes this page from the
-docstrings of these dataclasses. `--set section.key=value` overrides a key on the command line. An unknown key is an
-error that suggests the nearest one. The keys `seed` (default 1) and `rounds` (default 10) come before the sections.
+docstrings of these dataclasses. `--set section.key=value` overrides a key on the command line. A key such as `*` needs
+quotes, as in `--set 'egress."*".server=["parameters"]'`. An unknown key is an error that suggests the nearest one. The
+keys `seed` (default 1) and `rounds` (default 10) come before the sections.
 
 In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early fusion):
 images along their channels, vectors along their features.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data import Columns, scaling_of
 from polyfed.data.columns import LEFT_OUT, TEST
 from polyfed.federation.attack import Attack
@@ -63,6 +63,8 @@ def test_predictions_for_unscaled_rows_give_the_metrics_of_the_run(folder: Path)
     assert torch.equal(model.predict(x, client=1), run.predict(x, client=1))
     tensors = {m: torch.from_numpy(value) for m, value in x.items()}
     assert torch.equal(model.module()(tensors), run.predict(x))
+    with pytest.raises(RecipeError, match=r"x\['audio'\] is a ndarray: a module takes tensors, as in torch\.as_tensor"):
+        model.module()(x)
     assert run.scaling is not None
     assert model.scaling is not None
     for one in (run.scaling["text"], model.scaling["text"]):

@@ -31,6 +31,11 @@ def test_an_override_is_written_where_it_says(override: str, expected: dict[str,
     assert table == expected
 
 
+def test_a_key_that_needs_quotes_says_how_to_write_them() -> None:
+    with pytest.raises(RecipeError, match=r"needs quotes.*--set 'egress\.\"\*\"\.server="):
+        apply({}, 'egress.*.server=["raw"]')
+
+
 @pytest.mark.parametrize(
     "override", ["", "=", "=1", "a", "a.=1", ".a=1", "a b=1", "a=1\nb=2", "a\nb=2", 'a="b', "a=[b]"]
 )

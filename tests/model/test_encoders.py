@@ -1,13 +1,17 @@
 """Laws of the encoders: sizes of the sources, layouts, messages; and what `adopt` swaps and refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model, encoder_spec
+from polyfed.model.image_encoders import NormalisedInput
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import BatchNorm, Dropout, Rows
 from polyfed.model.spectrogram_encoder import Conv2dGru
@@ -70,6 +74,57 @@ def test_cnn4_has_the_layers_of_its_source():
     np.testing.assert_allclose(net.layers[1].weight.std().item(), deviation, rtol=0.1)
     deviation = (2 / (64 + 512)) ** 0.5  # Xavier
     np.testing.assert_allclose(net.project.weight.std().item(), deviation, rtol=0.1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_cnn4_computes_its_first_layers_in_another_order_with_equal_results(channels, masked):
+    """The oracle is the plain chain of the same layers, with a masked batch normalisation for padded rows."""
+    net = Cnn4().build((channels, 12, 10), 8)
+    rows = Rows()
+    rows.bound = masked  # with and without the memory format that `vmap` does not support
+    layers = adopt(net.layers, rows, "x")
+    norm = layers[0]
+    norm.weight.data, norm.bias.data = normal(channels) + 1, normal(channels)  # not the initial 1 and 0
+    x = normal(5, channels, 12, 10).requires_grad_()
+    batch = Batch(x={}, y=torch.zeros(5, dtype=torch.int64), rows=torch.arange(5), key=1)
+    if masked:
+        batch = replace(batch, ok=torch.tensor([True, True, True, False, True]))
+    results = []
+    for forward in (NormalisedInput.forward, nn.Sequential.forward):
+        norm.running_mean.zero_(), norm.running_var.fill_(1)
+        rows.see(batch)
+        out = forward(layers, x)
+        rows.clear()
+        grads = torch.autograd.grad(out.square().sum(), [x, *layers.parameters()])
+        results.append([out, norm.running_mean.clone(), norm.running_var.clone(), *grads])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+
+
+class ImageGradients(TorchDispatchMode):
+    """The number of images, each time that a convolution computes the gradient of its RGB input."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution_backward.default and args[1].shape[1] == 3 and found[0] is not None:
+            self.images.append(len(found[0]))
+        return found
+
+
+@pytest.mark.parametrize(("forward", "images"), [(NormalisedInput.forward, [1]), (nn.Sequential.forward, [5])])
+def test_a_training_step_of_cnn4_needs_no_gradient_of_its_normalised_input(forward, images):
+    rows = Rows()
+    layers = adopt(Cnn4().build((3, 12, 10), 8).layers, rows, "x")
+    rows.see(Batch(x={}, y=torch.zeros(5, dtype=torch.int64), rows=torch.arange(5), key=1))
+    out = forward(layers, normal(5, 3, 12, 10))
+    with ImageGradients() as gradients:
+        out.sum().backward()
+    assert gradients.images == images, "only the gradient of one image of constants"
 
 
 def test_image_layouts_are_the_same_picture():

@@ -109,6 +109,40 @@ def test_the_baseline_the_metric_and_the_test_are_chosen(runs):
         evidence(comparison, baseline=names[0][:-1])
 
 
+def test_one_seed_says_that_nothing_can_be_tested(runs):
+    sheet = comparison_tables.differences_sheet(evidence(compare(runs[::4])))
+    assert "a test needs at least two, so run the methods on more seeds" in sheet.title
+    assert "Holm" not in sheet.title
+
+
+def test_a_method_is_compared_with_its_own_placebo(tmp_path):
+    """The names of the methods do not matter, and the search may choose another value for the placebo."""
+    runs = []
+    for method, mu, placebo in (("plain", 0.1, ""), ("idea", 0.2, "none"), ("control", 0.3, "shuffled")):
+        for seed in (1, 2, 3):
+            folder = write_run(tmp_path / f"{method}-{seed}", seed=seed + 10 * (mu > 0.2), mu=mu, rounds=3)
+            recipe = (folder / "recipe.toml").read_text().replace(f"seed = {seed + 10}", f"seed = {seed}")
+            line = f'mu = {mu}\nplacebo = "{placebo}"' if placebo else f"mu = {mu}"
+            (folder / "recipe.toml").write_text(recipe.replace(f"mu = {mu}", line))
+            result = json.loads((folder / "result.json").read_text()) | {"seed": seed}
+            (folder / "result.json").write_text(json.dumps(result))
+            run = {"folder": folder.name, "method": method, "scenario": "s", "tuning": False, "state": "finished"}
+            runs.append(run | {"chosen": {"algorithm.mu": mu}})
+    (tmp_path / "study.json").write_text(json.dumps({"runs": runs}))
+    proof = evidence(compare([tmp_path]))
+    scores = {key: np.array(list(values.values())) for key, values in proof.scores.items()}
+    (row,) = proof.placebos
+    assert (row.method, row.baseline, row.n) == ("idea", "control", 3)
+    assert row.mean == pytest.approx((scores["s", "idea"] - scores["s", "control"]).mean())
+    assert row.p_holm == row.p, "one test"
+    sheet = comparison_tables.placebos_sheet(proof)
+    assert sheet.headings[:3] == ["method", "placebo", "n"]
+    for run in runs:
+        del run["chosen"]
+    (tmp_path / "study.json").write_text(json.dumps({"runs": runs}))
+    assert evidence(compare([tmp_path])).placebos == (), "another difference of the recipes is no placebo"
+
+
 def test_a_small_loss_is_a_good_rank(runs):
     by_loss = evidence(compare(runs), "global.loss").ranks.ranks
     by_hand = np.mean(

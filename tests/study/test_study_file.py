@@ -6,13 +6,12 @@ import pytest
 from study_world import RECIPE, table
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.study.plan import Planner
+from polyfed.experiment.study.plan import planned
 from polyfed.experiment.study.ranges import Range, flat_keys, values_of
-from polyfed.experiment.study.study_file import load_study
 
 
 def cells(folder: Path, **changes):
-    return Planner(load_study(table(folder, **changes))).cells()
+    return planned(table(folder, **changes))[1]
 
 
 def test_ranges_are_lists_of_numbers():
@@ -82,7 +81,7 @@ def test_the_options_of_a_recipe_stay_only_for_its_own_algorithm(tmp_path):
     recipe = tmp_path / "fedprox.toml"
     recipe.write_text(RECIPE.replace('name = "fedavg"', 'name = "fedprox"\nmu = 0.25'))
     study = {"recipe": str(recipe), "seeds": [1], "methods": {"fedprox": {}, "fedavg": {}, "moon": {}}}
-    tables = {cell.method: cell.table["algorithm"] for cell in Planner(load_study(study)).cells()}
+    tables = {cell.method: cell.table["algorithm"] for cell in planned(study)[1]}
     own = {"name": "fedprox", "mu": 0.25}
     assert tables == {"fedprox": own, "fedavg": {"name": "fedavg"}, "moon": {"name": "moon"}}
 
@@ -110,7 +109,7 @@ def test_all_problems_are_told_at_once(tmp_path):
         search={"trials": 0, "seeds": [2, 3]},
     )
     with pytest.raises(RecipeError) as told:
-        load_study(study)
+        planned(study)
     text = str(told.value)
     assert "[methods.fedavg] has no option 'sett'; did you mean 'set'?" in text
     assert "no key or section 'methdos'; did you mean 'methods'?" in text
@@ -126,7 +125,7 @@ def test_problems_of_values_are_told_at_once(tmp_path):
         when=[{"match": {"method": "fedprx"}, "set": {"rounds": 1}}, {"match": {"scenario": "recipe"}}],
     )
     with pytest.raises(RecipeError) as told:
-        load_study(study)
+        planned(study)
     text = str(told.value)
     for part in (
         "5 problems",
@@ -157,9 +156,7 @@ def test_the_search_needs_validation_rows_and_both_ends_of_a_range_must_be_valid
 
 
 def test_a_run_has_the_same_name_for_the_same_content_and_another_for_another(tmp_path):
-    study = load_study(table(tmp_path))
-    planner = Planner(study)
-    fedavg, fedprox = planner.cells()
+    planner, (fedavg, fedprox) = planned(table(tmp_path))
     names = {
         planner.name(fedavg.recipe(1, {}, tuning=False)),
         planner.name(fedavg.recipe(2, {}, tuning=False)),
@@ -178,6 +175,68 @@ def test_a_run_has_the_same_name_for_the_same_content_and_another_for_another(tm
 def test_a_whole_range_searches_whole_numbers():
     assert Range(low=1, high=8).is_whole
     assert not Range(low=1, high=8.0).is_whole
+
+
+def test_faults_of_the_file_hide_no_faults_of_its_recipes(tmp_path):
+    study = table(
+        tmp_path,
+        set={"clients": {"validation": 0.0}},
+        methods={"moon": {"search": {"train.lrr": [0.1]}}, "fedporx": {}, "fedavg": {"grid": {"train.lr": []}}},
+        search={"trials": 1, "seeds": [2], "samplr": "tpe"},
+    )
+    with pytest.raises(RecipeError) as told:
+        planned(study)
+    text = str(told.value)
+    for part in (
+        "6 problems",
+        "[search] has no option 'samplr'; did you mean 'sampler'?",
+        "[2] are reported seeds too",
+        "[methods.fedavg] grid train.lr: [] must be a list of values",
+        "method 'moon' in scenario 'recipe': [train] has no option 'lrr'",
+        "method 'moon' in scenario 'recipe': the search needs validation rows",
+        "'fedporx' is no algorithm; did you mean 'fedprox'?",
+    ):
+        assert part in text
+
+
+def metric_problems(folder: Path, **changes) -> str:
+    with pytest.raises(RecipeError) as told:
+        cells(folder, **changes)
+    return str(told.value)
+
+
+def test_a_metric_that_a_method_will_not_have_is_refused_before_any_run(tmp_path):
+    text = metric_problems(tmp_path, metric="global.acuracy")
+    assert "'fedavg' in scenario 'recipe' and 1 more: metric = 'global.acuracy': its runs do not measure it" in text
+    assert "did you mean 'global.accuracy'?" in text
+    text = metric_problems(tmp_path, metric="personal.mean", methods={"fedavg": {}})
+    assert "For personal metrics, give clients test rows of their own" in text
+    text = metric_problems(tmp_path, metric="global.mae", methods={"fedavg": {}})
+    assert "metric = 'global.mae'" in text
+    own = {"fedavg": {}, "pfmml": {}}
+    assert "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs measure nothing" in metric_problems(
+        tmp_path, methods=own
+    )
+    text = metric_problems(tmp_path, methods=own, set={"clients.personal_test": 0.2})
+    assert (
+        "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs do not measure it; Allowed: personal.mean"
+        in text
+    )
+    assert "'fedavg'" not in text
+
+
+def test_a_list_of_metrics_needs_one_that_each_method_has_and_no_misspelt_name(tmp_path):
+    methods = {"fedavg": {}, "local": {}}
+    assert len(cells(tmp_path, methods=methods, metric=["global_by_client.weighted", "global.accuracy"])) == 2
+    text = metric_problems(tmp_path, methods=methods, metric=["global_by_client.wieghted", "global.accuracy"])
+    assert "metric = 'global_by_client.wieghted': no run measures it; did you mean 'global_by_client.weighted'?" in text
+
+
+def test_metrics_that_may_be_undefined_before_training_are_not_refused(tmp_path):
+    assert cells(tmp_path, metric="global.auroc", set={"task": {"name": "classification", "ranking": True}})
+    made = {"data": {"name": "objective.made:Made"}, "clients.partition": "by-client", "clients.personal_test": 0.3}
+    for metric in ("global.pearson", "personal.pooled_r2", "personal.mean"):
+        assert cells(tmp_path, metric=metric, set=made, unset=["clients.num"])
 
 
 def test_all_models_that_an_algorithm_cannot_train_are_named_before_the_first_run(tmp_path):

@@ -138,9 +138,13 @@ def test_a_search_takes_the_smallest_error_and_the_page_writes_it_as_a_number(tm
 
 
 def test_a_metric_that_no_run_has_is_named_with_those_that_there_are(tmp_path, here):
-    study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, metric="global.acuracy")
-    polyfed.sweep(study, tmp_path / "out", jobs=1)
-    assert "no global.acuracy, only global.accuracy, " in (tmp_path / "out" / "index.html").read_text()
+    study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, metric="global.pearson")  # not known before a run
+    boards = []
+    polyfed.sweep(study, tmp_path / "out", jobs=1, listeners=[lambda event, board: boards.append(board)])
+    assert "no global.pearson, only global.accuracy, " in (tmp_path / "out" / "index.html").read_text()
+    ((why, (run,)),) = boards[-1].problems()
+    assert why.startswith("finished without global.pearson, only global.accuracy, ")
+    assert run.startswith("fedavg-toy-s1-")
 
 
 def test_a_setting_that_diverges_is_noted_and_not_tried_again(tmp_path, here):

@@ -29,9 +29,8 @@ def sweep_study(
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
-    from polyfed.experiment.study.study_file import load_study
 
-    folder = out or Path("runs") / load_study(study).name
+    folder = out or Path("runs") / study.stem
     progress = SweepProgress()
     try:
         with progress, handling(interrupt, signal.SIGTERM):
@@ -42,7 +41,7 @@ def sweep_study(
     assert progress.board is not None
     more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
     answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
-    if (not frame.empty and not (frame["state"] == "finished").all()) or progress.unfinished:
+    if progress.board.problems():
         raise typer.Exit(UNFINISHED)
 
 

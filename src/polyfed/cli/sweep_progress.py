@@ -19,6 +19,9 @@ from polyfed.report.text_layout import plain_table, titled
 MOST_LINES = 24
 """The largest number of results in the live table, because a terminal cannot show more."""
 
+MOST_PLACES = 8
+"""The largest number of runs or methods that a line of the summary names."""
+
 
 class SweepProgress:
     """A listener for the events of a sweep. Use it in a `with` block, which removes the table even after an error.
@@ -61,16 +64,8 @@ class SweepProgress:
         for entry in board.entries.values():
             if entry.ended and entry.name not in self.told:
                 self._tell(entry)
-
-    @property
-    def unfinished(self) -> bool:
-        """Return whether a cell has no runs to report yet.
-
-        For example, the cell's search may not have chosen the settings of these runs. Cells that the study leaves out
-        do not count.
-        """
-        board = self.board
-        return board is not None and any(not board.cells[number].skip for number in board.blocked)
+        if event == "sweep-finished":
+            self._sum_up()
 
     @property
     def seconds_left(self) -> float | None:
@@ -117,6 +112,17 @@ class SweepProgress:
         elif self.live is None:
             assert self.board is not None
             self._say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
+
+    def _sum_up(self) -> None:
+        """Print why the study is incomplete, if it is, and the notes about its runs.
+
+        The page has the whole text of a reason that has several lines.
+        """
+        assert self.board is not None
+        for kind, found in (("incomplete", self.board.problems()), ("note", self.board.notes())):
+            for text, places in found:
+                more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
+                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text.splitlines()[0]}")
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)

@@ -66,7 +66,7 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
         second is role -> cells. If the samples have no label, the cells of the role `labels` are None.
 
     Raises:
-        DataError: no sample has one of the named modalities, or a sample lacks the key of a role.
+        DataError: a named modality occurs in no sample, or a sample lacks the key of a role.
         RecipeError: a sample has no form that `SampleForm` describes, or it is a tuple of several inputs and
             `form.modalities` does not give one name for each input.
     """

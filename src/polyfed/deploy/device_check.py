@@ -117,8 +117,8 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
     """Yield a sentence for each protection that the device demands and the recipe lacks.
 
-    If the recipe lacks none, the function checks the privacy budget of the device. If this budget does not allow
-    another reply, the function yields one sentence that says why.
+    If the recipe has all demanded protections, the function checks the privacy budget of the device. If this budget
+    does not allow another reply, the function yields one sentence that says why.
     """
     found = tuple(unmet(required, recipe, shared=node.silo >= 0))
     yield from found
@@ -141,8 +141,8 @@ def _planned(
 ) -> list[Planned]:
     """Return the parts of replies that tasks would send. The result is empty if no data can be read here.
 
-    Shapes come from the device's own rows or, without them, from the recipe's data. Sizes are for a federation that has
-    only the modalities of this device.
+    Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
+    federation whose clients have only the modalities of this device.
     """
     everyone = recipe.model.modalities
     # the device builds its model with the recipe's policy

@@ -77,9 +77,9 @@ ENGINES = ("sequential", "vectorised", "flower")
 """The engines that a recipe can name. A run on `flower` gets its engine from `polyfed.deploy`."""
 
 
-def population_of(recipe: Recipe) -> Population:
-    """Load the recipe's data and divide it among the clients."""
-    columns: Columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack))
+def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
+    """Load the recipe's data, unless they are given, and divide them among the clients."""
+    columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)

@@ -138,16 +138,23 @@ def warn_unmeasured(assembly: Assembly) -> None:
         return
     if measured.metrics:
         return
-    if assembly.fed.clients.tested:
-        fix = "its clients have test rows of their own: set [evaluate] personal = true"
-    else:
-        fix = "give clients test rows of their own, as in [clients] personal_test = 0.2"
     warnings.warn(
         f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
-        f"metrics will be empty: {fix}",
+        f"metrics will be empty: {personal_fix(tested=bool(assembly.fed.clients.tested))}",
         PolyfedWarning,
         stacklevel=2,
     )
+
+
+def personal_fix(*, tested: bool) -> str:
+    """Return how to change a recipe so that its runs evaluate clients on their own test rows.
+
+    Args:
+        tested: whether clients already have test rows of their own.
+    """
+    if tested:
+        return "its clients have test rows of their own: set [evaluate] personal = true"
+    return "give clients test rows of their own, as in [clients] personal_test = 0.2"
 
 
 class _NoClients:

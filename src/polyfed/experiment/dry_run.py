@@ -21,6 +21,7 @@ from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines import Sequential
 from polyfed.engines.worker_process import Unit
+from polyfed.evaluation.scores import Measured
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
@@ -31,6 +32,9 @@ from polyfed.privacy.gate import EgressGate
 PASSES = (10, 20)
 """The numbers of rows of each client in the two passes. They are small, and divisible by ten so that a tenth of the
 rows is a whole number."""
+
+EVALUATED = 100
+"""The number of rows on which `metrics_of` evaluates. On so many rows, nearly every metric of a task is defined."""
 
 STANDS_FOR = "another client stands for it"
 """The reason why a client is missing from a dry run."""
@@ -168,17 +172,10 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
         population: the clients of the run.
         listener: called with the events of both passes, such as `client-failed`.
     """
-    train = recipe.algorithm.train
-    short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
-    brief: Any = replace(recipe.algorithm, train=short)
-    if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
-        brief = replace(brief, server=replace(brief.server, aggregate="mean"))
-    alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
     seen: dict[tuple[Place, int], list[ObservedPart]] = {}
-    engine = partial(DryRunEngine, ranks=recipe.clients.ranks)
     for most in PASSES:
-        parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=engine)
-        _run_round(parts)
+        parts = _dry_parts(recipe, population, most, Emitter([listener]))
+        _evaluated(parts, rounds=1)
         assert isinstance(parts.engine, DryRunEngine)
         for key, observed in parts.engine.seen.items():
             seen.setdefault(key, []).extend(observed)
@@ -190,16 +187,42 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
     return sizes
 
 
-def _run_round(parts: Assembly) -> None:
-    """Run the initialisation, the first round and an evaluation."""
+def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
+    """Return group -> names of the metrics that a run will measure, without training.
+
+    The untrained model is evaluated on at most `EVALUATED` rows of the server and of a few clients. A metric may be
+    undefined on these rows. Such a metric is among the names only if it is one of the objective's `exact` metrics.
+    """
+    parts = _dry_parts(recipe, population, EVALUATED, Emitter())
+    found = {group: set(values) for group, values in _evaluated(parts, rounds=0).metrics.items()}
+    if "global" in found:
+        found["global"] |= set(parts.fed.context.objective.exact)
+    return found
+
+
+def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter) -> Assembly:
+    """Assemble a run on the first `most` rows of each client and of the server, with very short training."""
+    train = recipe.algorithm.train
+    short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
+    brief: Any = replace(recipe.algorithm, train=short)
+    if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
+        brief = replace(brief, server=replace(brief.server, aggregate="mean"))
+    alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
+    engine = partial(DryRunEngine, ranks=recipe.clients.ranks)
+    return assemble(alone, emit=emit, population=_shortened(population, most), engine=engine)
+
+
+def _evaluated(parts: Assembly, rounds: int) -> Measured:
+    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round."""
     fed, algorithm = parts.fed, parts.algorithm
     fed.begin(0)
     state = algorithm.init(fed, parts.initial)
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
-    state = algorithm.round(state, fed)
+    for _ in range(rounds):
+        state = algorithm.round(state, fed)
     fed.rounds = 1  # so that requests after the last round are sent here as well
-    algorithm.evaluate(state, fed)
+    return algorithm.evaluate(state, fed)
 
 
 def _shortened(population: Population, most: int) -> Population:

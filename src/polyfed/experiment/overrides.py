@@ -116,7 +116,11 @@ def _path(text: str, override: str) -> list[str]:
         ((name, found),) = found.items()
         names.append(name)
     if not names or found != 0:
-        raise RecipeError(f"--set {override}: write section.key=value, as in --set train.lr=0.1")
+        raise RecipeError(
+            f"--set {override}: write section.key=value, as in --set train.lr=0.1. A key with other characters than "
+            "letters, digits, - and _ needs quotes, and the shell needs quotes around the whole: "
+            '--set \'egress."*".server=["parameters"]\''
+        )
     return names
 
 

@@ -80,7 +80,7 @@ class NormalisedInput(nn.Sequential):
         """From images (N, C, H, W) to the output of the last layer."""
         norm, conv, *rest = self
         if not isinstance(norm, BatchNorm) or not norm.trains:  # PyTorch's BatchNorm2d, until `adopt` replaces it
-            return super().forward(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         assert isinstance(conv, nn.Conv2d)
         w, b = norm.weight.view(1, -1, 1, 1), norm.bias.view(1, -1, 1, 1)
         constant = conv2d(b.expand(1, *x.shape[1:]), conv.weight, conv.bias, conv.stride, conv.padding)

@@ -39,7 +39,7 @@ class MaxPool2d(nn.MaxPool2d):
         large = x.dim() == 4 and x.numel() >= ENTRIES and x.shape[1] >= CHANNELS
         copies = trains and large and not x.is_contiguous(memory_format=torch.channels_last)
         if self.return_indices or not copies:
-            return super().forward(x)
+            return super().forward(x)  # type: ignore[no-any-return]
         options = (_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation))
         return _ChannelsLast.apply(x, *options, self.ceil_mode)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -48,15 +48,15 @@ class _ChannelsLast(torch.autograd.Function):
     """Max-pooling whose forward pass uses the kernel for `channels_last`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:
         found = aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), *options)
         out, where = (t.contiguous() for t in found)
         ctx.save_for_backward(x, where)
         ctx.options = options
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, where = ctx.saved_tensors
         grad = aten.max_pool2d_with_indices_backward(grads[0].contiguous(), x, *ctx.options, where)
         return grad, *(None for _ in ctx.options)

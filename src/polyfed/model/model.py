@@ -138,7 +138,7 @@ class Model(Named):
 
     @property
     def joint_size(self) -> int:
-        """Width J of the joint representation; 0 if the logits are that representation (`concat` without a head)."""
+        """Width J of the joint representation. It is 0 for `concat` without a head, which has no joint one."""
         return self._fusion.joint_size
 
     # numbers

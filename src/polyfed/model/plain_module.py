@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import ModelError
+from polyfed.core.errors import ModelError, RecipeError
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.model.model import Model
@@ -45,7 +45,16 @@ class PlainModule(nn.Module):
         Args:
             x: modality -> samples (n, ...); all modalities of `reads` or some of them. They are not scaled yet.
             present: modality -> bool (n,), for modalities that some rows lack.
+
+        Raises:
+            RecipeError: samples are not tensors.
         """
+        if others := [m for m, value in x.items() if not isinstance(value, Tensor)]:
+            m = others[0]
+            raise RecipeError(
+                f"x['{m}'] is a {type(x[m]).__name__}: a module takes tensors, as in torch.as_tensor(x['{m}']). "
+                "`predict` also takes arrays"
+            )
         first = next(iter(x.values()))
         rows = torch.arange(first.shape[0], device=first.device)
         w = {name: self.get_buffer(f"w{number}") for number, name in enumerate(self.names)}

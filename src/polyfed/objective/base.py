@@ -103,7 +103,7 @@ class Objective(ABC):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is not the mean of its rows' losses, for error messages; empty if it is the mean."""
+        """A reason for error messages if a batch's loss is not the mean of its rows' losses; otherwise empty."""
         return ""
 
     # metrics
@@ -135,7 +135,7 @@ class Objective(ABC):
         return self.measured(sums).get(self.SCORE)
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics over the own test rows of all clients, given the total of the clients' `own_sums`."""
+        """Return the metrics over the test rows of all clients together. `sums` is the total of their `own_sums`."""
         return self.measured(sums)
 
     @abstractmethod
@@ -184,7 +184,7 @@ class OfClasses(Objective):
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics, because the clients' mean score, weighted by rows, equals the score over all rows."""
+        """Return no metrics. The score over all rows is the weighted mean of the clients' scores, which is known."""
         return {}
 
 
@@ -194,7 +194,7 @@ def summed(values: Tensor, batch: Batch) -> Tensor:
 
 
 def not_counts(sums: Tensor, rows: float) -> str:
-    """Return why these sums cannot be numbers of rows or targets, as a clause for an error text; "" if they can be."""
+    """Check that sums are possible numbers of rows or targets. Return what is wrong as a clause for an error, or ""."""
     if bool((sums < 0).any()):
         return "counts fewer than 0 rows"
     return f"counts {float(sums.max()):g} of {rows:g} test rows" if len(sums) and float(sums.max()) > rows else ""

@@ -13,6 +13,7 @@ Several runs:
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
 - `study_folder`: the runs of a study, with their names. `labels`: for groups without a name in a study, names that
   consist of the options in which the groups differ.
+- `notes`: the warnings of several runs, each once.
 - `significance`: paired tests, Holm's correction, ranks. `paired_differences`: these tests, applied to a comparison.
 - `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON. `figures`: a comparison as SVG and PDF.
 - `score_against_cost`: scores over rounds, bytes and simulated seconds.

@@ -4,18 +4,18 @@ For each group, the comparison shows the mean and the spread over its runs.
 """
 
 import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.report.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.labels import flat, labels_of, method_of, parts_of
-from polyfed.report.run_folder import Folder
+from polyfed.report.notes import SHARED_RUNS, notes_of
+from polyfed.report.run_folder import Folder, finished
 from polyfed.report.scores import TITLES, title_of, unit_of
 from polyfed.report.study_folder import NamedRun, runs_of
 
@@ -101,6 +101,8 @@ class Group:
             lists the options of data and clients in which this group differs from other groups. Empty if all groups
             have the same scenario.
         metrics: the metrics that the study reports in this scenario. Empty if there is no study.
+        notes: the runs' warnings, and the parts of the method that had no effect.
+        searched: the keys of the recipe whose values the study's search chose.
     """
 
     label: str
@@ -111,6 +113,8 @@ class Group:
     method: str = ""
     scenario: str = ""
     metrics: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
 
     @property
     def num_folds(self) -> int:
@@ -147,12 +151,17 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about values that readers of the comparison could misunderstand.
+        """Return the groups' notes, and warnings about values that readers of the comparison could misunderstand.
 
-        There are three reasons for a warning. A group has scores of clients' own models in place of a global model, the
-        runs of a group do not all have the same data, or several runs of a group have the same seed and fold.
+        There are four reasons for a warning. Several groups are the same runs, a group has scores of clients' own
+        models in place of a global model, the runs of a group do not all have the same data, or several runs of a group
+        have the same seed and fold.
         """
         found = []
+        twins: dict[tuple[Path, ...], list[str]] = {}
+        for group in self.groups:
+            twins.setdefault(tuple(folder.path for folder in group.folders), []).append(group.name)
+        found += [f"{' and '.join(names)}: {SHARED_RUNS}" for names in twins.values() if len(names) > 1]
         for group in self.groups:
             if any(name.startswith(OWN_MODELS) for name in group.cells):
                 found.append(
@@ -168,6 +177,7 @@ class Comparison:
                 where = f" at {fold}" if group.num_folds > 1 else ""
                 if (times := runs.count((seed, fold))) > 1:
                     found.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
+            found += [f"{group.name}: {note}" for note in group.notes]
         return tuple(found)
 
     def cell(self, group: Group, column: Column) -> str:
@@ -215,68 +225,51 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
         DataError: no folder holds a finished run, or a file is damaged.
     """
     named = runs_of(dirs)
-    folders = _finished(named)
+    folders = finished(dict.fromkeys(path for path, _ in named))
     if reach is not None:
         check_reach(reach)
     if not folders:
         raise RecipeError("compare needs folders of runs: polyfed compare DIR DIR ...")
-    bundles: dict[str, list[Folder]] = {}
-    for folder in folders:
-        own = named[folder.path]
+    bundles: dict[str, list[tuple[Folder, NamedRun | None]]] = {}
+    for folder, own in ((folders[path], own) for path, own in named if path in folders):
         key = sorted(method_of(folder).items()) if own is None else (own.method, own.scenario)
-        bundles.setdefault(repr(key), []).append(folder)
-    names = _names([bundle[0] for bundle in bundles.values()], named)
+        bundles.setdefault(repr(key), []).append((folder, own))
+    names = _names([bundle[0] for bundle in bundles.values()])
     groups = tuple(
-        replace(_group(label, bundle, reach), method=own.method, scenario=own.scenario, metrics=own.metrics)
+        replace(
+            _group(label, [folder for folder, _ in bundle], reach),
+            method=own.method,
+            scenario=own.scenario,
+            metrics=own.metrics,
+            searched=own.searched,
+            notes=tuple(notes_of([_notes(*run) for run in bundle])),
+        )
         for (label, own), bundle in zip(names, bundles.values(), strict=True)
     )
-    modalities = tuple(dict.fromkeys(m for f in folders for m in modalities_of(f)))
+    modalities = tuple(dict.fromkeys(m for folder in folders.values() for m in folder.modalities))
     return Comparison(groups, _columns(groups, modalities, reach), modalities)
 
 
-def _names(folders: Sequence[Folder], named: Mapping[Path, NamedRun | None]) -> list[tuple[str, NamedRun]]:
-    """Return the label, method and scenario of each group.
+def _notes(folder: Folder, own: NamedRun | None) -> list[str]:
+    return [*(() if own is None else own.remarks), *folder.result.get("concerns", ())]
+
+
+def _names(firsts: Sequence[tuple[Folder, NamedRun | None]]) -> list[tuple[str, NamedRun]]:
+    """Return the label, method and scenario of each group, given the first run of each group.
 
     For the runs of a study, the study gives these names. Otherwise, they come from the options in which groups differ.
     """
-    plain = [folder for folder in folders if named[folder.path] is None]
-    words = dict(
-        zip((folder.path for folder in plain), zip(labels_of(plain), parts_of(plain), strict=True), strict=True)
-    )
-    several = len({run.scenario for run in named.values() if run is not None}) > 1
+    plain = [folder for folder, own in firsts if own is None]
+    words = iter(zip(labels_of(plain), parts_of(plain), strict=True))
+    several = len({own.scenario for _, own in firsts if own is not None}) > 1
     found = []
-    for folder in folders:
-        own = named[folder.path]
+    for folder, own in firsts:
         if own is None:
-            label, (method, scenario) = words[folder.path]
+            label, (method, scenario) = next(words)
             found.append((label, NamedRun(folder.path, method, scenario)))
         else:
             found.append((f"{own.method} in {own.scenario}" if several else own.method, own))
     return found
-
-
-def _finished(paths: Iterable[Path]) -> list[Folder]:
-    """Return the folders that hold finished runs. A pattern such as `runs/*` also matches other folders."""
-    found, others = [], []
-    for path in paths:
-        try:
-            folder = Folder(path)
-            if not folder.result:
-                raise DataError(f"{path} is not finished (no result.json). Resume it with `polyfed run --resume`")
-            found.append(folder)
-        except DataError as error:
-            others.append(error)
-    if others and not found:
-        raise others[0]
-    for why in others:
-        warnings.warn(f"left out: {why}", PolyfedWarning, stacklevel=3)
-    return found
-
-
-def modalities_of(folder: Folder) -> list[str]:
-    """The run's modalities, in the order of its model."""
-    blocks = folder.facts.get("egress") or folder.facts.get("blocks") or {}
-    return [block for block in blocks if block not in ("shared", "labels")]
 
 
 def _group(label: str, folders: list[Folder], reach: float | None) -> Group:

@@ -1,7 +1,7 @@
 """A comparison as text tables for the terminal, Markdown and LaTeX, and as numbers in CSV and JSON."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,9 @@ def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
 
 
 def tests_of(proof: Evidence) -> list[Sheet]:
-    """Return the tables of the tests that exist: differences and ranks."""
-    return [sheet for sheet in (differences_sheet(proof), ranks_sheet(proof)) if sheet is not None]
+    """Return the tables of the tests that exist: differences to the baseline and to the placebos, and ranks."""
+    found = (differences_sheet(proof), placebos_sheet(proof), ranks_sheet(proof))
+    return [sheet for sheet in found if sheet is not None]
 
 
 def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
@@ -95,18 +96,43 @@ def differences_sheet(proof: Evidence) -> Sheet | None:
     """Return the paired differences to the baseline, or None if no two runs share seed and fold."""
     if not proof.differences:
         return None
+    title = f"{_metric(proof)} minus that of {proof.differences[0].baseline}, {_pairing(proof, proof.differences)}"
+    return _differences("differences", title, proof, proof.differences, {"method": lambda row: row.method})
+
+
+def placebos_sheet(proof: Evidence) -> Sheet | None:
+    """Return the paired differences of the methods to their placebos, or None if there are none."""
+    if not proof.placebos:
+        return None
+    title = f"{_metric(proof)} of each method minus that of its placebo, {_pairing(proof, proof.placebos)}"
+    names = {"method": lambda row: row.method, "placebo": lambda row: row.baseline}
+    return _differences("placebos", title, proof, proof.placebos, names)
+
+
+def _pairing(proof: Evidence, rows: Sequence[Difference]) -> str:
+    """Return what the numbers of a table of differences are."""
+    if all(row.n == 1 for row in rows):
+        return "paired by seed: each row has one pair, and a test needs at least two, so run the methods on more seeds"
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
-    several = len({row.scenario for row in proof.differences}) > 1
-    title = (
-        f"{_metric(proof)} minus that of {proof.differences[0].baseline}, paired by seed: mean with its 95 % interval; "
-        f"p by {test}, then after Holm's correction over {sum(d.p is not None for d in proof.differences)} tests"
+    return (
+        f"paired by seed: mean with its 95 % interval; p by {test}, then after Holm's correction over "
+        f"{sum(row.p is not None for row in rows)} tests"
     )
-    headings = ["method", *(["scenario"] if several else []), "n", "difference", "95 % interval", "p", "p (Holm)"]
-    rows = [
-        [d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof, d.scenario))]
-        for d in proof.differences
-    ]
-    return Sheet("differences", title, headings, rows)
+
+
+def _differences(
+    name: str,
+    title: str,
+    proof: Evidence,
+    rows: Sequence[Difference],
+    names: Mapping[str, Callable[[Difference], str]],
+) -> Sheet:
+    """Return a table of differences. It shows the scenarios if there are several."""
+    if len({row.scenario for row in rows}) > 1:
+        names = {**names, "scenario": lambda row: row.scenario}
+    headings = [*names, "n", "difference", "95 % interval", "p", "p (Holm)"]
+    cells = [[*(text(row) for text in names.values()), *_numbers(row, _unit(proof, row.scenario))] for row in rows]
+    return Sheet(name, title, headings, cells)
 
 
 def ranks_sheet(proof: Evidence) -> Sheet | None:
@@ -206,7 +232,7 @@ def _rank(rank: float | None) -> str:
     return MISSING if rank is None else f"{rank:.2f}"
 
 
-def _difference(row: Difference, unit: str) -> list[str]:
+def _numbers(row: Difference, unit: str) -> list[str]:
     def signed(value: float) -> str:
         return f"{100 * value:+.1f}" if unit == "share" else f"{value:+.4g}"
 

@@ -13,6 +13,9 @@ SCENARIO = ("data.", "clients.", "rounds")
 """The first words of the recipe's keys that describe the scenario. They are the same for all methods of one
 scenario."""
 
+PLACEBO = "algorithm.placebo"
+"""The option with which an algorithm runs a control experiment of the same cost. The value "none" runs the method."""
+
 MOST_DIFFERENCES = 4
 """The largest number of differing options in a label."""
 
@@ -21,6 +24,18 @@ def method_of(folder: Folder) -> dict[str, Any]:
     """The recipe as a flat table with dotted names, without the parts that may differ within a group."""
     method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
     return {key: value for key, value in method.items() if key not in FOLD_KEYS}
+
+
+def without_placebo(folder: Folder, searched: Sequence[str]) -> tuple[str, str]:
+    """Return a text that a method and its placebos have in common, and the placebo, which is "none" for the method.
+
+    The recipe of a placebo differs from that of its method only in the key `algorithm.placebo`, and in the values that
+    a search chose for its keys `searched`. The placebo is an empty text if the algorithm has no such key.
+    """
+    method = method_of(folder)
+    placebo = str(method.pop(PLACEBO, ""))
+    kept = sorted((key, "" if key in searched else value) for key, value in method.items())
+    return repr(kept), placebo
 
 
 def parts_of(folders: Sequence[Folder]) -> list[tuple[str, str]]:

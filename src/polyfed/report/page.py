@@ -23,7 +23,7 @@ from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
 from polyfed.report import bytes_by_client, charts, client_charts, egress, history, privacy
 from polyfed.report import formatting as words
-from polyfed.report.compare import Comparison, modalities_of
+from polyfed.report.compare import Comparison
 from polyfed.report.comparison_tables import scenarios_sheet, tests_of
 from polyfed.report.curves import curves_of
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
@@ -61,7 +61,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
     """
     folder = Folder(Path(dir))
     past = history.read(folder)
-    modalities = modalities_of(folder)
+    modalities = folder.modalities
     sections = sections_of(folder, past, modalities, None if baseline is None else Folder(Path(baseline)))
     shown = [chart.table() for section in sections.values() for chart in section]
     grids = [grid for grid in (confusion(past, folder), labels(folder)) if grid is not None]

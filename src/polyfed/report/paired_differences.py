@@ -1,13 +1,13 @@
 """The tests of a comparison: paired differences to a baseline, and mean ranks over scenarios or seeds."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.report.compare import Comparison, Group
-from polyfed.report.labels import flat
+from polyfed.report.labels import flat, without_placebo
 from polyfed.report.scores import Metric, first_metric
 from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
 
@@ -29,7 +29,7 @@ class Difference:
         low: lower end of the 95 % interval of the mean.
         high: upper end of the interval.
         p: two-sided p-value.
-        p_holm: the p-value after Holm's correction over all differences of the comparison.
+        p_holm: the p-value after Holm's correction over all differences of the same table.
     """
 
     scenario: str
@@ -52,6 +52,7 @@ class Evidence:
             them that the run has. If the runs of a scenario use different metrics, the name lists all of them.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
+        placebos: one for each scenario, each method and each of its placebos. The baseline is the placebo.
         methods: the ranked methods.
         ranks: the mean ranks. None if there are fewer than three methods or fewer than two blocks.
         blocks: the blocks over which the ranks are averaged, "scenarios" or "seeds".
@@ -61,6 +62,7 @@ class Evidence:
     metrics: Mapping[str, Metric]
     test: Test
     differences: tuple[Difference, ...]
+    placebos: tuple[Difference, ...]
     methods: tuple[str, ...]
     ranks: MeanRanks | None
     blocks: str
@@ -100,6 +102,7 @@ class Evidence:
             "metrics": metrics,
             "test": self.test,
             "differences": differences,
+            "placebos": [asdict(difference) for difference in self.placebos],
             "mean_ranks": ranks,
         }
 
@@ -130,21 +133,53 @@ def evidence(
         for group, wanted in zip(comparison.groups, metrics, strict=True)
     }
     scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
-    found = [
-        (scenario, method, paired(differences, test))
-        for scenario in scenarios
-        for method in methods
-        if method != baseline
-        and (differences := _differences(by_place.get((scenario, method)), by_place.get((scenario, baseline))))
-    ]
-    corrected = holm([result.p for _, _, result in found])
-    rows = tuple(
-        Difference(scenario, method, baseline, **vars(result), p_holm=p)
-        for (scenario, method, result), p in zip(found, corrected, strict=True)
-    )
+    others = [(scenario, m, baseline) for scenario in scenarios for m in methods if m != baseline]
     by_scenario = metric_by_scenario(comparison, metrics)
     ranked, ranks, blocks = _ranks(_rising(by_place, by_scenario), methods, scenarios)
-    return Evidence(by_scenario, test, rows, ranked, ranks, blocks, by_place)
+    return Evidence(
+        by_scenario,
+        test,
+        _tested(others, by_place, test),
+        _tested(placebos_of(comparison), by_place, test),
+        ranked,
+        ranks,
+        blocks,
+        by_place,
+    )
+
+
+def placebos_of(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Return (scenario, method, placebo) for each placebo of a method; see `labels.without_placebo`."""
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for group in comparison.groups:
+        rest, placebo = without_placebo(group.folders[0], group.searched)
+        if placebo:
+            alike.setdefault((group.scenario, rest), {}).setdefault(placebo, []).append(group.method)
+    return [
+        (scenario, method, name)
+        for (scenario, _), found in alike.items()
+        for method in found.pop("none", [])
+        for names in found.values()
+        for name in names
+    ]
+
+
+def _tested(
+    pairs: Iterable[tuple[str, str, str]],
+    scores: Mapping[tuple[str, str], dict[tuple[int, str], float]],
+    test: Test,
+) -> tuple[Difference, ...]:
+    """Test the differences of each (scenario, method, baseline), with Holm's correction over all of them."""
+    found = [
+        (scenario, method, baseline, paired(differences, test))
+        for scenario, method, baseline in pairs
+        if (differences := _differences(scores.get((scenario, method)), scores.get((scenario, baseline))))
+    ]
+    corrected = holm([result.p for *_, result in found])
+    return tuple(
+        Difference(scenario, method, baseline, **vars(result), p_holm=p)
+        for (scenario, method, baseline, result), p in zip(found, corrected, strict=True)
+    )
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:

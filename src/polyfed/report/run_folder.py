@@ -1,6 +1,7 @@
 """Reads the folder of a run line by line, because its files may be larger than memory."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, PolyfedWarning
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, STUDY
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.report.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
@@ -93,6 +94,12 @@ class Folder:
         """The number of rounds of the recipe."""
         return int(self.recipe.get("rounds", 0))
 
+    @property
+    def modalities(self) -> list[str]:
+        """The modalities, in the order of the model."""
+        blocks = self.facts.get("egress") or self.facts.get("blocks") or {}
+        return [block for block in blocks if block not in ("shared", "labels")]
+
     def rounds(self) -> Iterator[dict[str, Any]]:
         """The rows of rounds.jsonl."""
         for number, line in self.lines(ROUNDS):
@@ -128,6 +135,28 @@ class Folder:
             return parse_as(schema, path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise damaged(path, error) from None
+
+
+def finished(paths: Iterable[Path]) -> dict[Path, Folder]:
+    """Return the folders that hold finished runs. A pattern such as `runs/*` also matches other folders.
+
+    Raises:
+        DataError: there are folders, but none of them holds a finished run.
+    """
+    found, others = {}, []
+    for path in paths:
+        try:
+            folder = Folder(path)
+            if not folder.result:
+                raise DataError(f"{path} is not finished (no result.json). Resume it with `polyfed run --resume`")
+            found[path] = folder
+        except DataError as error:
+            others.append(error)
+    if others and not found:
+        raise others[0]
+    for why in others:
+        warnings.warn(f"left out: {why}", PolyfedWarning, stacklevel=3)
+    return found
 
 
 def numbers_of(result: dict[str, Any]) -> dict[str, float | None]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NotRequired
 
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -15,13 +16,15 @@ from polyfed.report.run_schema import ANY_KEYS, parse_as
 
 @with_config(ANY_KEYS)
 class StudyRun(TypedDict):
-    """A run in `study.json`."""
+    """A run in `study.json`. Older folders have no `remarks`, and `chosen` is empty without a search."""
 
     folder: str
     method: str
     scenario: str
     tuning: bool
     state: str
+    remarks: NotRequired[list[str]]
+    chosen: NotRequired[dict[str, Any]]
 
 
 @with_config(ANY_KEYS)
@@ -44,27 +47,34 @@ class NamedRun:
         method: the method, with the values of the grid.
         scenario: the data and the clients.
         metrics: the metrics that the study reports in this scenario.
+        remarks: the warnings that the run gave.
+        searched: the keys of the recipe whose values the study's search chose.
     """
 
     folder: Path
     method: str
     scenario: str
     metrics: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
 
 
-def runs_of(dirs: Iterable[str | Path]) -> dict[Path, NamedRun | None]:
-    """Return run folder -> the study's names for the run, or None if no study names it. Each folder occurs once.
+def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
+    """Return run folders with the study's names for the run, or None if no study names it.
+
+    A folder occurs once for each name that a study gives it: methods with the same settings share their runs.
 
     Raises:
         DataError: the folder of a study is damaged, or none of its runs is finished.
     """
-    found: dict[Path, NamedRun | None] = {}
+    found: dict[tuple[Path, NamedRun | None], None] = {}
     for path in (Path(d).resolve() for d in dirs):
         if (path / STUDY).is_file():
-            found |= {run.folder: run for run in _reported(path)}
+            found |= dict.fromkeys((run.folder, run) for run in _reported(path))
         else:
-            found.setdefault(path, None)
-    return found
+            found[path, None] = None
+    named = {path for path, run in found if run is not None}
+    return [(path, run) for path, run in found if run is not None or path not in named]
 
 
 def _reported(path: Path) -> list[NamedRun]:
@@ -77,6 +87,13 @@ def _reported(path: Path) -> list[NamedRun]:
         raise DataError(f"{path} holds a study without a finished run. Go on with it: polyfed sweep STUDY.toml")
     metrics = facts.get("metrics", {})
     return [
-        NamedRun((path / r["folder"]).resolve(), r["method"], r["scenario"], tuple(metrics.get(r["scenario"], [])))
-        for r in runs
+        NamedRun(
+            (path / run["folder"]).resolve(),
+            run["method"],
+            run["scenario"],
+            tuple(metrics.get(run["scenario"], [])),
+            tuple(run.get("remarks", [])),
+            tuple(run.get("chosen", {})),
+        )
+        for run in runs
     ]

@@ -167,7 +167,10 @@ def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
-    """Return the bucket and the sign of every entry. The result is cached, because each round of a run needs it."""
+    """Draw, for each of `width` entries of a vector, its bucket and its sign in the sketch.
+
+    The result is cached, because each round of a run needs it.
+    """
     bucket = keys.bits(keys.fold_in(key, 0), width).to(torch.int64).remainder_(size)
     return bucket, 1.0 - 2.0 * (keys.bits(keys.fold_in(key, 1), width) & 1)
 

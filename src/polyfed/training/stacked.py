@@ -218,8 +218,8 @@ class StackedClientData(ClientData):
         """Return the inputs of all steps, tensors (T, ...).
 
         Four inputs define the batch of a step. They are the positions of the rows among the client's own rows, the
-        positions of the same rows in the table, a mask of the rows that are not padding, and the dropout key. The step
-        also has two more inputs: whether the client takes the step, and the step's number.
+        positions of the same rows in the table, a mask of the rows that are not padding, and the dropout key. A fifth
+        input says whether the client takes the step at all. The sixth input is the step's number.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]

@@ -1,7 +1,7 @@
 """Rewrites the graph of a training step, so that the step needs fewer operations and less memory.
 
-Each rule is a function that changes a graph in place, and its docstring gives the algebra. A rewritten step gives the
-numbers of the recorded step up to rounding. The graph alone decides which rules apply.
+Each rule is a function that changes a graph in place, and its docstring gives the algebra. Up to rounding, a rewritten
+step computes the same numbers as the recorded step. The graph alone decides which rules apply.
 """
 
 from collections.abc import Collection
@@ -124,8 +124,7 @@ def fold_products(graph: fx.Graph) -> None:
     """Add a matrix product to a tensor in one operation: w += c * (x @ y) becomes `baddbmm_(w, x, y, alpha=c)`.
 
     The product x @ y then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the step
-    first computes w += c * z, and then w += c * (x @ y). If z is zero, the result is therefore the same to the last bit
-    as without z.
+    first computes w += c * z, and then w += c * (x @ y). A term z of zeros therefore changes no bit of the result.
     """
     memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):

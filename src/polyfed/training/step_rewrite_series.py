@@ -4,7 +4,6 @@ The rules work like those of `step_rewrite.py`.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -78,7 +77,9 @@ def merge_products(graph: fx.Graph) -> None:
             continue
         if not all(memory.unchanged(args(product), product, node) for product in products):
             continue
-        merged = put(node, aten.bmm.default, _side_by_side(node, [x for x, _ in factors]), _joined(node, factors))
+        left = _joined(node, [x for x, _ in factors], 2)
+        right = _joined(node, [y for _, y in factors], 1)
+        merged = put(node, aten.bmm.default, left, right)
         rest = [term for term in terms if term not in products]
         for other in rest[1:]:
             rest[0] = put(node, aten.add.Tensor, rest[0], other)
@@ -98,25 +99,19 @@ def subtract_from_constant(graph: fx.Graph) -> None:
             graph.erase_node(empty)
 
 
-def _side_by_side(node: fx.Node, left: list[fx.Node]) -> fx.Node:
-    """Concatenate matrices, (K, m, n) each, on the last axis. Transposed matrices are transposed afterwards."""
-    clients, rows, _ = form(left[0]).shape
-    inner = sum(size(x, 2) for x in left)
-    transposed = all(is_call(x, aten.transpose.int) and args(x)[1:] in ((1, 2), (2, 1)) for x in left)
-    whole = form(node)._replace(shape=(clients, rows, inner))
-    if not transposed:
-        return put_as(node, whole, aten.cat.default, left, 2)
-    upright = whole._replace(shape=(clients, inner, rows))
-    return put_as(
-        node, whole, aten.transpose.int, put_as(node, upright, aten.cat.default, [args(x)[0] for x in left], 1), 1, 2
-    )
+def _joined(node: fx.Node, matrices: list[fx.Node], axis: int) -> fx.Node:
+    """Insert the concatenation of matrices, (K, m, n) each, before a node. Transposed matrices are transposed after it.
 
-
-def _joined(node: fx.Node, factors: list[tuple[Any, ...]]) -> fx.Node:
-    """Concatenate the second factors, (K, m, n) each, on the axis of their rows."""
-    clients, _, columns = form(factors[0][1]).shape
-    shape = clients, sum(size(y, 1) for _, y in factors), columns
-    return put_as(node, form(node)._replace(shape=shape), aten.cat.default, [y for _, y in factors], 1)
+    A concatenation of transposed tensors would copy them entry by entry.
+    """
+    shape = list(form(matrices[0]).shape)
+    shape[axis] = sum(size(x, axis) for x in matrices)
+    whole = form(node)._replace(shape=tuple(shape))
+    if not all(is_call(x, aten.transpose.int) and {dim % 3 for dim in args(x)[1:]} == {1, 2} for x in matrices):
+        return put_as(node, whole, aten.cat.default, matrices, axis)
+    upright = whole._replace(shape=(shape[0], shape[2], shape[1]))
+    cat = put_as(node, upright, aten.cat.default, [args(x)[0] for x in matrices], 3 - axis)
+    return put_as(node, whole, aten.transpose.int, cat, 1, 2)
 
 
 def _sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -48,8 +48,8 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: two devices hold different samples although `overlap` is `exact`, or a device holds the same id
-                twice while `overlap` has another value.
+            DataError: `overlap` is `exact`, but two devices hold different samples. Or `overlap` has another value, and
+                a device holds the same id twice.
             TooFewReplies: no device sent its ids.
         """
         if overlap == "exact":

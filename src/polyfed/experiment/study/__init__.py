@@ -2,6 +2,8 @@
 
 - `study_schema`: the sections of a study. `study_file` reads them. `ranges`: the values of its keys.
 - `plan`: the recipes of its runs, and the names under which their results are kept.
+- `model_check`: whether the algorithms can train the models.
+- `metric_checks`: whether the runs will have the study's metrics.
 - `search`: the choice of settings by Optuna, on validation rows.
 - `scheduler`: `polyfed.sweep`, which runs a study.
 - `pool`: the processes that run at the same time. `worker`: one of these processes.

@@ -1,7 +1,7 @@
 """The state of a sweep: its runs, which of them are finished, failed or unfinished, and why."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from polyfed.core.files import RESULT, replace_text
 from polyfed.core.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
+from polyfed.report.notes import SHARED_RUNS, notes_of
 from polyfed.report.run_schema import RUN_RESULT, parse_as
 from polyfed.report.scores import Metric, first_metric
 
@@ -67,6 +68,11 @@ class Entry:
         """Whether the run is finished or has failed."""
         return self.state in ("finished", "failed")
 
+    @property
+    def notes(self) -> list[str]:
+        """The warnings of the run, and the parts of its method that had no effect."""
+        return [*self.remarks, *self.result.get("concerns", ())]
+
     def score(self, metrics: Sequence[str]) -> float | None:
         """Return the value of the first of these metrics that the run has, or None."""
         found = first_metric(self.result, metrics)
@@ -86,7 +92,8 @@ class Board:
             search are not among them. A cell has no entry before the settings of its final runs are chosen.
         trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
         blocked: Maps the index of a cell to the reason why `reported` has no entry for this cell. For example, the
-            cell's search has not chosen the settings yet, the search stopped, or the study leaves the cell out.
+            cell's search has not chosen the settings yet, or the search stopped.
+        remarks: Maps the name of a run that an earlier sweep finished to the warnings of this run.
     """
 
     folder: Path
@@ -96,6 +103,7 @@ class Board:
     reported: dict[int, list[Entry]] = field(default_factory=dict)
     trials: dict[int, list[tuple[Mapping[str, Any], float | None]]] = field(default_factory=dict)
     blocked: dict[int, str] = field(default_factory=dict)
+    remarks: Mapping[str, list[str]] = field(default_factory=dict)
 
     def count(self, state: State, *, tuning: bool | None = None) -> int:
         """Return the number of runs in this state.
@@ -121,7 +129,7 @@ class Board:
                 entry.result = parse_as(RUN_RESULT, result.read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 return False
-            entry.state, entry.why = "finished", ""
+            entry.state, entry.why, entry.remarks = "finished", "", self.remarks.get(entry.name, [])
             entry.round = entry.rounds = int(entry.result.get("rounds", 0))
             return True
         failure = self._failure(entry)
@@ -158,16 +166,66 @@ class Board:
         scores = self.scores(number)
         return (*mean_and_spread(scores), len(scores)) if scores else None
 
-    def problems(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield each reason for which runs failed or are unfinished, with these runs."""
-        found: dict[str, list[str]] = {}
-        for entry in self.entries.values():
-            if entry.why and entry.state != "finished":
-                found.setdefault(entry.why, []).append(entry.name)
-        for number, why in self.blocked.items():
-            cell = self.cells[number]
-            found.setdefault(why, []).append(f"{cell.label} in {cell.scenario}")
-        yield from found.items()
+    def left_out(self) -> list[tuple[str, list[str]]]:
+        """Return each reason for which the study leaves cells out, with these cells."""
+        return _gathered((f"left out: {cell.skip}", self._place(cell)) for cell in self.cells if cell.skip)
+
+    def problems(self) -> list[tuple[str, list[str]]]:
+        """Return each reason for which the study is incomplete, with the runs or cells that it concerns.
+
+        A study is incomplete if a run failed or is unfinished, if the settings of a cell are not chosen yet, or if a
+        reported run has none of the study's metrics.
+        """
+        failed = ((e.why, e.name) for e in self.entries.values() if e.why and e.state != "finished")
+        waiting = ((why, self._place(self.cells[number])) for number, why in self.blocked.items())
+        return _gathered([*failed, *waiting, *self._unmeasured()])
+
+    def notes(self) -> list[tuple[str, list[str]]]:
+        """Return the notes about the runs, with the cells that each note concerns.
+
+        The notes are the warnings of the runs, the parts of a method that had no effect, and which cells share their
+        runs. Before the reported runs of a cell are known, the notes are about the runs of the cell's search.
+        """
+        twins = _gathered(
+            (",".join(e.name for e in entries), self._place(self.cells[number]))
+            for number, entries in sorted(self.reported.items())
+        )
+        shared = [(SHARED_RUNS, places) for _, places in twins if len(places) > 1]
+        return shared + _gathered(
+            (note, self._place(cell))
+            for number, cell in enumerate(self.cells)
+            for note in notes_of([entry.notes for entry in self._runs_of(number) if entry.state == "finished"])
+        )
+
+    def _runs_of(self, number: int) -> list[Entry]:
+        found = self.reported.get(number)
+        return [e for e in self.entries.values() if e.cell is self.cells[number]] if found is None else found
+
+    def _unmeasured(self) -> Iterator[tuple[str, str]]:
+        """Yield a reason and the name of a run, for each reported run that is finished but has no score."""
+        for number, entries in self.reported.items():
+            wanted = self.metrics[self.cells[number].scenario]
+            for entry in entries:
+                if entry.state == "finished" and entry.score(wanted) is None:
+                    yield f"finished without {no_metric(wanted, entry.result['metrics'])}", entry.name
+
+    @staticmethod
+    def _place(cell: Cell) -> str:
+        return f"{cell.label} in {cell.scenario}"
 
     def _failure(self, entry: Entry) -> Path:
         return self.folder / "failures" / f"{entry.name}.json"
+
+
+def no_metric(wanted: Sequence[str], measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return, as text, the metrics that are wanted and the metrics that there are."""
+    has = [f"{group}.{name}" for group, values in measured.items() for name in values]
+    return f"{' or '.join(wanted)}, only {', '.join(has) or 'no metrics'}"
+
+
+def _gathered(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Return each text once, with all places where it occurs."""
+    found: dict[str, list[str]] = {}
+    for text, place in pairs:
+        found.setdefault(text, []).append(place)
+    return list(found.items())

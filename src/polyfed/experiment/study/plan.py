@@ -6,21 +6,27 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
-from polyfed.data.columns import VALIDATION, Columns
+from polyfed.core.problems import Problems
+from polyfed.data import Columns
+from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
+from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
 from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, put, remove
-from polyfed.experiment.study.study_file import refuse
+from polyfed.experiment.study.study_file import read_study, refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
+
+T = TypeVar("T")
 
 WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
 """Sections of a recipe that do not change a result."""
@@ -76,35 +82,39 @@ class Planner:
         study: The study.
         fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
         models: The check of the models.
+        measured: The metrics that the runs of the cells will have, for each cell for which they are known.
+        loaded: The section [data] of the last data set, and this data set.
     """
 
     study: Study
     fingerprints: dict[str, tuple[str, bool]] = field(default_factory=dict)
     models: ModelCheck = field(default_factory=ModelCheck)
-    _latest: tuple[str, Columns] | None = None
+    measured: list[Measured] = field(default_factory=list)
+    loaded: tuple[str, Columns] | None = None
 
-    def cells(self) -> list[Cell]:
-        """All cells, scenario by scenario.
+    def cells(self, problems: list[str]) -> list[Cell]:
+        """Return all cells, scenario by scenario, and add the problems of all recipes to the list.
 
         Raises:
-            RecipeError: a recipe is wrong. The text lists all problems of all recipes.
             DataError: a data set cannot be read.
         """
-        problems: dict[str, list[str]] = {}
+        faults: dict[str, list[str]] = {}
         found = []
         for scenario, method in itertools.product(self.study.scenarios, self.study.methods):
             for values in combinations(self.study.grid | self.study.methods[method].grid):
-                try:
-                    cell = self._cell(method, scenario, values)
-                    if not cell.skip:
-                        self._check(cell)
+                errors: list[str] = []
+                cell = noted(errors, lambda values=values: self._cell(method, scenario, values))  # type: ignore[misc]  # noqa: B023
+                if cell is not None:
                     found.append(cell)
-                except RecipeError as error:
-                    words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
-                    where = f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
-                    problems.setdefault(str(error), []).append(where)
-        self._latest = None  # the runs read their own data
-        refuse([f"{_all(where)}: {error}" for error, where in problems.items()])
+                    self._check(cell, errors)
+                words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
+                where = f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
+                for error in dict.fromkeys(errors):
+                    faults.setdefault(error, []).append(where)
+        problems += [f"{_all(where)}: {error}" for error, where in faults.items()]
+        for scenario in self.study.scenarios:
+            problems += misspelt(self.study.metrics_of(scenario), self.measured)
+        self.loaded = None
         return found
 
     def name(self, table: Mapping[str, Any]) -> str:
@@ -123,18 +133,18 @@ class Planner:
 
     def fingerprint(self, recipe: Recipe) -> tuple[str, bool]:
         """The fingerprint of a recipe's data, and whether the data itself has validation rows."""
-        section = json.dumps(recipe.table()["data"], sort_keys=True, default=str)
+        section = _data_of(recipe)
         if section not in self.fingerprints:
             columns = self._columns(recipe)
             self.fingerprints[section] = columns.fingerprint(), len(columns.rows(VALIDATION)) > 0
         return self.fingerprints[section]
 
     def _columns(self, recipe: Recipe) -> Columns:
-        """The data of a recipe. Only the latest data set stays in memory, because a scenario's cells share one."""
-        section = json.dumps(recipe.table()["data"], sort_keys=True, default=str)
-        if self._latest is None or self._latest[0] != section:
-            self._latest = section, stacked(recipe.data.load(), recipe.stack)
-        return self._latest[1]
+        """Return the data of a recipe. The planner holds the last data set, because neighbouring cells share it."""
+        section = _data_of(recipe)
+        if self.loaded is None or self.loaded[0] != section:
+            self.loaded = section, stacked(recipe.data.load(), recipe.stack)
+        return self.loaded[1]
 
     def _cell(self, method: str, scenario: str, values: Mapping[str, Any]) -> Cell:
         study, chosen = self.study, self.study.methods[method]
@@ -162,26 +172,69 @@ class Planner:
         keys = chosen.search if study.search is None else study.search.keys | chosen.search
         return Cell(method, scenario, values, table, keys, skip)
 
-    def _check(self, cell: Cell) -> None:
-        """Refuse a cell whose recipe is wrong.
+    def _check(self, cell: Cell, errors: list[str]) -> None:
+        """Add the faults of a cell's recipe to the list.
 
         A cell may have keys whose best values a search has to find. Its recipe is then checked twice: with the first
         candidate value of each of these keys, and with the last. The check builds the model, because some algorithms
         refuse some models.
         """
+        if cell.skip:
+            return
+        recipe = None
         for last in (False, True):
-            chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
-            recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
-            self.models.refuse(recipe, self._columns(recipe))
-        if recipe.engine.name == "flower":
-            raise RecipeError(
+            recipe = noted(errors, lambda last=last: self._checked(cell, last))  # type: ignore[misc]
+        if at(cell.table, "engine.name") == "flower":
+            errors.append(
                 "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
                 "'sequential'"
             )
-        if cell.space and recipe.clients.validation == 0.0 and not self.fingerprint(recipe)[1]:
-            raise RecipeError(
-                "the search needs validation rows: set clients.validation, as in clients.validation = 0.1"
-            )
+        if cell.space and not at(cell.table, "clients.validation") and not self._has_validation_rows(cell):
+            errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
+        if recipe is not None and not errors and (known := measured_by(recipe, self._columns(recipe))) is not None:
+            self.measured.append(known[0])
+            errors += filter(None, [metric_fault(self.study.metrics_of(cell.scenario), *known)])
+
+    def _checked(self, cell: Cell, last: bool) -> Recipe:
+        """Return the recipe of a cell with the first or the last candidate value of each searched key."""
+        chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
+        recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
+        self.models.refuse(recipe, self._columns(recipe))
+        return recipe
+
+    def _has_validation_rows(self, cell: Cell) -> bool:
+        """Return whether the data of a cell has validation rows itself. Faults of other sections do not matter."""
+        errors: list[str] = []
+        recipe = noted(errors, lambda: quiet({"data": cell.table["data"], "algorithm": {"name": "fedavg"}}))
+        return recipe is None or self.fingerprint(recipe)[1]
+
+
+def planned(given: str | Path | Mapping[str, Any]) -> tuple[Planner, list[Cell]]:
+    """Read a study and plan its runs.
+
+    Raises:
+        RecipeError: the study is wrong. The text lists the problems of the file, and of the recipes of all runs.
+        DataError: a data set cannot be read.
+    """
+    problems: list[str] = []
+    study = read_study(given, problems)
+    planner = None if study is None else Planner(study)
+    cells = [] if planner is None else planner.cells(problems)
+    refuse(given, problems)
+    assert planner is not None
+    return planner, cells
+
+
+def _data_of(recipe: Recipe) -> str:
+    return json.dumps(recipe.table()["data"], sort_keys=True, default=str)
+
+
+def noted(errors: list[str], make: Callable[[], T]) -> T | None:
+    """Call a function. If it raises a RecipeError, add each of its faults to the errors, and return None."""
+    problems = Problems()
+    made = problems.attempt(make)
+    errors += map(str, problems.found)
+    return made
 
 
 def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:

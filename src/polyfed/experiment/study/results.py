@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import STUDY, replace_text
-from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.board import Board, Entry, no_metric
 from polyfed.experiment.study.plan import short, value_text
 from polyfed.experiment.study.study_schema import Study
 from polyfed.report.page import render, write_page
 from polyfed.report.run_folder import numbers_of
+from polyfed.report.run_schema import parse_as
+from polyfed.report.study_folder import STUDY_FACTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 PAGE, NUMBERS = "index.html", "results.csv"
 
 
-def claim(folder: Path) -> None:
-    """Create the folder of a study, unless it already exists.
+def claim(folder: Path) -> dict[str, list[str]]:
+    """Create the folder of a study, unless it already exists. Return the warnings of its runs, by the run's name.
 
     Raises:
         RecipeError: the folder holds other files, or cannot be created.
@@ -35,6 +37,11 @@ def claim(folder: Path) -> None:
         raise RecipeError(f"--out {folder} is not empty and holds no study ({others[0]}, ...). Choose another folder")
     if not others:
         replace_text(folder / STUDY, json.dumps({"runs": []}))
+    try:
+        facts = parse_as(STUDY_FACTS, (folder / STUDY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the sweep writes this file again
+        return {}
+    return {Path(run["folder"]).name: run.get("remarks", []) for run in facts.get("runs", [])}
 
 
 def write(board: Board, study: Study) -> None:
@@ -43,8 +50,7 @@ def write(board: Board, study: Study) -> None:
         "name": study.name,
         "title": study.title,
         "metrics": {name: list(metrics) for name, metrics in board.metrics.items()},
-        "runs": [_run(board, entry, number) for number, entry in _reported(board)]
-        + [_run(board, entry, None) for entry in board.entries.values() if entry.tuning],
+        "runs": [_run(board, entry, number) for number, entry in _all_runs(board)],
     }
     replace_text(board.folder / STUDY, json.dumps(content, indent=1, default=str))
     write_page(board.folder / PAGE, page_text(board, study))
@@ -82,9 +88,9 @@ def page_text(board: Board, study: Study) -> str:
         rows=rows,
         counts={state: board.count(state) for state in ("finished", "running", "failed", "left")},
         choices=list(_choices(board)),
-        problems=list(board.problems()),
-        remarks=_remarks(board),
-        runs=[_line(board, entry) for entry in board.entries.values()],
+        problems=[*board.problems(), *board.left_out()],
+        notes=board.notes(),
+        runs=[_line(board, entry, number) for number, entry in _all_runs(board)],
         drawn={"charts": []},
     )
 
@@ -106,8 +112,7 @@ def cell_text(board: Board, number: int) -> str:
         groups = next((entry.result["metrics"] for entry in reported if entry.state == "finished"), None)
         if groups is None:
             return ""
-        has = [f"{group}.{name}" for group, values in groups.items() for name in values]
-        return f"no {' or '.join(board.metrics[board.cells[number].scenario])}, only {', '.join(has) or 'no metrics'}"
+        return f"no {no_metric(board.metrics[board.cells[number].scenario], groups)}"
     mean, spread, count = found
     factor, digits = (100, 1) if metric.share else (1, 3)
     words = [f"{factor * value:.{digits}f}" for value in ((mean, spread) if count > 1 else (mean,))]
@@ -121,6 +126,11 @@ def _reported(board: Board) -> Iterator[tuple[int, Entry]]:
             yield number, entry
 
 
+def _all_runs(board: Board) -> list[tuple[int | None, Entry]]:
+    """Return the reported runs, and then the runs of the searches with None in place of the position of a cell."""
+    return [*_reported(board), *((None, entry) for entry in board.entries.values() if entry.tuning)]
+
+
 def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
     """Return the entry of a run in `study.json`."""
     cell = entry.cell if number is None else board.cells[number]
@@ -132,13 +142,18 @@ def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "tuning": entry.tuning,
         "state": entry.state,
         "why": entry.why,
+        "remarks": entry.remarks,
         "values": dict(cell.values),
         "chosen": dict(entry.chosen),
     }
 
 
 def _cell(board: Board, number: int | None) -> str:
-    return "" if number is None else cell_text(board, number) or board.blocked.get(number, "left")
+    if number is None:
+        return ""
+    if skip := board.cells[number].skip:
+        return f"left out: {skip}"
+    return cell_text(board, number) or board.blocked.get(number, "left")
 
 
 def _choices(board: Board) -> Iterator[dict[str, Any]]:
@@ -155,24 +170,16 @@ def _choices(board: Board) -> Iterator[dict[str, Any]]:
         }
 
 
-def _remarks(board: Board) -> list[tuple[str, int]]:
-    """Return the warnings of runs, each with the number of runs that gave it."""
-    found: dict[str, int] = {}
-    for entry in board.entries.values():
-        for remark in entry.remarks:
-            found[remark] = found.get(remark, 0) + 1
-    return list(found.items())
-
-
-def _line(board: Board, entry: Entry) -> dict[str, Any]:
+def _line(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
     """Return a run in the form in which the page lists it."""
+    cell = entry.cell if number is None else board.cells[number]
     report = board.path(entry) / "report.html"
-    score = entry.score(board.metrics[entry.cell.scenario])
+    score = entry.score(board.metrics[cell.scenario])
     return {
         "name": entry.name,
         "report": os.path.relpath(report, board.folder) if entry.state == "finished" else "",
-        "method": entry.cell.label,
-        "scenario": entry.cell.scenario,
+        "method": cell.label,
+        "scenario": cell.scenario,
         "seed": entry.seed,
         "use": "search" if entry.tuning else "reported",
         "chosen": settings_text(entry.chosen),

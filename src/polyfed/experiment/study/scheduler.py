@@ -12,10 +12,9 @@ from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.study import results
 from polyfed.experiment.study.board import Board, Entry
-from polyfed.experiment.study.plan import Cell, Planner
+from polyfed.experiment.study.plan import Cell, Planner, planned
 from polyfed.experiment.study.pool import Message, Pool
 from polyfed.experiment.study.search import Searcher
-from polyfed.experiment.study.study_file import load_study
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,14 +58,14 @@ def sweep(
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
     """
-    loaded = load_study(study)
     if jobs is not None and jobs < 1:
         raise RecipeError(f"--jobs {jobs}: must be 1 or more")
-    planner = Planner(loaded)
-    cells = planner.cells()
+    planner, cells = planned(study)
+    loaded = planner.study
     folder = Path(out) if out is not None else Path("runs") / loaded.name
-    results.claim(folder)
-    board = Board(folder, cells, {name: loaded.metrics_of(name) for name in loaded.scenarios})
+    remarks = results.claim(folder)
+    metrics = {name: loaded.metrics_of(name) for name in loaded.scenarios}
+    board = Board(folder, cells, metrics, remarks=remarks)
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
             with Pool(folder, jobs or machine.cores()) as pool:
@@ -87,9 +86,7 @@ class _Sweep:
     def carry_out(self) -> None:
         """Execute all runs of the study."""
         for number, cell in enumerate(self.board.cells):
-            if cell.skip:
-                self.board.blocked[number] = f"left out: {cell.skip}"
-            else:
+            if not cell.skip:
                 self._advance(number, self._needs(number, cell), [])
         self.emit("sweep-started", board=self.board)
         written = -math.inf

@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.schema import checked
-from polyfed.experiment.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
+from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
@@ -22,14 +22,22 @@ RANGE = ("low", "high")
 """A table that has one of these keys is a range."""
 
 
-def load_study(given: str | Path | Mapping[str, Any]) -> Study:
-    """Read a study from the path of a TOML file, or from a mapping with the content of such a file.
+def read_study(given: str | Path | Mapping[str, Any], problems: list[str]) -> Study | None:
+    """Read a study, and add the problems of its file to the list.
+
+    Args:
+        given: the path of a TOML file, or a mapping with the content of such a file.
+        problems: the list of problems.
+
+    Returns:
+        The study without its wrong keys. Further checks can thus find more problems. None if it has no usable seeds or
+        lacks a key that it needs.
 
     Raises:
-        RecipeError: the file is wrong. The text lists all problems.
+        RecipeError: the file cannot be read.
     """
     if isinstance(given, Mapping):
-        return parse_study(given)
+        return parse_study(given, problems)
     path = Path(given)
     try:
         table = parse_toml(path.read_text(encoding="utf-8-sig"))
@@ -37,24 +45,23 @@ def load_study(given: str | Path | Mapping[str, Any]) -> Study:
         raise RecipeError(f"study {path}: {error.strerror or error}. Give the path of a TOML file") from None
     except ValueError as error:
         raise RecipeError(f"study {path} is not valid TOML: {error}") from None
-    try:
-        return parse_study(table, path.stem, path.parent)
-    except RecipeError as error:
-        raise RecipeError(f"study {path}: {error}") from None
+    return parse_study(table, problems, path.stem, path.parent)
 
 
-def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Path()) -> Study:
-    """Build a study from the table of its file.
+def parse_study(
+    table: Mapping[str, Any], problems: list[str], name: str = "study", folder: Path = Path()
+) -> Study | None:
+    """Build a study from the table of its file, and add the problems to the list.
 
     Args:
         table: the sections, as `tomllib` reads them.
+        problems: the list of problems.
         name: the name of the study's folder.
         folder: the folder to which paths to recipes are relative.
 
-    Raises:
-        RecipeError: the table is wrong. The text lists all problems.
+    Returns:
+        See `read_study`.
     """
-    problems: list[str] = []
     known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
     problems += [f"no key or section '{key}'; {did_you_mean(key, known)}" for key in table if key not in known]
     top = {key: value for key, value in table.items() if key in known and key not in SECTIONS}
@@ -70,22 +77,27 @@ def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Pa
     if not parts["methods"] and not problems:
         problems.append("[methods.NAME] is missing: a study needs at least one method, as in [methods.fedavg]")
     study = _section("", Study, top, problems, parts | {"name": name, "folder": folder})
-    if study is not None:
-        study = _with_scenario(study)
-        for check in (_check_seeds, _check_values, _check_metrics, _check_recipes, _check_matches):
-            check(study, problems)
-    refuse(problems)
-    assert study is not None
-    return study
+    if study is None:
+        return None
+    study = _with_scenario(study)
+    for check in (_check_matches, _check_values, _check_metrics, _check_recipes):
+        check(study, problems)
+    return study if _check_seeds(study, problems) else None
 
 
-def refuse(problems: Sequence[str]) -> None:
-    """Raise all problems at once, if there are any."""
+def refuse(given: str | Path | Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Raise all problems of a study at once, if there are any.
+
+    Args:
+        given: the study, as in `read_study`. If it is a path, the error names it.
+        problems: the problems.
+    """
     unique = list(dict.fromkeys(problems))
+    where = "" if isinstance(given, Mapping) else f"study {given}: "
     if len(unique) == 1:
-        raise RecipeError(unique[0])
+        raise RecipeError(where + unique[0])
     if unique:
-        raise RecipeError("\n".join([f"{len(unique)} problems:", *(f"  {problem}" for problem in unique)]))
+        raise RecipeError("\n".join([f"{where}{len(unique)} problems:", *(f"  {problem}" for problem in unique)]))
 
 
 def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:
@@ -100,20 +112,21 @@ def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:
 def _section(
     where: str, cls: type, table: Any, problems: list[str], given: Mapping[str, Any] | None = None
 ) -> Any | None:
-    """Build a dataclass from its table. If keys are wrong, add each problem to the list and return None."""
+    """Build a dataclass from the correct keys of its table, and add each problem to the list.
+
+    Return None if the table lacks a key that it needs.
+    """
     given = dict(given or {})
     if not isinstance(table, Mapping):
         problems.append(f"{where} must be a table, with its keys below it")
         return None
-    before, values = len(problems), dict[str, Any]()
+    values = dict[str, Any]()
     for key, value in table.items():
         found = tried(problems, "", partial(checked, where, cls, {key: value}, frozenset(given)))
         values |= found or {}
-    for f in fields(cls):
-        needed = f.default is MISSING and f.default_factory is MISSING
-        if needed and f.name not in table and f.name not in given:
-            problems.append(f"{where} {f.name} is missing".strip())
-    if len(problems) > before or any(value is None for value in given.values()):
+    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    problems += [f"{where} {name} is missing".strip() for name in needed if name not in (table.keys() | given.keys())]
+    if not set(needed) <= values.keys() | given.keys() or None in given.values():
         return None
     for key in ("set", "grid", "search", "keys", "match"):
         if isinstance(values.get(key), Mapping):
@@ -138,16 +151,17 @@ def _with_scenario(study: Study) -> Study:
     return replace(study, scenarios={name: Scenario()})
 
 
-def _check_seeds(study: Study, problems: list[str]) -> None:
-    reported = tried(problems, "seeds", lambda: values_of(study.seeds)) or []
-    if study.search is None:
-        return
-    tuning = tried(problems, "[search] seeds", lambda: values_of(study.tuning_seeds)) or []
+def _check_seeds(study: Study, problems: list[str]) -> bool:
+    """Check the seeds. Return whether there are any seeds."""
+    reported = tried(problems, "seeds", lambda: study.reported_seeds) or []
+    tuning = tried(problems, "[search] seeds", lambda: study.tuning_seeds) or []
     if shared := sorted(set(reported) & set(tuning)):
         problems.append(f"[search] seeds: {shared} are reported seeds too. Choose settings on other seeds")
+    return bool(reported)
 
 
 def _check_values(study: Study, problems: list[str]) -> None:
+    """Check the values of all keys with several values, and remove wrong keys from the study."""
     places = {"[grid]": study.grid}
     for name, method in study.methods.items():
         places |= {f"[methods.{name}] grid": method.grid, f"[methods.{name}] search": method.search}
@@ -156,12 +170,11 @@ def _check_values(study: Study, problems: list[str]) -> None:
     if study.search is not None:
         places["[search] keys"] = study.search.keys
     for where, keys in places.items():
-        searched = where.endswith(("search", "keys"))
-        for key, entry in keys.items():
-            found = tried(problems, f"{where} {key}:", partial(entry_of, entry))
-            if isinstance(found, Range) and (not searched or _sampler(study) == "grid"):
-                tried(problems, f"{where} {key}:", found.values)
-    if study.search is not None and _sampler(study) == "grid" and not problems:
+        whole = not where.endswith(("search", "keys")) or _sampler(study) == "grid"
+        for key, entry in list(keys.items()):
+            if tried(problems, f"{where} {key}:", partial(values_of if whole else entry_of, entry)) is None:
+                del keys[key]
+    if study.search is not None and _sampler(study) == "grid":
         for name, method in study.methods.items():
             size = grid_size(study.search.keys | method.search)
             if size > study.search.trials:
@@ -185,12 +198,16 @@ def _check_metrics(study: Study, problems: list[str]) -> None:
 
 
 def _check_recipes(study: Study, problems: list[str]) -> None:
-    for name, scenario in study.scenarios.items():
+    """Check that each scenario has a recipe, and remove the other scenarios from the study."""
+    for name, scenario in list(study.scenarios.items()):
         recipe = scenario.recipe or study.recipe
         if recipe is None:
             problems.append(f"[scenarios.{name}] recipe is missing, and the study has none for all scenarios")
         elif not (study.folder / recipe).is_file():
             problems.append(f"[scenarios.{name}] recipe: {study.folder / recipe} does not exist")
+        else:
+            continue
+        del study.scenarios[name]
 
 
 def _check_matches(study: Study, problems: list[str]) -> None:

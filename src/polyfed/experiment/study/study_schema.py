@@ -123,7 +123,7 @@ class Study:
     unset: list[str] = field(default_factory=list)
     grid: dict[str, Any] = field(default_factory=dict)
     methods: Mapping[str, Method]
-    scenarios: Mapping[str, Scenario] = field(default_factory=dict)
+    scenarios: dict[str, Scenario] = field(default_factory=dict)
     when: Sequence[When] = ()
     search: Search | None = None
     name: str = "study"

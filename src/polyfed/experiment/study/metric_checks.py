@@ -1,0 +1,91 @@
+"""Whether the runs of a study will have the study's metrics, found by an evaluation before any training."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from polyfed.core.errors import did_you_mean
+from polyfed.data import Columns
+from polyfed.evaluation.client_statistics import personal
+from polyfed.experiment.assembly import population_of
+from polyfed.experiment.check import personal_fix
+from polyfed.experiment.dry_run import metrics_of
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.study.study_file import GROUPS
+from polyfed.report.scores import TITLES
+
+POOLED = "pooled_"
+"""The beginning of the names of metrics over the own test rows of all clients."""
+
+OF_VARYING = ("pearson", "concordance", "r2", "weighted_kappa")
+"""Metrics that are undefined if the predictions or the labels are constant, as those of an untrained model may be."""
+
+Measured = Mapping[str, set[str]]
+"""Group -> names of the metrics that a run measures."""
+
+KNOWN = {*TITLES, "loss", *personal({0: 0.0}, {0: 1.0})}
+"""Names of metrics that some run may have."""
+
+
+def measured_by(recipe: Recipe, columns: Columns) -> tuple[Measured, str] | None:
+    """Return the metrics of a run, and how to change its recipe so that it also has personal metrics.
+
+    Returns:
+        None if the metrics are not known before the run.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            population = population_of(recipe, columns)
+            found = metrics_of(replace(recipe, engine=replace(recipe.engine, device="cpu")), population)
+        except Exception:  # the run itself will say what is wrong
+            return None
+    return found, personal_fix(tested=population.test is not None)
+
+
+def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
+    """Return why a run has none of the metrics, or an empty text if it has one of them.
+
+    The text is also empty if a metric is of no group, because the checks of the study's file already tell this.
+
+    Args:
+        metrics: the study's metrics, such as `global.accuracy`.
+        measured: the metrics of the run.
+        fix: how to change the recipe for personal metrics.
+    """
+    if any(_is_in(metric, measured) or metric.partition(".")[0] not in GROUPS for metric in metrics):
+        return ""
+    names = _names([measured])
+    hint = (
+        f"its runs measure nothing: {fix}"
+        if not names
+        else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
+    )
+    if names and "personal" not in measured and any(metric.startswith("personal.") for metric in metrics):
+        hint += f". For personal metrics, {fix}"
+    return f"metric = {' or '.join(repr(metric) for metric in metrics)}: {hint}"
+
+
+def misspelt(metrics: Sequence[str], found: Sequence[Measured]) -> list[str]:
+    """Return a text for each metric of a list that no kind of run has, given the metrics of all runs.
+
+    A list with a single metric needs no such text, because `metric_fault` names this metric.
+    """
+    known = KNOWN.union(*(values for measured in found for values in measured.values()))
+    return [
+        f"metric = '{metric}': no run measures it; {did_you_mean(metric, _names(found))}"
+        for metric in metrics
+        if len(metrics) > 1 and metric.partition(".")[2].removeprefix(POOLED) not in known
+    ]
+
+
+def _names(found: Iterable[Measured]) -> set[str]:
+    return {f"{group}.{name}" for measured in found for group in GROUPS for name in measured.get(group, ())}
+
+
+def _is_in(metric: str, measured: Measured) -> bool:
+    """Return whether a run may have a metric, which may have been undefined on the few rows before the run."""
+    group, _, name = metric.partition(".")
+    values = measured.get(group)
+    later = name in OF_VARYING if group == "global" else name.startswith(POOLED) and name.removeprefix(POOLED) in KNOWN
+    return values is not None and (not values or name in values or later)

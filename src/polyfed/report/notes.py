@@ -1,0 +1,26 @@
+"""Notes about several runs of one method: warnings of the runs, and parts of the method that had no effect."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+SHARED_RUNS = "these have the same settings, so they share their runs"
+
+NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+def notes_of(runs: Sequence[Iterable[str]]) -> list[str]:
+    """Return the notes of all runs, each once, and the number of runs to which it applies if it is not all of them.
+
+    Notes that differ only in their numbers count as one note. Its text has the numbers of the first run.
+
+    Args:
+        runs: the notes of each run.
+    """
+    found: dict[str, list[str]] = {}
+    for notes in runs:
+        for key, note in {NUMBER.sub("0", note): note for note in notes}.items():
+            found.setdefault(key, []).append(note)
+    return [
+        first if len(rest) + 1 == len(runs) else f"{first} ({len(rest) + 1} of {len(runs)} runs)"
+        for first, *rest in found.values()
+    ]
