@@ -9,6 +9,7 @@ finished. The text of the page above the mark stays as it is; everything below i
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from polyfed import sweep
@@ -41,13 +42,39 @@ def cost_rows(comparison: Comparison) -> Iterator[str]:
 
 def page(comparison: Comparison, proof: Evidence) -> str:
     """The generated part of the page."""
+    ranks, tests = proof.ranks, sum(row.p is not None for row in proof.differences)
     sheets = [
-        ("Scores and mean ranks", scenarios_sheet(comparison, proof)),
-        ("Which mean ranks differ", ranks_sheet(proof)),
-        ("Differences to FedAvg", differences_sheet(proof)),
-        ("Differences to the placebos", placebos_sheet(proof)),
+        (
+            "Scores and mean ranks",
+            "The score (%) of each method in each scenario: mean ± sample standard deviation over the reported runs",
+            scenarios_sheet(comparison, proof),
+        ),
+        (
+            "Which mean ranks differ",
+            ""
+            if ranks is None
+            else "The mean rank of each method, where rank 1 is the best. Friedman's test gives p = "
+            f"{ranks.p:.3f}, and Nemenyi's critical difference at 5 % is {ranks.critical:.2f}",
+            ranks_sheet(proof),
+        ),
+        (
+            "Differences to FedAvg",
+            "The score of a method minus the score of FedAvg, in percentage points. Each p-value is from Student's "
+            f"paired t-test. The last column has the p-values after Holm's correction over {tests} tests",
+            differences_sheet(proof),
+        ),
+        (
+            "Differences to the placebos",
+            "The score of a method minus the score of its placebo, in percentage points, with the same tests as above. "
+            "The last column has the p-values after Holm's correction over this table",
+            placebos_sheet(proof),
+        ),
     ]
-    parts = [f"## {heading}\n\n{markdown([sheet])}" for heading, sheet in sheets if sheet is not None]
+    parts = [
+        f"## {heading}\n\n{markdown([replace(sheet, title=caption)])}"
+        for heading, caption, sheet in sheets
+        if sheet is not None
+    ]
     parts += ["## Bytes in both directions, and seconds of a run\n\n" + "\n".join(cost_rows(comparison))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

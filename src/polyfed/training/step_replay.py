@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyfed.training.plain_tensors import PlainTensors, below
 from polyfed.training.step_check import agree, reproduces
 from polyfed.training.step_program import Program
 from polyfed.training.step_rewrite import rewrite
@@ -111,7 +112,7 @@ def run(
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
     """
-    replay = None if source is None or not kinds or not _plain(state) else Replay(columns, source)
+    replay = None if source is None or not kinds or not _plain(state) else Replay(columns, source, state)
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
     values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
@@ -143,22 +144,29 @@ class Replay:
     Args:
         columns: inputs of the steps, tensors (T, ...).
         source: what a step reads.
+        state: the state before the first step.
     """
 
-    def __init__(self, columns: Sequence[Tensor], source: Source) -> None:
+    def __init__(self, columns: Sequence[Tensor], source: Source, state: Any) -> None:
         self._columns, self._source = columns, source
-        self._here: dict[Hashable, Known | None] = {}
-        plain, dims = _below([*columns, *source.tensors])
-        inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain, dims, strict=True)][: len(columns)]
-        self._tensors = plain[len(columns) :]
-        self._key = (*source.parts, *inputs, *_layout(self._tensors, dims[len(columns) :]))
+        plain, dims = below([*columns, *source.tensors, *pytree.tree_leaves(state)])  # one slow call for all three
+        own, end = len(columns), len(columns) + len(source.tensors)
+        inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain[:own], dims[:own], strict=True)]
+        self._tensors = plain[own:end]
+        self._key = (*source.parts, *inputs, *_layout(self._tensors, dims[own:end]))
         first = {id(tensor): place for place, tensor in reversed(list(enumerate(self._tensors)))}
         self._same = tuple(first[id(tensor)] for tensor in self._tensors)
+        self._find(state, _layout(plain[end:], dims[end:]))
 
     def look(self, state: Any) -> None:
         """Look up the programs for this layout of the state."""
-        key = self._key, _layout(*_below(pytree.tree_leaves(state))), pytree.tree_structure(state)
-        self._here = _known.setdefault(key, {})
+        if state is not self._state:
+            self._find(state, _layout(*below(pytree.tree_leaves(state))))
+
+    def _find(self, state: Any, layout: Layout) -> None:
+        self._state = state
+        key = self._key, layout, pytree.tree_structure(state)
+        self._here: dict[Hashable, Known | None] = _known.setdefault(key, {})
         _known.move_to_end(key)
         if len(_known) > PROGRAMS:
             _known.popitem(last=False)
@@ -234,7 +242,7 @@ class Replay:
                 values, t = [*values, *found], stop
             return (*now, torch.stack(values)), (*dims[: len(leaves)], None if known[0].value_dim is None else 1)
 
-        *after, values = Lower.apply(work, *leaves, *self._columns)  # type: ignore[no-untyped-call]
+        *after, values = PlainTensors.apply(work, *leaves, *self._columns)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(after, spec), values
 
 
@@ -256,8 +264,8 @@ class Recording:
     def __init__(self, state: Any, slices: Sequence[Tensor]) -> None:
         leaves, spec = pytree.tree_flatten(state)
         copies = [leaf.clone() for leaf in leaves]
-        self.inputs, _ = _below([*leaves, *slices])
-        plain, dims = _below([*copies, *slices])
+        self.inputs, _ = below([*leaves, *slices])
+        plain, dims = below([*copies, *slices])
         self.state, self.tracer = pytree.tree_unflatten(copies, spec), Tracer(plain)
         self.tracer.trace.before = _layout(plain, dims)[: len(leaves)]
         self.outputs: Sequence[Tensor] = []
@@ -267,7 +275,7 @@ class Recording:
         """Note the results of the step."""
         if not _plain(state):
             return
-        self.outputs, dims = _below([*pytree.tree_leaves(state), value])
+        self.outputs, dims = below([*pytree.tree_leaves(state), value])
         trace = self.tracer.trace
         trace.results = tuple(self.tracer.slot(tensor) for tensor in self.outputs)
         trace.after, self.ended = _layout(self.outputs, dims), True
@@ -285,36 +293,3 @@ def _plain(state: Any) -> bool:
 
 def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
     return tuple((t.dtype, t.shape, t.stride(), dim) for t, dim in zip(tensors, dims, strict=True))
-
-
-class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` with the plain tensors inside the batched tensors of `vmap`.
-
-    `dims` holds the position of each client axis. `work` returns tensors and the positions of their client axes.
-    """
-
-    @staticmethod
-    def forward(work: Any, *tensors: Tensor) -> Any:
-        """Never called: steps of a stack are always taken under `vmap`."""
-        raise AssertionError("a stack's steps are taken under vmap")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing, because no gradient flows through a local training."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, work: Any, *tensors: Tensor) -> Any:
-        """Call `work` with the plain tensors."""
-        return work(tensors, in_dims[1:])
-
-
-def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Return the plain tensors of these batched tensors, and the position of each tensor's client axis."""
-    found: list[Any] = []
-
-    def work(plain: Any, dims: Any) -> Any:
-        found.extend((plain, dims))
-        return plain[0].new_zeros(()), None
-
-    Lower.apply(work, *tensors)  # type: ignore[no-untyped-call]
-    return found[0], found[1]
