@@ -73,7 +73,7 @@ class NormalisedInput(nn.Sequential):
     The batch normalisation computes w * z + b per channel, where z is the standardised input. Convolving w * z + b with
     a kernel k equals convolving z with w * k, plus convolving an image of the constants b with k. In training, this
     class computes the second form. Its backward pass needs no gradient of the convolution's input. This gradient takes
-    a sixth of the time of a training step of `cnn4` (docs/performance.md).
+    a fifth of the time of a training step of `cnn4` (docs/performance.md).
     """
 
     def forward(self, x: Tensor) -> Tensor:
