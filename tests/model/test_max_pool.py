@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
 
 from polyfed.model import max_pool
+from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.max_pool import MaxPool2d
 
@@ -88,3 +90,30 @@ def test_other_calls_use_the_layer_of_pytorch(used: list[int]) -> None:
     (expected,) = torch.autograd.grad(nn.MaxPool2d(2)(x.requires_grad_()).square().sum(), x)
     assert torch.equal(stacked.squeeze(1), expected)
     assert used == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own forward-mode formulas use it
+def test_transforms_of_the_inputs_work_while_parameters_are_trained(used: list[int]) -> None:
+    """A loss may differentiate with regard to its inputs, for example to make adversarial samples."""
+    plain, pool = nn.MaxPool2d(2), MaxPool2d(nn.MaxPool2d(2), training())
+    x = normal(2, 3, 4, 4).requires_grad_()
+    for transform in (grad, lambda f: vmap(grad(f))):
+        found, expected = (transform(lambda x, p=p: p(x).square().sum())(x) for p in (pool, plain))
+        assert torch.equal(found, expected)
+    (_, found), (_, expected) = (jvp(p, (x.detach(),), (torch.ones_like(x),)) for p in (pool, plain))
+    assert torch.equal(found, expected)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        found, expected = (forward_ad.unpack_dual(p(dual)).tangent for p in (pool, plain))
+    assert torch.equal(found, expected)
+    assert used == []
+
+
+def test_hooks_and_attributes_of_the_replaced_layer_stay() -> None:
+    like = nn.MaxPool2d(2)
+    like.scale = 3.0  # type: ignore[assignment]
+    like.register_forward_hook(lambda module, inputs, out: module.scale * out)  # type: ignore[arg-type, operator]
+    pool = adopt(nn.Sequential(like), training(), "x")
+    x = normal(2, 3, 4, 4)
+    assert isinstance(pool[0], MaxPool2d)  # type: ignore[index]
+    assert torch.equal(pool(x), 3 * nn.MaxPool2d(2)(x))

@@ -75,10 +75,15 @@ def test_gradients_of_other_slices_are_added() -> None:
         a.add_(1)
         return [a, first + cut(b, 2, 5)]
 
+    def changed_through_a_view(a: Tensor, b: Tensor) -> list[Tensor]:
+        first = cut(a, 0, 2)
+        first.view(-1).mul_(2)
+        return [first + cut(b, 2, 5)]
+
     def mixed(a: Tensor, b: Tensor) -> list[Tensor]:
         return [cut(a, 0, 2) + cut(b, 2, 5) + a.sum() * torch.ones_like(cut(a, 0, 2))]
 
-    for step in (gap, overlap, strided, changed, mixed):
+    for step in (gap, overlap, strided, changed, changed_through_a_view, mixed):
         assert saved(rules.join_slices, step, a, b) == 0, step.__name__
 
 
@@ -133,10 +138,16 @@ def test_products_stay_apart_where_merging_saves_nothing_or_changes_numbers() ->
         x.add_(1)
         return [x, one + torch.bmm(x, y)]
 
+    def other_term_changed(x: Tensor, y: Tensor) -> list[Tensor]:
+        m = torch.bmm(x, y).exp()
+        total = m + (torch.bmm(x, y + 1) + torch.bmm(x + 1, y))
+        m.mul_(0.5)
+        return [total + m.exp()]
+
     def scaled(x: Tensor, y: Tensor) -> list[Tensor]:
         return [torch.add(torch.bmm(x, y), torch.bmm(x + 1, y), alpha=2)]
 
-    for step in (used_twice, changed, scaled):
+    for step in (used_twice, changed, other_term_changed, scaled):
         assert saved(rules.merge_products, step, x, y) == 0, step.__name__
 
 

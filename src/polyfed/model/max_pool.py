@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from polyfed.model.layers import Rows
 
@@ -28,14 +29,13 @@ class MaxPool2d(nn.MaxPool2d):
     """
 
     def __init__(self, like: nn.MaxPool2d, rows: Rows) -> None:
-        super().__init__(
-            like.kernel_size, like.stride, like.padding, like.dilation, like.return_indices, like.ceil_mode
-        )
+        super().__init__(like.kernel_size)
+        self.__dict__.update(like.__dict__)  # all options, and the user's hooks and attributes
         self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
         """The maximum of each window, (B, C, H', W')."""
-        trains = not self.rows.bound and x.requires_grad and x.device.type == "cpu"
+        trains = not self.rows.bound and x.requires_grad and x.device.type == "cpu" and not _transformed()
         large = x.dim() == 4 and x.numel() >= ENTRIES and x.shape[1] >= CHANNELS
         copies = trains and large and not x.is_contiguous(memory_format=torch.channels_last)
         if self.return_indices or not copies:
@@ -60,6 +60,11 @@ class _ChannelsLast(torch.autograd.Function):
         x, where = ctx.saved_tensors
         grad = aten.max_pool2d_with_indices_backward(grads[0].contiguous(), x, *ctx.options, where)
         return grad, *(None for _ in ctx.options)
+
+
+def _transformed() -> bool:
+    """Return whether a transform of `torch.func` or forward-mode differentiation is active, for example in a loss."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _pair(option: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def join_slices(graph: fx.Graph) -> None:
         ends = [min(end, length) for _, _, _, _, end, _ in slices]
         fills = [start for _, _, _, start, _, _ in slices] == [0, *ends[:-1]] and ends[-1] == length
         alike = all(cut[2] == axis and cut[5] == 1 for cut in slices)
-        if fills and alike and all(memory.unchanged((args(term)[0],), term, node) for term in terms):
+        if fills and alike and all(memory.unchanged((term, args(term)[0]), term, node) for term in terms):
             swap(node, put(node, aten.cat.default, [grad for grad, *_ in slices], axis))
 
 
@@ -75,12 +75,14 @@ def merge_products(graph: fx.Graph) -> None:
         inner = sum(size(x, 2) for x, _ in factors)
         if len(products) < 2 or inner * (rows + columns) >= (len(products) - 1) * rows * columns:
             continue
+        rest = [term for term in terms if term not in products]
         if not all(memory.unchanged(args(product), product, node) for product in products):
+            continue
+        if not all(memory.unchanged((term,), term, node) for term in rest):  # the sum now reads them at its end
             continue
         left = _joined(node, [x for x, _ in factors], 2)
         right = _joined(node, [y for _, y in factors], 1)
         merged = put(node, aten.bmm.default, left, right)
-        rest = [term for term in terms if term not in products]
         for other in rest[1:]:
             rest[0] = put(node, aten.add.Tensor, rest[0], other)
         swap(node, put(node, aten.add.Tensor, rest[0], merged) if rest else merged)
