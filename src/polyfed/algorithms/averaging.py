@@ -222,7 +222,7 @@ class Averaging(Algorithm):
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the name of the field with `field`'s weights; None for `params` if `aggregation` is `uniform`."""
+        """Return the field that holds the weights of `field`, or None for `params` if `aggregation` is `uniform`."""
         return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:

@@ -289,7 +289,7 @@ def split(local: Tree) -> tuple[Tree, Tree]:
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """Return the held-out rows n - 1, 2 n - 1, ... of a batch. Every earlier batch must hold a multiple of n rows."""
+    """Return the held-out rows n - 1, 2 n - 1, ... of a batch. The size of earlier batches must be a multiple of n."""
     part = slice(n - 1, None, n)
     return replace(
         batch,

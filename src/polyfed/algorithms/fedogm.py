@@ -61,7 +61,7 @@ class FedOgm(Averaging):
     placebo: Literal["none", "constant"] = "none"
 
     def check_model(self, model: Model) -> None:
-        """Refuse a model that has an encoder without parameters to modulate.
+        """Refuse a model if one of its encoders has no parameters that this method can modulate.
 
         Raises:
             RecipeError: an encoder has no such parameters.

@@ -104,7 +104,7 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
 
 
 def kept_at_first(context: ClientContext, names: Collection[str]) -> Tree:
-    """Return the private parameters of a client's first local state. They have the common initial values."""
+    """Return a local state with the private parameters with which a client starts. They are equal on all clients."""
     return nested(PRIVATE, {name: value for name, value in context.initial.items() if name in names})
 
 

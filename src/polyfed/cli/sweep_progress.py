@@ -114,9 +114,9 @@ class SweepProgress:
             self._say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
 
     def _sum_up(self) -> None:
-        """Print why the study is incomplete, if it is, and the notes about its runs.
+        """Print the notes about the runs and, if the study is incomplete, the reasons.
 
-        The page has the whole text of a reason that has several lines.
+        Only the first line of each text is printed here. The study's HTML page shows all lines of a reason.
         """
         assert self.board is not None
         for kind, found in (("incomplete", self.board.problems()), ("note", self.board.notes())):

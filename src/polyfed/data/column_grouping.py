@@ -86,7 +86,7 @@ def identifier(name: str) -> str:
 
 
 def column_names(modalities: Any) -> dict[str, str | list[str]]:
-    """Convert the column names that the caller gave for each modality to strings. pandas also allows numbers as names.
+    """Convert the column names of each modality to strings. In pandas, a column name may also be a number.
 
     Raises:
         RecipeError: `modalities` is not a dictionary from names to columns.

@@ -34,8 +34,8 @@ _SUBSTITUTES: Mapping[str, str] = {
 def tensor_of(array: Any) -> Tensor:
     """Convert a NumPy array of numbers to a tensor.
 
-    PyTorch lacks some NumPy types, and cannot index tensors of some others. The tensor then gets the nearest type whose
-    tensors PyTorch can index.
+    PyTorch has no equivalent of some NumPy types, and cannot index tensors of some other types. Arrays of all these
+    types become tensors of the nearest type that PyTorch can index.
     """
     native = array.dtype.newbyteorder("=")
     return torch.from_numpy(np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False))

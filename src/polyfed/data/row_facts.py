@@ -41,8 +41,8 @@ class Labels:
 
     Attributes:
         values: int64 (N,) for class numbers; float32 (N,) or (N, T), unchanged, for targets.
-        names: names of the classes. The caller gave them, or they are the words in the labels. None if the labels are
-            numbers and the caller gave no names.
+        names: names of the classes: those that the caller gave or, without them, the words in the labels. None if the
+            labels are numbers and the caller gave no names.
         num_classes: number of classes, or of targets T.
         words_sorted: whether the labels were words that polyfed numbered in sorted order.
         note: a sentence that lists the classes, if the labels were words and no class names were given. Otherwise, the

@@ -1,6 +1,6 @@
 """Early fusion: several modalities concatenated into one, before any model sees them.
 
-For example, these lines of a recipe concatenate rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W):
+For example, these lines of a recipe concatenate rgb (3, H, W) and gray (1, H, W) into one modality `image` (4, H, W):
 
     [data]
     stack = { image = ["rgb", "gray"] }

@@ -159,7 +159,7 @@ class Remote(Engine):
     ) -> tuple[dict[int, Packet], dict[int, Message]]:
         """Encode each client's message, and leave out the blocks that the client lacks.
 
-        Clients with the same message and the same blocks share a body.
+        A message is encoded only once for all its receivers that have the same blocks.
 
         Raises:
             RecipeError: a message is larger than the limit that clients accept.

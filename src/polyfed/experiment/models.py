@@ -34,7 +34,7 @@ class Models:
         clients: client number -> the modalities that this client's model reads.
         tree_of: returns the Tree of one of these clients.
         own: whether clients have models of their own; otherwise each predicts with its part of the global model.
-        model_for: `client` if each own model belongs to one client. `silo` if all devices of a silo share one model.
+        model_for: to whom an own model belongs: `client`, or `silo` if all devices of a silo share one model.
         class_names: the name of each class, if the data has names.
         elsewhere: why this machine does not have the clients' own models; empty if it has them.
         scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`

@@ -68,7 +68,7 @@ class Images(nn.Module):
 
 
 class NormalisedInput(nn.Sequential):
-    """Applies layers one after another. The first two must be a batch normalisation of the input and a convolution.
+    """Applies layers in sequence. The first two layers must be a batch normalisation of the input and a convolution.
 
     The batch normalisation computes w * z + b per channel, where z is the standardised input. Convolving w * z + b with
     a kernel k equals convolving z with w * k, plus convolving an image of the constants b with k. In training, this
@@ -77,7 +77,7 @@ class NormalisedInput(nn.Sequential):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """From images (N, C, H, W) to the output of the last layer."""
+        """Return the output of the last layer for images (N, C, H, W)."""
         norm, conv, *rest = self
         if not isinstance(norm, BatchNorm) or not norm.trains:  # PyTorch's BatchNorm2d, until `adopt` replaces it
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]

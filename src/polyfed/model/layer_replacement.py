@@ -29,7 +29,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 
 def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
-    """Replace the layers of a module for which polyfed has its own, at any depth.
+    """Replace each layer of a module, at any depth, for which polyfed has its own version.
 
     Args:
         module: a new module of an encoder or a fusion; it is changed.

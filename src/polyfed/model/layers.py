@@ -76,7 +76,7 @@ class BatchNorm(nn.Module):
 
     @property
     def trains(self) -> bool:
-        """Whether the layer uses the statistics of the current batch, because this is a training batch."""
+        """Whether this is a training batch, which the layer normalises with the statistics of the batch itself."""
         return self.rows.key is not None and self.training
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     On a CPU, PyTorch's kernel for tensors with the memory format `channels_last` is several times as fast as its kernel
     for other tensors. While parameters are trained with plain autograd, the forward pass therefore copies its input to
-    this format. The backward pass is the usual one, because it is fast with every format. Under `torch.func.vmap` and
+    this format. The backward pass is PyTorch's, because it is fast with every format. Under `torch.func.vmap` and
     `grad`, this layer is `torch.nn.MaxPool2d`.
 
     Args:
@@ -63,7 +63,7 @@ class _ChannelsLast(torch.autograd.Function):
 
 
 def _transformed() -> bool:
-    """Return whether a transform of `torch.func` or forward-mode differentiation is active, for example in a loss."""
+    """Return whether a transform of `torch.func` or forward-mode differentiation is active; a loss may use either."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -138,7 +138,7 @@ class Model(Named):
 
     @property
     def joint_size(self) -> int:
-        """Width J of the joint representation. It is 0 for `concat` without a head, which has no joint one."""
+        """Width J of the joint representation; 0 for `concat` without a head, which has no joint representation."""
         return self._fusion.joint_size
 
     # numbers

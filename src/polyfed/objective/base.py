@@ -184,7 +184,7 @@ class OfClasses(Objective):
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics. The score over all rows is the weighted mean of the clients' scores, which is known."""
+        """Return no metrics. The score over all rows is already known: the weighted mean of the clients' scores."""
         return {}
 
 

@@ -98,7 +98,7 @@ def _fresh(accounting: Accounting) -> Any:
     Differential privacy compares two neighbouring data sets. For most runs, the second data set is the first one
     without the data of one unit. This unit then adds zero to each sum. The library calls such data sets zero-out
     neighbours. If the cohort is drawn in secret, the library requires another kind of neighbours. The second data
-    set is then the first one, in which one unit is replaced by another unit.
+    set is then a copy of the first one in which one unit is replaced by another unit.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL

@@ -106,7 +106,7 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Return a text that lists the modalities whose policy rows forbid some of these kinds to the block `shared`.
+        """Return a text that lists the modalities whose policy rows prevent `shared` from sending some of these kinds.
 
         If the policy has no row for `shared`, this block may send only the kinds that the rows of all modalities allow.
         The text is empty if the policy has a row for `shared` itself, or if no row of a modality forbids any of these

@@ -83,7 +83,7 @@ class Requirements:
         return tuple(f"{name} = {str(value).lower() if value is True else value}" for name, value in shown.items())
 
     def lack(self, task: str, field: str, said: Declared, mechanism: Mechanism | None) -> str:
-        """Return a clause that names the required protection that a part of a reply lacks, or "" if it has them all.
+        """Return a clause that names a required protection that a part of a reply lacks, or "" if it lacks none.
 
         Args:
             task: name of the task.

@@ -155,9 +155,9 @@ class Comparison:
     def warnings(self) -> tuple[str, ...]:
         """Return the groups' notes, and warnings about values that readers of the comparison could misunderstand.
 
-        There are five reasons for a warning. Several groups are the same runs, a group has scores of clients' own
-        models in place of a global model, the runs of a group do not all have the same data, several runs of a group
-        have the same seed and fold, or a group has the settings that the search chose for another method.
+        There are five reasons for a warning: several groups consist of the same runs; a group has no global model, so
+        its scores are those of clients' own models; the runs of a group do not all have the same data; several runs
+        of a group have the same seed and fold; a group has the settings that the search chose for another method.
         """
         found = []
         twins: dict[tuple[Path, ...], list[str]] = {}

@@ -44,7 +44,10 @@ def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
 
 
 def tests_of(proof: Evidence) -> list[Sheet]:
-    """Return the tables of the tests that exist: differences to the baseline and to the placebos, and ranks."""
+    """Return the tables of tests: differences to the baseline, differences to the placebos, and ranks.
+
+    A table is left out if there are no such tests.
+    """
     found = (differences_sheet(proof), placebos_sheet(proof), ranks_sheet(proof))
     return [sheet for sheet in found if sheet is not None]
 
@@ -110,7 +113,7 @@ def placebos_sheet(proof: Evidence) -> Sheet | None:
 
 
 def _pairing(proof: Evidence, rows: Sequence[Difference]) -> str:
-    """Return what the numbers of a table of differences are."""
+    """Return the part of a table's title that explains the numbers of the table."""
     if all(row.n == 1 for row in rows):
         return "paired by seed: each row has one pair, and a test needs at least two, so run the methods on more seeds"
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
@@ -127,7 +130,7 @@ def _differences(
     rows: Sequence[Difference],
     names: Mapping[str, Callable[[Difference], str]],
 ) -> Sheet:
-    """Return a table of differences. It shows the scenarios if there are several."""
+    """Return a table of differences. It has a column for the scenario if there are several scenarios."""
     if len({row.scenario for row in rows}) > 1:
         names = {**names, "scenario": lambda row: row.scenario}
     headings = [*names, "n", "difference", "95 % interval", "p", "p (Holm)"]

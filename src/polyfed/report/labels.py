@@ -27,10 +27,10 @@ def method_of(folder: Folder) -> dict[str, Any]:
 
 
 def without_placebo(folder: Folder, searched: Sequence[str]) -> tuple[str, str]:
-    """Return a text that a method and its placebos have in common, and the placebo, which is "none" for the method.
+    """Return a text that is the same for a method and its placebos, and the placebo ("none" for the method itself).
 
     The recipe of a placebo differs from that of its method only in the key `algorithm.placebo`, and in the values that
-    a search chose for its keys `searched`. The placebo is an empty text if the algorithm has no such key.
+    a search chose for its keys `searched`. The placebo is an empty text if the algorithm has no key `placebo`.
     """
     method = method_of(folder)
     placebo = str(method.pop(PLACEBO, ""))

@@ -9,9 +9,9 @@ NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 def notes_of(runs: Sequence[Iterable[str]]) -> list[str]:
-    """Return the notes of all runs, each once, and the number of runs to which it applies if it is not all of them.
+    """Return the notes of all runs, each once. A note that only some runs have ends with the number of these runs.
 
-    Notes that differ only in their numbers count as one note. Its text has the numbers of the first run.
+    Notes that differ only in their numbers count as one note. The numbers of the first run are shown.
 
     Args:
         runs: the notes of each run.

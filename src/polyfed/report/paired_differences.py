@@ -52,7 +52,8 @@ class Evidence:
             them that the run has. If the runs of a scenario use different metrics, the name lists all of them.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
-        placebos: one for each scenario, each method and each of its placebos. The baseline is the placebo.
+        placebos: the differences of methods and their placebos, one for each scenario, method and placebo. `baseline`
+            is the placebo.
         methods: the ranked methods.
         ranks: the mean ranks. None if there are fewer than three methods or fewer than two blocks.
         blocks: the blocks over which the ranks are averaged, "scenarios" or "seeds".

@@ -66,9 +66,9 @@ class NamedRun:
 
 
 def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
-    """Return run folders with the study's names for the run, or None if no study names it.
+    """Return each run folder with the names that a study gives the run, or with None if no study names it.
 
-    A folder occurs once for each name that a study gives it: methods with the same settings share their runs.
+    A folder occurs several times if a study names its run several times: methods with the same settings share runs.
 
     Raises:
         DataError: the folder of a study is damaged, or none of its runs is finished.

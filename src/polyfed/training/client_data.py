@@ -96,7 +96,7 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that `after` is not combined with `train.steps`, nor `split` with gradient accumulation.
+        """Refuse `after` in combination with `train.steps`, and `split` in combination with gradient accumulation.
 
         Raises:
             RecipeError: with `split`, the recipe sets [train] accumulate to more than 1.

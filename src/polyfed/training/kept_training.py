@@ -74,7 +74,7 @@ class KeptTraining:
     def loss(self, fit: TrainingResult) -> Tensor:
         """Return the mean loss of the steps that `fit` added, 0-dim.
 
-        `fit.loss` divides the sum of the losses by the number of all steps of the training run. The sum includes only
-        the steps of `fit`, so this function divides it by the number of these steps instead.
+        `fit.loss` is the sum of the losses of the steps that `fit` added, divided by the number of all steps,
+        including the earlier ones. This function divides the same sum by the number of added steps.
         """
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

@@ -10,7 +10,8 @@ from torch import Tensor
 class PlainTensors(torch.autograd.Function):
     """Calls `work(tensors, dims)` with the plain tensors inside the batched tensors of `vmap`.
 
-    `dims` holds the position of each client axis. `work` returns tensors and the positions of their client axes.
+    `dims` holds the position of each tensor's client axis. `work` returns tensors and the positions of their client
+    axes.
     """
 
     @staticmethod

@@ -287,7 +287,7 @@ def _number(tensor: Tensor) -> Tensor | None:
 
 
 def _plain(state: Any) -> bool:
-    """Whether a training state has only tensors. Its carry is the method's choice and may hold other objects."""
+    """Whether a training state holds only tensors. A method may have put other objects into the state's carry."""
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 

@@ -1,4 +1,4 @@
-"""Rewrites that help models of time series: max-pooling over time, and recurrent layers, which unroll their time steps.
+"""Rewrites for models of time series: for max-pooling over time, and for recurrent layers with unrolled time steps.
 
 The rules work like those of `step_rewrite.py`.
 """
@@ -45,8 +45,9 @@ def pool_pairs(graph: fx.Graph) -> None:
 def join_slices(graph: fx.Graph) -> None:
     """Write the gradients of neighbouring slices side by side.
 
-    A recurrent layer cuts the sums of its gates into slices. The backward pass pads the gradient of each slice with
-    zeros to the full size, and adds the results. If the slices fill the axis, the sum is their concatenation.
+    A recurrent layer computes the inputs of all its gates as one tensor, and cuts it into slices. The backward pass
+    pads the gradient of each slice with zeros to the full size, and adds the results. If the slices fill the axis, the
+    sum is the concatenation of these gradients.
     """
     memory = Memory(graph)
     for node, terms in _sums(graph):
@@ -65,7 +66,7 @@ def merge_products(graph: fx.Graph) -> None:
     """Compute a sum of matrix products as one product: a @ x + b @ y becomes [a b] @ [x; y].
 
     The gradient of a recurrent layer's weights is such a sum, with one product for each time step. The rule applies if
-    the concatenated factors have fewer entries than the sums that it saves.
+    the concatenated factors together have fewer entries than the results of the additions that it removes.
     """
     memory = Memory(graph)
     for node, terms in _sums(graph):
@@ -102,9 +103,10 @@ def subtract_from_constant(graph: fx.Graph) -> None:
 
 
 def _joined(node: fx.Node, matrices: list[fx.Node], axis: int) -> fx.Node:
-    """Insert the concatenation of matrices, (K, m, n) each, before a node. Transposed matrices are transposed after it.
+    """Insert the concatenation of matrices, (K, m, n) each, before a node.
 
-    A concatenation of transposed tensors would copy them entry by entry.
+    If all matrices are transposes, their originals are concatenated and the result is transposed. A concatenation of
+    transposed tensors would copy them entry by entry.
     """
     shape = list(form(matrices[0]).shape)
     shape[axis] = sum(size(x, axis) for x in matrices)
@@ -134,5 +136,5 @@ def _sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _adds(node: fx.Node) -> bool:
-    """Return whether an addition adds two tensors of the same form, without a factor."""
+    """Return whether an addition adds two tensors of the same form, without the factor `alpha`."""
     return not node.kwargs and all(form(term) == form(node) for term in args(node))

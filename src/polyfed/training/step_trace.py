@@ -136,7 +136,7 @@ class Unrecordable(Exception):
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, records the operations on plain tensors that `vmap` and `grad` make of a step."""
+    """While active, records the operations on plain tensors into which `vmap` and `grad` translate a step."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

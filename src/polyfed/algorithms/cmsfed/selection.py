@@ -182,9 +182,9 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
     it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected
     (client, modality) pairs. `picked_all` is |S_M|, the number of clients that train all modalities. `picked_weak` is
-    |S_w|, the number of clients that train only the weak modality. Some of them may own no other modality.
-    `picked_by_ratio` is the number of clients in S_w that own all modalities. The ratio rule sends only these clients
-    to S_w. `picked_alone` is the number of clients that train only one modality, weak or not.
+    |S_w|, the number of clients that train only the weak modality. S_w may include clients that own no other modality.
+    `picked_by_ratio` is the number of clients in S_w that own all modalities. These clients are in S_w because of the
+    ratio rule. `picked_alone` is the number of clients that train only one modality, weak or not.
     """
     mean = ratios.mean()
     shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}

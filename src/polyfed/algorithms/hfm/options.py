@@ -23,8 +23,8 @@ class VerticalOptions(Algorithm):
             gradient step on the whole of B_m, which is Eq. 1 to the letter.
         head_update: how the head is trained. `device_average`: devices train copies of the head, and the edge computes
             their mean. `server` (C-VFL): while a device trains its encoders, the head is frozen. The head is trained
-            alone, for Q local rounds on the stale embeddings. The silo's first device with labels does this for the
-            edge, because the edge has no labels.
+            separately, for Q local rounds on the stale embeddings. The edge has no labels, so the silo's first device
+            with labels trains the head.
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
         resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
         eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).

@@ -48,7 +48,7 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: `overlap` is `exact`, but two devices hold different samples. Or `overlap` has another value, and
+            DataError: `overlap` is `exact`, but two devices hold different samples; or `overlap` has another value, but
                 a device holds the same id twice.
             TooFewReplies: no device sent its ids.
         """

@@ -18,8 +18,8 @@ class Deliveries:
 
     Attributes:
         blocks: the server's knowledge about each block.
-        undelivered: by block, bool (K,): devices that still lack their newest copy, although the server built this copy
-            before the last round.
+        undelivered: by block, bool (K,). True for a device whose newest copy was built before the last round and has
+            not arrived yet.
     """
 
     blocks: Mapping[str, BlockState]

@@ -61,8 +61,8 @@ class PfmmlState:
     Attributes:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
-        undelivered: by block, bool (K,). True for a device that still lacks its newest copy, although the server
-            mixed this copy before the last round.
+        undelivered: by block, bool (K,). True for a device whose newest copy was built before the last round and
+            has not arrived yet.
         waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -192,7 +192,7 @@ class Pfmml(Algorithm):
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return each block's number of uploads, largest age, and mean coefficient of devices' own uploads."""
+        """Return each block's number of uploads, largest age, and mean coefficient of a device for its own upload."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -215,7 +215,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Return each block's coefficients (row softmax of Xi, Eq. 4), and a table `uploads` of the senders."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4). The table `uploads` tells who sent a block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}

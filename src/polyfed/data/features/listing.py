@@ -66,7 +66,7 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Return a hash of the samples and of their media files, from which polyfed prepares a folder of features.
+        """Return a hash of the class names, the samples and the media files of this listing.
 
         For a media file, the hash covers its size and the time of its last change, but not its content.
         """

@@ -108,7 +108,7 @@ class LogMel(PlainExtractor):
 
     @property
     def by_client(self) -> bool:
-        """Whether features are standardised over all clips of a natural client, here a speaker; see `per_speaker`."""
+        """Whether features are standardised separately for each natural client, here a speaker; see `per_speaker`."""
         return self.per_speaker
 
     def __call__(self, clip: Clip) -> Floats:

@@ -23,9 +23,9 @@ class OpenRequest:
         again: the clients to which the request must be sent again, because it was lost when the client's node went
             offline. Client -> the reason that Flower gave for the loss.
         away: client -> the time at which its node went offline.
-        settled: the time since which the server has waited for no expected client, but only for other clients. A client
-            is expected if its node is online and if it did not miss an earlier deadline. Infinity while the server
-            still waits for an expected client.
+        settled: the time at which the server stopped waiting for expected clients; since then, it waits only for other
+            clients. A client is expected if its node is online and if it did not miss an earlier deadline. Infinity
+            while the server still waits for an expected client.
     """
 
     packets: Mapping[int, Packet]

@@ -77,8 +77,8 @@ def end_with_link() -> None:
     reads the SuperLink's log when the SuperLink shuts down, the SuperLink's process stays alive for about another
     minute, but accepts no connections. When the parent process has ended, Flower sends a signal to the checking thread
     only. A main thread that sleeps between attempts to reach the SuperLink therefore keeps sleeping, and the process
-    does not end soon. This function ends it. polyfed writes checkpoints atomically, so this process may end at any
-    time.
+    does not end soon. This function ends the process. That is safe at any time, because polyfed writes
+    checkpoints atomically.
     """
     parent, address = os.getppid(), _address(sys.argv)
 

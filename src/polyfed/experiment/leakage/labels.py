@@ -106,7 +106,7 @@ def _ranked(score: Tensor, held: Tensor) -> float:
 
 
 def most_frequent(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
-    """Guess that the class with the largest score is the class with the most rows of the client.
+    """Guess which class has the most rows of a client: the guess is the class with the largest score.
 
     If several classes share the largest number of rows, a guess of any of these classes is right.
     """

@@ -38,7 +38,7 @@ def modalities_held(found: Capture) -> Iterator[Finding]:
 
 
 def _shown(reply: CapturedReply, model: Model) -> set[str]:
-    """Return the blocks that the client sent, as an attacker reads them from the names in a reply.
+    """Return the blocks that the client sent. An attacker can tell them by the names in the reply.
 
     A field declared with `whole=True` is sent with all its blocks. In such a field, tensors of the head are ignored.
     """

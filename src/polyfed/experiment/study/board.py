@@ -93,7 +93,7 @@ class Board:
         trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
         blocked: Maps the index of a cell to the reason why `reported` has no entry for this cell. For example, the
             cell's search has not chosen the settings yet, or the search stopped.
-        remarks: Maps the name of a run that an earlier sweep finished to the warnings of this run.
+        remarks: The warnings of each run that an earlier sweep finished, by the name of the run.
     """
 
     folder: Path
@@ -167,11 +167,11 @@ class Board:
         return (*mean_and_spread(scores), len(scores)) if scores else None
 
     def left_out(self) -> list[tuple[str, list[str]]]:
-        """Return each reason for which the study leaves cells out, with these cells."""
+        """Return the reasons why the study leaves cells out, each with the cells that it concerns."""
         return _gathered((f"left out: {cell.skip}", self._place(cell)) for cell in self.cells if cell.skip)
 
     def problems(self) -> list[tuple[str, list[str]]]:
-        """Return each reason for which the study is incomplete, with the runs or cells that it concerns.
+        """Return the reasons why the study is incomplete, each with the runs or cells that it concerns.
 
         A study is incomplete if a run failed or is unfinished, if the settings of a cell are not chosen yet, or if a
         reported run has none of the study's metrics.
@@ -218,13 +218,13 @@ class Board:
 
 
 def no_metric(wanted: Sequence[str], measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return, as text, the metrics that are wanted and the metrics that there are."""
+    """Return a text that lists the metrics that the study wants, and the metrics that the run has."""
     has = [f"{group}.{name}" for group, values in measured.items() for name in values]
     return f"{' or '.join(wanted)}, only {', '.join(has) or 'no metrics'}"
 
 
 def _gathered(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Return each text once, with all places where it occurs."""
+    """Return each text once, with a list of all places that are paired with it."""
     found: dict[str, list[str]] = {}
     for text, place in pairs:
         found.setdefault(text, []).append(place)

@@ -1,4 +1,4 @@
-"""Whether the runs of a study will have the study's metrics, found by an evaluation before any training."""
+"""Checks that the runs of a study will have the study's metrics, by an evaluation before any training."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +46,12 @@ def measured_by(recipe: Recipe, columns: Columns) -> tuple[Measured, str] | None
 def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
     """Return why a run has none of the metrics, or an empty text if it has one of them.
 
-    The text is also empty if a metric is of no group, because the checks of the study's file already tell this.
+    The text is also empty if a metric does not start with the name of a group, because `study_file` reports this.
 
     Args:
         metrics: the study's metrics, such as `global.accuracy`.
         measured: the metrics of the run.
-        fix: how to change the recipe for personal metrics.
+        fix: how to change the recipe so that the run also has personal metrics.
     """
     if any(_is_in(metric, measured) or metric.partition(".")[0] not in GROUPS for metric in metrics):
         return ""
@@ -67,9 +67,13 @@ def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
 
 
 def misspelt(metrics: Sequence[str], found: Sequence[Measured]) -> list[str]:
-    """Return a text for each metric of a list that no kind of run has, given the metrics of all runs.
+    """Return an error text for each metric whose name is neither in `KNOWN` nor among the metrics of any run.
 
-    A list with a single metric needs no such text, because `metric_fault` names this metric.
+    If there is only one metric, the result is empty, because `metric_fault` already reports this metric.
+
+    Args:
+        metrics: the study's metrics, such as `global.accuracy`.
+        found: the metrics of each run.
     """
     known = KNOWN.union(*(values for measured in found for values in measured.values()))
     return [
@@ -84,7 +88,10 @@ def _names(found: Iterable[Measured]) -> set[str]:
 
 
 def _is_in(metric: str, measured: Measured) -> bool:
-    """Return whether a run may have a metric, which may have been undefined on the few rows before the run."""
+    """Return whether a run may have a metric.
+
+    The evaluation before the run uses few rows. A metric that is undefined on them may still be defined in the run.
+    """
     group, _, name = metric.partition(".")
     values = measured.get(group)
     later = name in OF_VARYING if group == "global" else name.startswith(POOLED) and name.removeprefix(POOLED) in KNOWN

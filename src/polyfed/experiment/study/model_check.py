@@ -22,7 +22,7 @@ class ModelCheck:
     """Builds the models of a study's recipes, and remembers the faults.
 
     Attributes:
-        faults: the sections of a recipe, as JSON -> the fault. The text is empty if the model fits.
+        faults: Maps the sections of a recipe, as JSON, to the text of the fault. The text is empty if the model fits.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class ModelCheck:
             columns: the data of the recipe.
 
         Raises:
-            RecipeError: the model does not fit. The text is the one with which a run refuses the recipe.
+            RecipeError: the model does not fit. A run of the recipe would fail with the same text.
         """
         table = recipe.table()
         read = json.dumps([table.get(section) for section in SECTIONS], sort_keys=True, default=str)

@@ -61,8 +61,8 @@ class Cell:
     def gives_settings_to(self, other: "Cell") -> bool:
         """Return whether another cell takes the settings that the search chooses for this cell.
 
-        The other cell is in the same scenario, and has this cell's values of the grid. The other cell may have further
-        keys in its grid.
+        The other cell is in the same scenario, and has the same value for every key of this cell's grid. The grid of
+        the other cell may have further keys.
         """
         return (
             (other.settings_of, other.scenario) == (self.method, self.scenario)
@@ -96,7 +96,7 @@ class Planner:
         fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
         models: The check of the models.
         measured: The metrics that the runs of the cells will have, for each cell for which they are known.
-        loaded: The section [data] of the last data set, and this data set.
+        loaded: A pair: the section [data] of the last data set, as JSON, and the data set itself.
     """
 
     study: Study
@@ -153,7 +153,7 @@ class Planner:
         return self.fingerprints[section]
 
     def _columns(self, recipe: Recipe) -> Columns:
-        """Return the data of a recipe. The planner holds the last data set, because neighbouring cells share it."""
+        """Return the data of a recipe. The planner keeps the last data set, because the next cell often uses it too."""
         section = _data_of(recipe)
         if self.loaded is None or self.loaded[0] != section:
             self.loaded = section, stacked(recipe.data.load(), recipe.stack)
@@ -216,7 +216,7 @@ class Planner:
         return recipe
 
     def _has_validation_rows(self, cell: Cell) -> bool:
-        """Return whether the data of a cell has validation rows itself. Faults of other sections do not matter."""
+        """Return whether a cell's data set comes with validation rows. Only the section [data] is checked here."""
         errors: list[str] = []
         recipe = noted(errors, lambda: quiet({"data": cell.table["data"], "algorithm": {"name": "fedavg"}}))
         return recipe is None or self.fingerprint(recipe)[1]
@@ -239,7 +239,7 @@ def planned(given: str | Path | Mapping[str, Any]) -> tuple[Planner, list[Cell]]
 
 
 def _without_settings(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell whose settings no search would choose, and why, because the study leaves the search out."""
+    """Yield each cell that gets no settings because the study leaves out the search for them, and an error text."""
     for cell, source in itertools.product(cells, cells):
         if source.skip and not cell.skip and source.gives_settings_to(cell):
             yield (
@@ -250,7 +250,7 @@ def _without_settings(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
 
 
 def _where(method: str, scenario: str, values: Mapping[str, Any]) -> str:
-    """Return the place of a cell in the text of an error."""
+    """Name a cell for the text of an error: its method, its scenario and its values of the grid."""
     words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
     return f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
 

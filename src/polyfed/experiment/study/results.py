@@ -130,7 +130,7 @@ def _reported(board: Board) -> Iterator[tuple[int, Entry]]:
 
 
 def _all_runs(board: Board) -> list[tuple[int | None, Entry]]:
-    """Return the reported runs, and then the runs of the searches with None in place of the position of a cell."""
+    """Return (index of the cell, run) for the reported runs, and then (None, run) for the runs of the searches."""
     return [*_reported(board), *((None, entry) for entry in board.entries.values() if entry.tuning)]
 
 
@@ -181,7 +181,7 @@ def _choices(board: Board) -> Iterator[dict[str, Any]]:
 
 
 def _chosen_text(cell: Cell, entry: Entry) -> str:
-    """Return the chosen settings of a run, and from which method's search they come if it is another method."""
+    """Return the chosen settings of a run. If another method's search chose them, the text also names that method."""
     text = settings_text(entry.chosen)
     return f"{text} (settings of {cell.settings_of})" if cell.settings_of else text
 

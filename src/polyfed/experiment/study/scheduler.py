@@ -106,8 +106,8 @@ class _Sweep:
     def _needs(self, number: int, cell: Cell) -> Needs:
         """Yield the runs that a cell needs, batch by batch: first the runs of its search, then the reported runs.
 
-        When the search ends, the cells that take its settings start too. A sweep that was stopped repeats the search
-        with the stored scores, so these cells get the same settings again.
+        When the search ends, the cells that take its settings start too. If a stopped sweep is started again, it
+        repeats the search with the stored scores, so these cells get the same settings again.
         """
         blocked = self.board.blocked
         takers = [n for n, c in enumerate(self.board.cells) if cell.gives_settings_to(c) and not c.skip]

@@ -161,7 +161,7 @@ def _check_seeds(study: Study, problems: list[str]) -> bool:
 
 
 def _check_values(study: Study, problems: list[str]) -> None:
-    """Check the values of all keys with several values, and remove wrong keys from the study."""
+    """Check the lists and ranges of values in the grids and searches, and remove keys with wrong values."""
     places = {"[grid]": study.grid}
     for name, method in study.methods.items():
         places |= {f"[methods.{name}] grid": method.grid, f"[methods.{name}] search": method.search}
@@ -223,7 +223,7 @@ def _settings_faults(study: Study, name: str, method: Method) -> Iterator[str]:
 
 
 def _includes(entry: Any, part: Any) -> bool:
-    """Return whether a list or a range has all values of another list or range, which must exist."""
+    """Return whether `part` is given and `entry` has all its values. Both are lists or ranges of values."""
     return part is not None and all(value in values_of(entry) for value in values_of(part))
 
 

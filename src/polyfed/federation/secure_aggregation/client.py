@@ -211,9 +211,9 @@ class SecureAggregation:
             local: the client's local state.
 
         Raises:
-            Refusal: there are no keys for this request, or a value is beyond `range`. Or too few clients have a block,
-                and the reply has a field of this block that holds one tensor instead of a tree. Entries of a tree can
-                be left out of the reply, but such a field cannot.
+            Refusal: there are no keys for this request, a value is beyond `range`, or a field that holds one tensor
+                instead of a tree belongs to a block that too few clients have. The client can leave out entries of a
+                tree, but not such a field.
         """
         state = state_of(local, DELIVERED)
         cohort, place = cohort_in(state), int(state["place"])
