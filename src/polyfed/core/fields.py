@@ -101,8 +101,8 @@ def carries(
     Args:
         kind: one of `KINDS`.
         of: for a tensor, the modality that it describes. Default: the tensor belongs to no modality.
-        rows: for a field whose tensors have one entry per row, the name of the 0-dim field that holds the number of
-            rows without padding.
+        rows: the name of another field of the message, which holds the number of rows without padding (0-dim). Needed
+            if the tensors of this field have one entry per row.
         whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
             modalities and may send no others. A head over the embeddings of several parties needs `whole`, because such
             a head is useless without all of its parts.

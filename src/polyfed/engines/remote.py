@@ -42,7 +42,7 @@ class ReplyTerms:
     Attributes:
         session: number of the current session. Each start of the server begins a session with a larger number.
         reply_seconds: deadline of a request, in seconds.
-        close_at: share of the asked clients whose replies close the request.
+        close_at: the server closes the request when this share of the asked clients has replied.
         min_replies: smallest number of replies. With fewer replies, the server keeps waiting for all other clients
             until the deadline. It does so even for clients that missed earlier deadlines.
         away_seconds: how long the server waits for a client whose SuperNode is offline.

@@ -23,8 +23,8 @@ HONEST_FORMS = ("label-flip",)
 def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     """Refuse secure aggregation if the server would have to read the reply of a single client.
 
-    The server has to read single replies in two cases. The method or its selector says in `single_replies` why
-    single replies are needed, or a message has a field that is not declared as sum-only.
+    The server has to read single replies in two cases. First, the method or its selector needs them, and says why in
+    `single_replies`. Second, a message has a field that is not declared as sum-only.
 
     Raises:
         RecipeError: the server would have to read such a reply, or another section does not fit secure aggregation. The
@@ -85,7 +85,7 @@ def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
 
 
 def _advice(task: str) -> str:
-    """Return the end of an error text: the option that switches a task off, or "" if there is no such option."""
+    """Return a clause for an error text: it names the option that switches the task off. "" if no option does."""
     return {"class_means": "; [evaluate] unimodal = 'auto' does without"}.get(task, "")
 
 

@@ -1,4 +1,4 @@
-"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of untrained modalities."""
+"""How CMSFed averages: the weights gamma (Eq. 6), and the classifier's columns of modalities that were not trained."""
 
 from collections.abc import Mapping, Sequence
 

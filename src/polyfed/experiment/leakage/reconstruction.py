@@ -116,7 +116,7 @@ def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
     Args:
         rebuilt: (k, F).
         rows: the client's rows, (n, F).
-        public: rows of the same data that the attacker knows, (p, F).
+        public: rows that the attacker knows, (p, F). They come from the same data set as the client's rows.
     """
     own, known, mean = rows.double(), public.double(), public.double().mean(0, keepdim=True)
     spread = (own - mean).square().sum(1).mean().clamp(min=1e-12)

@@ -61,8 +61,8 @@ class Cell:
     def gives_settings_to(self, other: "Cell") -> bool:
         """Return whether another cell takes the settings that the search chooses for this cell.
 
-        The other cell is in the same scenario, and has the same value for every key of this cell's grid. The grid of
-        the other cell may have further keys.
+        This is so if `settings_of` of the other cell names this cell's method, both cells are in the same scenario, and
+        both have equal values for the keys of this cell's grid. The grid of the other cell may have further keys.
         """
         return (
             (other.settings_of, other.scenario) == (self.method, self.scenario)
@@ -94,8 +94,9 @@ class Planner:
     Attributes:
         study: The study.
         fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
-        models: The check of the models.
-        measured: The metrics that the runs of the cells will have, for each cell for which they are known.
+        models: Checks whether the algorithms can train the models.
+        measured: One entry for each checked cell: the names of the metrics that its runs will have. Cells whose metrics
+            are not known before a run have no entry.
         loaded: A pair: the section [data] of the last data set, as JSON, and the data set itself.
     """
 
@@ -239,7 +240,7 @@ def planned(given: str | Path | Mapping[str, Any]) -> tuple[Planner, list[Cell]]
 
 
 def _without_settings(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell that gets no settings because the study leaves out the search for them, and an error text."""
+    """Yield cells that need the settings of a cell that the study leaves out. Yield each with the error text."""
     for cell, source in itertools.product(cells, cells):
         if source.skip and not cell.skip and source.gives_settings_to(cell):
             yield (
