@@ -510,8 +510,16 @@ def test_it_is_told_when_nobody_trains_the_weak_modality_alone() -> None:
     case = made("vectorised", dominance_threshold=math.inf, rounds=3)
     finished = run(case, listeners=[lambda event, **facts: events.append(facts.get("text", ""))])
     assert any(text.startswith("WARNING: no client that owns all modalities was picked") for text in events)
-    assert finished.result["concerns"] == finished.rounds[0]["concerns"]
+    assert "weak modality alone in 1 rounds" in finished.rounds[0]["concerns"][0]
+    assert "weak modality alone in 3 rounds" in finished.result["concerns"][0]
     assert finished.result["logged"]["picked_weak"] == 0.0
+
+
+def test_the_result_names_no_part_that_had_an_effect_in_a_later_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CmsFed, "concerns", lambda own, logged: ["no effect"] if len(logged) < 3 else [])
+    finished = run(made("vectorised", rounds=3))
+    assert finished.rounds[0]["concerns"] == ["no effect"]
+    assert finished.result["concerns"] == []
 
 
 def test_clients_that_own_only_the_weak_modality_do_not_hide_that_the_ratio_rule_never_acts() -> None:

@@ -113,7 +113,7 @@ def test_compare_recognises_the_placebo_and_names_the_search(swept):
     proof = evidence(comparison)
     (row,) = proof.placebos
     assert (row.method, row.baseline, row.n) == ("fedogm", "control", 2)
-    assert "control: the search chose its settings for fedogm" in comparison.warnings
+    assert "control: uses the settings that the search chose for fedogm" in comparison.warnings
     assert [group["label"] for group in comparison.rows() if group.get("settings_of") == "fedogm"] == ["control"]
     groups = comparison_tables.content(comparison, proof)["groups"]
     assert [group.get("settings_of") for group in groups] == ["fedogm", None]
@@ -227,6 +227,12 @@ def test_settings_that_no_search_chooses_are_refused(tmp_path, search):
     study = table(tmp_path, methods=methods) | ({} if search is None else {"search": search})
     with pytest.raises(RecipeError, match=r"\[methods.again\] settings_of = 'fedavg': no search chooses settings for"):
         planned(study)
+
+
+def test_an_empty_name_is_refused(tmp_path):
+    methods = {"fedavg": {}, "again": {"set": {"algorithm.name": "fedavg"}, "settings_of": ""}}
+    with pytest.raises(RecipeError, match=r"\[methods.again\] settings_of = '': no method ''"):
+        planned(table(tmp_path, methods=methods))
 
 
 def test_a_scenario_without_the_searched_method_is_refused(tmp_path):

@@ -99,6 +99,21 @@ def test_a_condition_changes_only_the_cells_that_it_matches(tmp_path):
     }
 
 
+def test_a_condition_that_never_holds_or_changes_a_searched_key_is_refused(tmp_path):
+    rules = [
+        {"match": {"methd": "fedavg"}, "set": {"rounds": 1}},
+        {"match": {"clients.participaton": 6}, "set": {"rounds": 1}},
+    ]
+    with pytest.raises(RecipeError) as told:
+        cells(tmp_path, when=rules)
+    assert "[[when]] 1 match: no recipe of the study sets 'methd'; did you mean 'method'?" in str(told.value)
+    assert "[[when]] 2 match: no recipe of the study sets 'clients.participaton'" in str(told.value)
+    search = {"trials": 2, "seeds": [9], "keys": {"train.lr": {"low": 0.01, "high": 0.1}}}
+    for change in ({"set": {"train.lr": 0.5}}, {"unset": ["train.lr"]}):
+        with pytest.raises(RecipeError, match=r"\[\[when\]\] 1 changes train.lr, but a search chooses its value"):
+            cells(tmp_path, search=search, when=[{"match": {"method": "fedavg"}} | change])
+
+
 def test_all_problems_are_told_at_once(tmp_path):
     study = table(
         tmp_path,

@@ -10,7 +10,7 @@ import polyfed
 from polyfed.cli import main
 
 PARTICIPATION = "participation = 2 has no effect: algorithm 'pfmml' asks every client in every round"
-STILL = "have not moved in 1 rounds, so every device gets nearly the plain mean there"
+STILL = "have not moved in 2 rounds, so every device gets nearly the plain mean there"
 
 
 def typed(capsys, monkeypatch, *words):

@@ -308,8 +308,8 @@ class _Loop:
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
-        result["logged"] = means_of(row["logged"] for row in self.rounds)
-        result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
+        result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
+        result["concerns"] = self.recipe.algorithm.concerns(logged) if logged else []
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 

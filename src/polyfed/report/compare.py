@@ -180,7 +180,7 @@ class Comparison:
                 if (times := runs.count((seed, fold))) > 1:
                     found.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
             if group.settings_of:
-                found.append(f"{group.name}: the search chose its settings for {group.settings_of}")
+                found.append(f"{group.name}: uses the settings that the search chose for {group.settings_of}")
             found += [f"{group.name}: {note}" for note in group.notes]
         return tuple(found)
 

@@ -2,6 +2,7 @@
 
 - `study_schema`: the sections of a study. `study_file` reads them. `ranges`: the values of its keys.
 - `plan`: the recipes of its runs, and the names under which their results are kept.
+- `conditions`: whether the conditions [[when]] hold.
 - `model_check`: whether the algorithms can train the models.
 - `metric_checks`: whether the runs will have the study's metrics.
 - `search`: the choice of settings by Optuna, on validation rows.

@@ -19,11 +19,12 @@ from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
+from polyfed.experiment.study.conditions import holds, unknown_keys
 from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
 from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put
 from polyfed.experiment.study.study_file import read_study, refuse
-from polyfed.experiment.study.study_schema import NAMES, Study
+from polyfed.experiment.study.study_schema import Study
 
 T = TypeVar("T")
 
@@ -126,6 +127,7 @@ class Planner:
         for cell, error in _without_settings(found):
             faults.setdefault(error, []).append(_where(cell.method, cell.scenario, cell.values))
         problems += [f"{_all(where)}: {error}" for error, where in faults.items()]
+        problems += unknown_keys(self.study.when, [cell.table for cell in found])
         for scenario in self.study.scenarios:
             problems += misspelt(self.study.metrics_of(scenario), self.measured)
         self.loaded = None
@@ -177,13 +179,18 @@ class Planner:
         for key, value in values.items():
             put(table, key, value)
         skip = ""
-        for rule in study.when:
-            if _holds(rule.match, table, {"method": method, "scenario": scenario}):
+        space = study.searched_keys(method)
+        for number, rule in enumerate(study.when, 1):
+            if holds(rule.match, table, {"method": method, "scenario": scenario}):
+                if searched := sorted(space.keys() & {*rule.set, *rule.unset}):
+                    raise RecipeError(
+                        f"[[when]] {number} changes {', '.join(searched)}, but a search chooses its value"
+                    )
                 edit(table, rule.set, rule.unset)
                 skip = skip or rule.skip
         if at(table, "engine.threads") is None:
             put(table, "engine.threads", 1)
-        return Cell(method, scenario, values, table, study.searched_keys(method), skip, chosen.settings_of)
+        return Cell(method, scenario, values, table, space, skip, chosen.settings_of or "")
 
     def _check(self, cell: Cell, errors: list[str]) -> None:
         """Add the faults of a cell's recipe to the list.
@@ -292,18 +299,6 @@ def short(key: str) -> str:
 def value_text(value: Any) -> str:
     """Return the value of a key as text."""
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """Return whether all entries of a condition hold.
-
-    If an entry gives a list of values, it holds if the actual value is in the list.
-    """
-    for key, wanted in match.items():
-        value = names[key] if key in NAMES else at(table, key)
-        if value not in (wanted if isinstance(wanted, list) else [wanted]):
-            return False
-    return True
 
 
 def _all(places: list[str]) -> str:

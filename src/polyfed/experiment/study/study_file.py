@@ -187,14 +187,14 @@ def _check_values(study: Study, problems: list[str]) -> None:
 def _check_settings_of(study: Study, problems: list[str]) -> None:
     """Check the methods that take the settings of another method."""
     for name, method in study.methods.items():
-        if method.settings_of:
+        if method.settings_of is not None:
             where = f"[methods.{name}] settings_of = '{method.settings_of}':"
             problems += [f"{where} {fault}" for fault in _settings_faults(study, name, method)]
 
 
 def _settings_faults(study: Study, name: str, method: Method) -> Iterator[str]:
     """Yield why a method cannot take the settings of the method that it names."""
-    wanted = method.settings_of
+    wanted = method.settings_of or ""
     if method.search:
         yield "this method has search too. Give search or settings_of, not both"
     if wanted == name:

@@ -49,7 +49,7 @@ class Method:
     unset: list[str] = field(default_factory=list)
     grid: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
-    settings_of: str = ""
+    settings_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Study:
         For a method with `settings_of`, these are the keys of the method that it names.
         """
         own = self.methods[method]
-        searched = self.methods.get(own.settings_of, own)
+        searched = self.methods.get(own.settings_of or "", own)
         return searched.search if self.search is None else self.search.keys | searched.search
 
     def grid_of(self, method: str) -> dict[str, Any]:
