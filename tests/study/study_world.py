@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.study.plan import planned
 from polyfed.experiment.study.pool import Message
 from polyfed.experiment.study.worker import carry_out
 
@@ -30,6 +34,13 @@ batch_size = 16
 [algorithm]
 name = "fedavg"
 """
+
+
+def refused(study: dict[str, Any]) -> str:
+    """The error with which a study is refused before any run."""
+    with pytest.raises(RecipeError) as told:
+        planned(study)
+    return str(told.value)
 
 
 def write_recipe(folder: Path) -> str:

@@ -14,7 +14,7 @@ from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.report.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.labels import flat, labels_of, method_of, parts_of
-from polyfed.report.notes import SHARED_RUNS, notes_of
+from polyfed.report.notes import SHARED_RUNS, notes_of, notes_of_run
 from polyfed.report.run_folder import Folder, finished
 from polyfed.report.scores import TITLES, title_of, unit_of
 from polyfed.report.study_folder import NamedRun, runs_of
@@ -249,16 +249,14 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
             metrics=own.metrics,
             searched=own.searched,
             settings_of=own.settings_of,
-            notes=tuple(notes_of([_notes(*run) for run in bundle])),
+            notes=tuple(
+                notes_of([notes_of_run(() if run is None else run.remarks, folder.result) for folder, run in bundle])
+            ),
         )
         for (label, own), bundle in zip(names, bundles.values(), strict=True)
     )
     modalities = tuple(dict.fromkeys(m for folder in folders.values() for m in folder.modalities))
     return Comparison(groups, _columns(groups, modalities, reach), modalities)
-
-
-def _notes(folder: Folder, own: NamedRun | None) -> list[str]:
-    return [*(() if own is None else own.remarks), *folder.result.get("concerns", ())]
 
 
 def _names(firsts: Sequence[tuple[Folder, NamedRun | None]]) -> list[tuple[str, NamedRun]]:

@@ -1,11 +1,17 @@
 """Notes about several runs of one method: warnings of the runs, and parts of the method that had no effect."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 SHARED_RUNS = "these have the same settings, so they share their runs"
 
 NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+def notes_of_run(remarks: Iterable[str], result: Mapping[str, Any]) -> list[str]:
+    """Return the notes of one run: its warnings `remarks`, and the parts of its method that had no effect."""
+    return [*remarks, *result.get("concerns", ())]
 
 
 def notes_of(runs: Sequence[Iterable[str]]) -> list[str]:

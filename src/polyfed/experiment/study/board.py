@@ -10,7 +10,7 @@ from polyfed.core.files import RESULT, replace_text
 from polyfed.core.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
-from polyfed.report.notes import SHARED_RUNS, notes_of
+from polyfed.report.notes import SHARED_RUNS, notes_of, notes_of_run
 from polyfed.report.run_schema import RUN_RESULT, parse_as
 from polyfed.report.scores import Metric, first_metric
 
@@ -71,7 +71,7 @@ class Entry:
     @property
     def notes(self) -> list[str]:
         """The warnings of the run, and the parts of its method that had no effect."""
-        return [*self.remarks, *self.result.get("concerns", ())]
+        return notes_of_run(self.remarks, self.result)
 
     def score(self, metrics: Sequence[str]) -> float | None:
         """Return the value of the first of these metrics that the run has, or None."""

@@ -22,7 +22,7 @@ from polyfed.experiment.round_facts import versions
 from polyfed.experiment.study.conditions import holds, unknown_keys
 from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
 from polyfed.experiment.study.model_check import ModelCheck
-from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put
+from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
 from polyfed.experiment.study.study_file import read_study, refuse
 from polyfed.experiment.study.study_schema import Study
 
@@ -182,10 +182,8 @@ class Planner:
         space = study.searched_keys(method)
         for number, rule in enumerate(study.when, 1):
             if holds(rule.match, table, {"method": method, "scenario": scenario}):
-                if searched := sorted(space.keys() & {*rule.set, *rule.unset}):
-                    raise RecipeError(
-                        f"[[when]] {number} changes {', '.join(searched)}, but a search chooses its value"
-                    )
+                if twice := [key for key in space if sets(rule.set, key) or key in rule.unset]:
+                    raise RecipeError(f"[[when]] {number} changes {', '.join(twice)}, but a search chooses its value")
                 edit(table, rule.set, rule.unset)
                 skip = skip or rule.skip
         if at(table, "engine.threads") is None:
@@ -268,7 +266,7 @@ def _data_of(recipe: Recipe) -> str:
 
 
 def noted(errors: list[str], make: Callable[[], T]) -> T | None:
-    """Call a function. If it raises a RecipeError, add each of its faults to the errors, and return None."""
+    """Call a function. If it raises a RecipeError or DataError, add its faults to the errors, and return None."""
     problems = Problems()
     made = problems.attempt(make)
     errors += map(str, problems.found)

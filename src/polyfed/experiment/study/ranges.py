@@ -162,3 +162,9 @@ def at(table: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
+
+
+def sets(changes: Mapping[str, Any], key: str) -> bool:
+    """Return whether changes set a key, either by its dotted name or inside a whole table."""
+    inside = (at(value, key.removeprefix(f"{head}.")) for head, value in changes.items() if key.startswith(f"{head}."))
+    return key in changes or any(value is not None for value in inside)

@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.schema import checked
-from polyfed.experiment.study.ranges import WHOLE, at, entry_of, flat_keys, grid_size, values_of
+from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, sets, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
@@ -218,19 +218,13 @@ def _settings_faults(study: Study, name: str, method: Method) -> Iterator[str]:
             f"the search chooses settings for each value in the grid of '{wanted}'. Give this method the same values "
             f"of {', '.join(lacking)} in its grid, or fewer of them"
         )
-    if twice := [key for key in study.searched_keys(name) if _sets(method.set | own, key)]:
+    if twice := [key for key in study.searched_keys(name) if sets(method.set | own, key)]:
         yield f"the search chooses {', '.join(twice)}, so remove this from set and grid"
 
 
 def _includes(entry: Any, part: Any) -> bool:
     """Return whether `part` is given and `entry` has all its values. Both are lists or ranges of values."""
     return part is not None and all(value in values_of(entry) for value in values_of(part))
-
-
-def _sets(changes: Mapping[str, Any], key: str) -> bool:
-    """Return whether changes set a key, either by its dotted name or inside a whole table."""
-    inside = (at(value, key.removeprefix(f"{head}.")) for head, value in changes.items() if key.startswith(f"{head}."))
-    return key in changes or any(value is not None for value in inside)
 
 
 def _sampler(study: Study) -> str:
