@@ -34,6 +34,19 @@ def channels_of(shape: Shape) -> int:
     return shape[-1] if _channel_last(shape) else shape[0]
 
 
+def _channels_last(x: Tensor) -> Tensor:
+    """Return a view of (N, C, H, W) as (N, H, W, C)."""
+    return x.permute(0, 2, 3, 1)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Return the mean of (N, C, H, W) over height and width, (N, C).
+
+    The gradient gets the memory format of `x`, because the backward passes of other layers are slow for mixed formats.
+    """
+    return x.mean((2, 3)) if x.stride(1) != 1 else _channels_last(x).mean((1, 2))
+
+
 def _channel_last(shape: Shape) -> bool:
     return len(shape) == 3 and shape[-1] <= _FEW < shape[0]
 
@@ -61,7 +74,7 @@ class Images(nn.Module):
         frames = x.shape[2] if self.rank == 4 else 1
         if self.rank == 4:
             x = x.transpose(1, 2).flatten(0, 1)
-        z = self.layers(x).mean((2, 3))
+        z = _mean(self.layers(x))
         if self.rank == 4:
             z = z.unflatten(0, (-1, frames)).mean(1)
         return z if self.project is None else self.project(z)  # type: ignore[no-any-return]
@@ -85,9 +98,12 @@ class NormalisedInput(nn.Sequential):
         w, b = norm.weight.view(1, -1, 1, 1), norm.bias.view(1, -1, 1, 1)
         constant = conv2d(b.expand(1, *x.shape[1:]), conv.weight, conv.bias, conv.stride, conv.padding)
         kernel = w * conv.weight
-        if not norm.rows.bound:  # the next layers are faster in this memory format, which `vmap` does not support
-            kernel = kernel.contiguous(memory_format=torch.channels_last)
-        x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding) + constant
+        if norm.rows.bound or x.device.type != "cpu":
+            x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding) + constant
+        else:  # on a CPU, the next layers are faster in this memory format, which `vmap` does not support
+            kernel = kernel.clone(memory_format=torch.channels_last)  # `contiguous` ignores the format of one channel
+            x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding)
+            x = (_channels_last(x) + _channels_last(constant).contiguous()).permute(0, 3, 1, 2)
         for layer in rest:
             x = layer(x)
         return x
