@@ -60,3 +60,11 @@ def test_choice_is_uniform_distinct_and_cheap_for_huge_populations() -> None:
     assert stats.chisquare(np.bincount(np.concatenate(drawn), minlength=10)).pvalue > 1e-4
     assert len(set(keys.choice(1, 10**12, 50))) == 50
     assert keys.choice(4, 7, 7) == list(range(7))
+
+
+def test_keys_of_many_clients_and_numbers_are_derived_at_once() -> None:
+    bases, numbers = np.array([3, 2**31 - 1, 7], dtype=np.uint32), np.array([[0, 1], [5, 2**31 - 1], [9, 9]])
+    found = keys.fold_in_all(bases[:, None], numbers)
+    expected = [[keys.fold_in(int(base), int(n)) for n in row] for base, row in zip(bases, numbers, strict=True)]
+    assert found.tolist() == expected
+    assert keys.fold_in_all(bases, 5).tolist() == [keys.fold_in(int(base), 5) for base in bases]

@@ -231,6 +231,9 @@ def test_shards_give_back_what_they_were_made_of():
     ]
     with pytest.raises(IndexError):
         shards[3]
+    index, counts = shards.padded([2, 0, 1])
+    assert (index.tolist(), counts) == ([[7, 0], [4, 2], [0, 0]], (1, 2, 0))
+    assert shards.padded([1])[0].shape == (1, 0)
 
 
 def test_holding_out_takes_the_floor_of_the_share_of_every_client():

@@ -121,9 +121,11 @@ def test_live_path_is_the_functional_path(encoder, fusion):
         assert set(lent) == set(w)
         actual = loss_of(model, lent, batch)
         grads = torch.autograd.grad(actual, [lent[name] for name in params])
-        assert torch.equal(actual, expected)
+        # on the live path, cnn4 has another memory format, and sums are rounded in another order
+        close = {"rtol": 1e-5, "atol": 1e-7} if encoder == "cnn4" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(actual, expected, **close)
         for a, b in zip(grads, expected_grads, strict=True):
-            assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, **close)
         for name in functional:
             if model.is_buffer(name):
                 assert torch.equal(lent[name], functional[name])

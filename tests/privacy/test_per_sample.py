@@ -17,7 +17,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample
-from polyfed.training.step_plan import Rows
+from stacks import stack_of
 from world import algorithm, recipe
 
 BLOCKS = ("a", "b", "shared")
@@ -63,7 +63,7 @@ class World:
 
     def stack(self, privacy: PerSample, train: Train) -> Tree:
         engine, context = self.parts.engine, self.context
-        rows = Rows.pad([engine.rows(k) for k in self.clients])
+        rows = stack_of([engine.rows(k) for k in self.clients])
 
         def run(lane: Tensor) -> Tree:
             data = StackedClientData(

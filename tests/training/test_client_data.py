@@ -13,8 +13,10 @@ from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
 from polyfed.training import SingleClientData, StackedClientData
+from polyfed.training.client_data import DROPOUT, stream_key
 from polyfed.training.optimisers import Train
-from polyfed.training.step_plan import Rows, make_plan
+from polyfed.training.step_plan import make_plan
+from stacks import stack_of
 from world import PLAIN
 
 COLUMNS = Toy(rows=200, classes=3).load()
@@ -40,7 +42,7 @@ def collected(counts: list[int], train: Train, stream: int = 0) -> tuple[list[li
 
         alone(own, client_keys[k]).minimise(loss, MODEL.init(0), train=train, stream=stream)
         singly.append(steps)
-    plan = make_plan(client_keys, Rows.pad(rows), train, skip_single=False, stream=stream)
+    plan = make_plan(client_keys, stack_of(rows), train, skip_single=False, stream=stream)
     stacked = [
         [plan.rows[k, t][plan.ok[k, t]].tolist() for t in range(plan.rows.shape[1]) if bool(plan.ok[k, t].any())]
         for k in range(len(counts))
@@ -58,6 +60,17 @@ def collected(counts: list[int], train: Train, stream: int = 0) -> tuple[list[li
 def test_both_machines_plan_the_same_steps(counts: list[int], size: int, epochs: int, steps: int | None) -> None:
     singly, stacked = collected(counts, Train(batch_size=size, epochs=epochs, steps=steps))
     assert singly == stacked
+
+
+def test_the_plan_has_the_dropout_key_of_every_step() -> None:
+    client_keys = [keys.key("client", k) for k in range(3)]
+    rows = stack_of([torch.arange(9), torch.arange(9, 14), torch.arange(14, 23)])
+    plan = make_plan(client_keys, rows, Train(batch_size=3, epochs=2), skip_single=False, stream=4)
+    assert plan.key.shape == plan.alive.shape == (3, 6)
+    for k, client in enumerate(client_keys):
+        numbers = plan.number[k][plan.alive[k]].tolist()
+        expected = [keys.fold_in(stream_key(client, DROPOUT, 4), number - 1) for number in numbers]
+        assert plan.key[k][plan.alive[k]].tolist() == expected
 
 
 def test_an_epoch_takes_every_row_once_and_epochs_differ() -> None:
@@ -80,7 +93,7 @@ def test_fold_sums_over_real_rows_only(counts: list[int]) -> None:
         return total + batch.sum(batch.x["a"])
 
     def one(lane: Tensor) -> Tensor:
-        view = StackedClientData(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
+        view = StackedClientData(COLUMNS, stack_of(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
         out: Tensor = view.fold(step, torch.zeros(16), batch_size=4)
         return out
 
@@ -106,7 +119,7 @@ def test_a_fold_stops_at_each_clients_last_row() -> None:
         }
 
     def one(lane: Tensor) -> dict[str, Tensor]:
-        view = StackedClientData(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
+        view = StackedClientData(COLUMNS, stack_of(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
         out: dict[str, Tensor] = view.fold(step, first, batch_size=4)
         return out
 

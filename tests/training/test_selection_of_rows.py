@@ -12,7 +12,7 @@ from polyfed.model import ModelSpec, build_model
 from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
-from polyfed.training.step_plan import Rows
+from stacks import stack_of
 
 COLUMNS = Toy(rows=60, classes=3, shapes={"a": (4,)}).load()
 MODEL = build_model(ModelSpec(embedding=3, encoders={"a": {"kind": "mlp", "hidden": [5]}}), {"a": (4,)}, 3)
@@ -27,7 +27,7 @@ def alone(client: int) -> SingleClientData:
 
 def stacked(task: Any) -> Any:
     def one(lane: torch.Tensor, chosen: torch.Tensor) -> Any:
-        return task(StackedClientData(COLUMNS, Rows.pad(ROWS), KEYS, lane, ("a",), MODEL, 1, 3), chosen)
+        return task(StackedClientData(COLUMNS, stack_of(ROWS), KEYS, lane, ("a",), MODEL, 1, 3), chosen)
 
     return vmap(one)(torch.arange(2), torch.stack(CHOSEN))
 

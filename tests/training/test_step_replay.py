@@ -5,12 +5,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from laws.rows import ROWS
 from laws.test_laws import params, world
@@ -26,9 +27,9 @@ from polyfed.training import StackedClientData, TrainingResult
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_memory import calls
-from polyfed.training.step_plan import Rows
 from polyfed.training.step_program import Program
 from polyfed.training.step_trace import Ref, Tracer
+from stacks import stack_of
 from world import AWKWARD, PLAIN, furthest, played
 
 NEVER = ("centralized", "split-learning", "splitfed")
@@ -71,7 +72,7 @@ def trained(
 ) -> TrainingResult:
     """The stack of clients after a local training from one initial model in round `number`."""
     starts = torch.tensor([0, *counts]).cumsum(0)
-    rows = Rows.pad([torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))])
+    rows = stack_of([torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))])
     client_keys = tuple(keys.key("client", k) for k in range(len(counts)))
     first = MODEL.init(keys.key(1, "init"))
     fits: list[TrainingResult] = []
@@ -345,9 +346,25 @@ def test_a_loss_that_counts_in_a_global_list_has_no_program(replayed: list[int])
 CALLS: list[int] = []
 
 
+def test_a_training_inside_another_transform_has_no_program(replayed: list[int]) -> None:
+    """A gradient with respect to a number that the training does not read."""
+    first, train = MODEL.init(keys.key(1, "init")), Train(lr=0.1, batch_size=8)
+    rows = stack_of([torch.arange(24), torch.arange(24, 48)])
+
+    def one(lane: Tensor, *, replays: bool) -> Tensor:
+        view = StackedClientData(COLUMNS, rows, (1, 2), lane, ("a", "b"), MODEL, 1, 9, replays=replays)
+        slope: Tensor = grad(lambda factor: factor * view.minimise(plain, first, train=train).loss)(torch.ones(()))
+        return slope
+
+    with_programs, direct = (vmap(partial(one, replays=replays))(torch.arange(2)) for replays in (True, False))
+    assert not replayed
+    assert torch.equal(with_programs, direct)
+    assert (direct > 0).all()
+
+
 @pytest.mark.parametrize("kind", ["iterator", "dataset", "generator", "numpy"])
 def test_a_loss_over_an_object_that_cannot_be_compared_has_no_program(kind: str, replayed: list[int]) -> None:
-    rows = Rows.pad([torch.arange(8)])
+    rows = stack_of([torch.arange(8)])
     held = {
         "iterator": iter([1.0]),
         "dataset": StackedClientData(COLUMNS, rows, (1,), torch.tensor(0), ("a", "b"), MODEL, 1, 1),

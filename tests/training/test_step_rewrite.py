@@ -127,6 +127,46 @@ def test_the_gradient_of_cross_entropy_needs_fewer_operations() -> None:
     assert saved(rules.fuse_cross_entropy, cross_entropy, *inputs, numbers(K, B, C)) == 0, "one u for each row only"
 
 
+def test_a_tensor_of_ones_does_not_depend_on_the_step() -> None:
+    def step(x: Tensor, z: Tensor) -> list[Tensor]:
+        return [x * (torch.ones_like(x) * z + torch.zeros_like(x)).exp(), x.sum()]
+
+    x, z = numbers(2, 3), numbers(2, 3)
+    assert saved(rules.fill_constants, step, x, z) == 0
+    graph = traced(step, x, z)
+    rules.fill_constants(graph)
+    with Counted() as counted:
+        Program(graph, 1, 0)([x], [], range(5), [z])
+    assert counted.calls[aten.full.default] == 2
+    assert counted.calls[aten.exp.default] == 1
+
+
+def test_a_tensor_of_ones_that_a_step_writes_into_is_made_in_every_step() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        return [x + torch.ones_like(x).add_(1), x.sum()]
+
+    graph = traced(step, numbers(3))
+    rules.fill_constants(graph)
+    (after,), _ = Program(graph, 1, 0)([numbers(3)], [], range(2), [])
+    torch.testing.assert_close(after, numbers(3) + 4)
+
+
+def test_the_log_softmax_of_few_classes_uses_another_axis() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        logs = aten._log_softmax.default(x, 2, False)
+        return [logs, logs.exp()]
+
+    def axes(*shape: int) -> list[Any]:
+        graph = traced(step, numbers(*shape))
+        rules.turn_softmax(graph)
+        return [node.args[1] for node in calls(graph, aten._log_softmax.default)]
+
+    assert saved(rules.turn_softmax, step, numbers(20, 10, 7)) == -2
+    assert axes(20, 10, 7) == [1]
+    assert axes(20, 10, 16) == [2], "the kernel for the last axis is fast"
+    assert axes(3, 4, 7) == [2], "two more operations would take longer than they save"
+
+
 @pytest.mark.parametrize("factor", [-0.1, 1])
 def test_an_update_is_folded_into_its_product(factor: float) -> None:
     inputs = numbers(K, B, C), numbers(K, B, 2), numbers(K, 2, C)

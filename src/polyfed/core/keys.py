@@ -52,9 +52,16 @@ def fold_in(base: int | Tensor, number: int | Tensor) -> int | Tensor:
     return _shift(_mix(base_t ^ _mix(number_t * _signed(_GOLDEN))), 1)
 
 
-def fold_in_all(bases: np.ndarray, number: int) -> np.ndarray:
-    """Return `fold_in(base, number)` for every base, uint32 (K,), as one operation for many keys."""
-    return _mix_array(bases ^ np.uint32(_mix_int(number * _GOLDEN & _MASK))) >> np.uint32(1)
+def fold_in_all(bases: np.ndarray, numbers: int | np.ndarray) -> np.ndarray:
+    """Return `fold_in(base, number)` for every base, uint32 (K,), as one operation for many keys.
+
+    If `numbers` is an array of integers of at least 0, it broadcasts against `bases`.
+    """
+    if isinstance(numbers, int):
+        mixed: np.uint32 | np.ndarray = np.uint32(_mix_int(numbers * _GOLDEN & _MASK))
+    else:
+        mixed = _mix_array(numbers.astype(np.uint32) * np.uint32(_GOLDEN))
+    return _mix_array(bases ^ mixed) >> np.uint32(1)
 
 
 def bits(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
@@ -88,10 +95,8 @@ def permutation(base: int | Tensor, n: int, device: torch.device | str | None = 
     return torch.argsort(bits(base, n, device), stable=True)
 
 
-def permutations(
-    bases: Sequence[int] | np.ndarray, counts: Sequence[int], device: torch.device | str | None = None
-) -> Tensor:
-    """Several permutations at once, int64 (K, max(counts)).
+def permutations(bases: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Several permutations at once, a NumPy array int64 (K, max(counts)).
 
     Row k begins with `permutation(bases[k], counts[k])`; the remaining numbers follow in ascending order. NumPy
     computes them on the CPU, because the overhead of tensor operations dominates for short rows.
@@ -101,7 +106,7 @@ def permutations(
     if min(counts, default=0) < longest:
         behind = np.arange(longest) >= np.array(counts)[:, None]
         noise = np.where(behind, np.int64(1) << 40, noise)
-    return torch.from_numpy(np.argsort(noise, axis=1, kind="stable")).to(device)
+    return np.argsort(noise, axis=1, kind="stable")
 
 
 def choice(base: int, n: int, k: int) -> list[int]:

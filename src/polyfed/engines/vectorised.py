@@ -133,9 +133,9 @@ class Vectorised(InProcess):
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
-        rows = Rows.pad([self.rows(client) for client in group])
-        own_tests = [self.test_rows(client) for client in group]
-        tests = None if any(t is None for t in own_tests) else Rows.pad([t for t in own_tests if t is not None])
+        rows = Rows.of(self.population.train, group, self.device)
+        own_tests = self.population.test
+        tests = None if own_tests is None else Rows.of(own_tests, group, self.device)
         owned = [secrets_apart(request, self.local(request, client)) for client in group]
         locals_, local_dims = _stack_trees([own for own, _ in owned])
         lane = torch.arange(len(group), device=self.device)

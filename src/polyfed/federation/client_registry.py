@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from polyfed.core.tree import SHARED
@@ -95,9 +94,12 @@ class ClientRegistry:
         empty = self.num_rows == 0
         eligible = ClientNumbers(~empty) if bool(empty.any()) else range(len(self))
         object.__setattr__(self, "eligible", eligible)
+        # NumPy, because every round looks up new clients, and indexing a tensor takes ten times as long
+        object.__setattr__(self, "_num_rows", self.num_rows.cpu().numpy())
         object.__setattr__(self, "_rows_of_holds", self.holds.cpu().numpy())
 
     eligible: Sequence[int] = field(init=False)
+    _num_rows: np.ndarray = field(init=False, repr=False, compare=False)
     _rows_of_holds: np.ndarray = field(init=False, repr=False, compare=False)
     _sets: dict[bytes, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -113,7 +115,6 @@ class ClientRegistry:
 
     def owned(self, client: int) -> tuple[str, ...]:
         """Return the modalities of a client, in the federation's order."""
-        # NumPy, because every round looks up new clients, and indexing a tensor takes ten times as long
         held = self._rows_of_holds[client].tobytes()
         if held not in self._sets:
             self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
@@ -122,4 +123,4 @@ class ClientRegistry:
     def rows_of(self, clients: Iterable[int]) -> dict[int, int]:
         """Return the number of training rows of each of these clients."""
         asked = list(clients)
-        return dict(zip(asked, self.num_rows[torch.tensor(asked, dtype=torch.int64)].tolist(), strict=True))
+        return dict(zip(asked, self._num_rows[asked].tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -212,15 +213,23 @@ def _mean(pieces: list[Piece], shares: Shares) -> Tensor:
         return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)
     one = pieces[0][1][0]
     wide = torch.promote_types(one.dtype, torch.float32)  # in a 16-bit type, a sum of hundreds loses half of its digits
-    mean = torch.zeros_like(one, dtype=wide)
     stacks = [(share, stack) for share, (_, stack) in zip(shares.pieces, pieces, strict=True)]
+    mean: Tensor | None = None
     for share_K, stack in _ascending(pieces, shares) if one.nbytes <= SMALL else stacks:
         if len(share_K) == 1:
-            mean.add_(stack[0], alpha=share_K[0])
+            term = stack[0].to(wide) * share_K[0]
         else:
-            share = torch.tensor(share_K, dtype=wide, device=stack.device)
-            mean.add_(torch.tensordot(share, stack.to(wide), 1))
+            row = _row(share_K, wide, stack.device)
+            term = torch.mm(row, stack.to(wide).reshape(len(share_K), -1)).view(one.shape)
+        mean = term if mean is None else mean.add_(term)
+    assert mean is not None
     return mean.to(one.dtype)
+
+
+@lru_cache(maxsize=8)
+def _row(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return these shares as a matrix with one row. All tensors of a mean have the same shares."""
+    return torch.tensor([shares], dtype=dtype, device=device)
 
 
 def _ascending(pieces: list[Piece], shares: Shares) -> Iterator[tuple[tuple[float, ...], Tensor]]:

@@ -76,8 +76,8 @@ class Images(nn.Module):
             x = x.transpose(1, 2).flatten(0, 1)
         z = _mean(self.layers(x))
         if self.rank == 4:
-            z = z.unflatten(0, (-1, frames)).mean(1)
-        return z if self.project is None else self.project(z)  # type: ignore[no-any-return]
+            z = z.unflatten(0, (-1, frames)).mean(1)  # type: ignore[no-untyped-call]
+        return z if self.project is None else self.project(z)
 
 
 class NormalisedInput(nn.Sequential):

@@ -174,9 +174,9 @@ class StackedClientData(ClientData):
             stream=job.stream,
             first_epoch=after.num_epochs if after else 0,
         )
-        count, number = plan.count[self.lane] + done, plan.number[self.lane] + done
+        count = plan.count[self.lane] + done
         kinds = list(zip(plan.full, plan.live, strict=True))
-        return Schedule(kinds, self._steps(plan, number, job.stream), count, self._step_batch)
+        return Schedule(kinds, self._steps(plan, done, job.stream), count, self._step_batch)
 
     def _step_batch(self, full: bool, rows_B: Tensor, where_B: Tensor, ok_B: Tensor, key: Tensor) -> Batch:
         return self._batch(rows_B, where_B, None if full else ok_B, key)
@@ -214,19 +214,22 @@ class StackedClientData(ClientData):
         dropout_key = stream_key(self.key, DROPOUT, stream)
         return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
 
-    def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
+    def _steps(self, plan: Plan, done: Tensor | int, stream: int) -> tuple[Tensor, ...]:
         """Return the inputs of all steps, tensors (T, ...).
 
         Four inputs define the batch of a step. They are the positions of the rows among the client's own rows, the
         positions of the same rows in the table, a mask of the rows that are not padding, and the dropout key. A fifth
         input says whether the client takes the step at all. The sixth input is the step's number.
         """
-        dropout_key = stream_key(self.key, DROPOUT, stream)
-        rows, ok = plan.rows[self.lane], plan.ok[self.lane]
-        # computed for all steps at once, because every operation under vmap takes at least 10 us
-        key = keys.fold_in(dropout_key, number - 1)
-        assert isinstance(key, Tensor)
-        return rows, self._where(rows), ok, key, ok.any(-1), number
+        # computed for all steps at once, and outside of vmap, because every operation under vmap takes at least 10 us
+        rows, ok, alive, number = (value[self.lane] for value in (plan.rows, plan.ok, plan.alive, plan.number))
+        if isinstance(done, Tensor):
+            number = number + done
+            key = keys.fold_in(stream_key(self.key, DROPOUT, stream), number - 1)
+            assert isinstance(key, Tensor)
+        else:
+            key = plan.key[self.lane]
+        return rows, self._where(rows), ok, key, alive, number
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.training.client_data import ORDER
+from polyfed.data.partitions.shards import Shards
+from polyfed.training.client_data import DROPOUT, ORDER
 from polyfed.training.optimisers import Train
 from polyfed.training.step_counts import usable_rows
 
@@ -29,10 +30,10 @@ class Rows:
     counts: tuple[int, ...]
 
     @classmethod
-    def pad(cls, rows: Sequence[Tensor]) -> "Rows":
-        """Stack the positions of several clients' rows. The clients may differ in their number of rows."""
-        index = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-        return cls(index, tuple(len(r) for r in rows))
+    def of(cls, shards: Shards, clients: Sequence[int], device: torch.device | str = "cpu") -> "Rows":
+        """Stack the positions of these clients' rows. The clients may differ in their number of rows."""
+        index, counts = shards.padded(clients)
+        return cls(index.to(device), counts)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Plan:
         ok: False for padding, bool (K, T, B).
         number: how many steps a client has taken after each step, including this step, int64 (K, T). The entry has no
             meaning if the client has no steps left.
+        alive: whether a client takes the step, bool (K, T).
         count: number of steps of each client, int64 (K,).
+        key: dropout key of each step, int32 (K, T), for clients that have taken no steps before.
         full: for each step, whether no client has padding.
         live: for each step, whether all clients still train.
     """
@@ -52,9 +55,16 @@ class Plan:
     rows: Tensor
     ok: Tensor
     number: Tensor
+    alive: Tensor
     count: Tensor
+    key: Tensor
     full: tuple[bool, ...]
     live: tuple[bool, ...]
+
+
+def stream_keys(client_keys: Sequence[int], purpose: int, stream: int) -> np.ndarray:
+    """Return `stream_key(client, purpose, stream)` for the key of each client, uint32 (K,)."""
+    return keys.fold_in_all(keys.fold_in_all(np.array(client_keys, dtype=np.uint32), purpose), stream)
 
 
 def make_plan(
@@ -76,34 +86,44 @@ def make_plan(
         stream: number of the random stream for the order of rows.
         first_epoch: number of epochs already trained.
     """
-    device = stack.index.device
-    n_K = torch.tensor(stack.counts, device=device)
-    ends = [usable_rows(n, train.batch_size, skip_single) for n in stack.counts]
-    end_K = torch.tensor(ends, device=device)
+    # NumPy, because for few clients the overhead of tensor operations dominates
+    ends = np.array([usable_rows(n, train.batch_size, skip_single) for n in stack.counts])
     size = min(train.batch_size or max(stack.counts), max(stack.counts)) or 1
-    slots = -(-max(ends) // size)
+    slots = -(-int(ends.max()) // size)
     epochs = train.epochs
     if train.steps is not None:
-        shortest = min((-(-end // size) for end in ends if end), default=1)
+        shortest = min((-(-int(end) // size) for end in ends if end), default=1)
         epochs = -(-train.steps // shortest)
-    order_keys = keys.fold_in_all(keys.fold_in_all(np.array(client_keys, dtype=np.uint32), ORDER), stream)
-    parts = [_epoch_order(order_keys, first_epoch + epoch, stack, slots * size) for epoch in range(epochs)]
+    order_keys = stream_keys(client_keys, ORDER, stream)
+    orders = [_epoch_order(order_keys, first_epoch + epoch, stack.counts, slots * size) for epoch in range(epochs)]
     shape = (len(client_keys), epochs * slots, size)
-    rows = torch.stack(parts, 1).view(shape) if parts else n_K.new_zeros(shape)
-    place = torch.arange(slots * size, device=device).view(1, slots, size).expand(len(client_keys), -1, -1)
-    ok = (place < end_K.view(-1, 1, 1)).repeat(1, epochs, 1)
+    rows = np.stack(orders, 1).reshape(shape) if orders else np.zeros(shape, np.int64)
+    ok = np.tile(np.arange(slots * size).reshape(1, slots, size) < ends[:, None, None], (1, epochs, 1))
     step = ok.any(-1).cumsum(1) - 1
     if train.steps is not None:
-        ok = ok & (step < train.steps).unsqueeze(-1)
-    used = ok.any(-1).any(0)  # drop the last slots if no client uses them
-    last = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
+        ok &= (step < train.steps)[..., None]
+    used = np.flatnonzero(ok.any((0, 2)))  # drop the last slots if no client uses them
+    last = int(used[-1]) + 1 if len(used) else 0
     rows, ok, step = rows[:, :last], ok[:, :last], step[:, :last]
-    full = tuple(ok.all(-1).all(0).tolist())
-    live = tuple(ok.any(-1).all(0).tolist())
-    return Plan(rows, ok, step.clamp(min=0) + 1, ok.any(-1).sum(1), full, live)
+    number, alive = step.clip(min=0) + 1, np.asarray(ok.any(-1))
+    key = keys.fold_in_all(stream_keys(client_keys, DROPOUT, stream)[:, None], number - 1)
+
+    def tensor(value: np.ndarray) -> Tensor:
+        return torch.from_numpy(value).to(stack.index.device)
+
+    return Plan(
+        rows=tensor(rows),
+        ok=tensor(ok),
+        number=tensor(number),
+        alive=tensor(alive),
+        count=tensor(alive.sum(1)),
+        key=tensor(key.view(np.int32)),
+        full=tuple(np.asarray(ok.all((0, 2))).tolist()),
+        live=tuple(np.asarray(alive.all(0)).tolist()),
+    )
 
 
-def _epoch_order(order_keys: np.ndarray, epoch: int, stack: Rows, width: int) -> Tensor:
+def _epoch_order(order_keys: np.ndarray, epoch: int, counts: Sequence[int], width: int) -> np.ndarray:
     """Return each client's random order of its rows in this epoch, int64 (K, width), padded with 0."""
-    order = keys.permutations(keys.fold_in_all(order_keys, epoch), stack.counts, stack.index.device)
-    return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]
+    order = keys.permutations(keys.fold_in_all(order_keys, epoch), counts)
+    return np.pad(order, ((0, 0), (0, max(width - order.shape[1], 0))))[:, :width]

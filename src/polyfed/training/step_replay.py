@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyfed.training.plain_tensors import PlainTensors, below
+from polyfed.training.plain_tensors import below, on_plain, only_stacked
 from polyfed.training.step_check import agree, reproduces
 from polyfed.training.step_program import Program
 from polyfed.training.step_rewrite import rewrite
@@ -112,19 +113,20 @@ def run(
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
     """
-    replay = None if source is None or not kinds or not _plain(state) else Replay(columns, source, state)
-    slices = list(zip(*(column.unbind() for column in columns), strict=True))
+    usable = kinds and _plain(state) and only_stacked()
+    replay = Replay(columns, source, state) if source is not None and usable else None
+    slices = cache(lambda: list(zip(*(column.unbind() for column in columns), strict=True)))  # for direct steps
     values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
         known = []
         if replay is not None and tried[kinds[t]] < TRIES:
             replay.look(state)
             if replay.lacks(kinds[t]):
-                takes = [Recording(state, slices[t]) for _ in range(2)]
+                takes = [Recording(state, slices()[t]) for _ in range(2)]
                 with suppress(Unrecordable):
                     for take in takes:
                         with take.tracer:  # here, because a user who debugs a loss then sees a short stack
-                            out = advance(kinds[t], take.state, slices[t])
+                            out = advance(kinds[t], take.state, slices()[t])
                         take.end(*out)
                 replay.learn(kinds[t], *takes)
             known = replay.programs(kinds[t:])
@@ -132,7 +134,7 @@ def run(
             state, value = replay.steps(known, state, t)
         else:
             tried[kinds[t]] += 1
-            state, value = advance(kinds[t], state, slices[t])
+            state, value = advance(kinds[t], state, slices()[t])
         values.append(value.reshape(-1))
         t += max(len(known), 1)
     return state, torch.cat(values)
@@ -149,7 +151,7 @@ class Replay:
 
     def __init__(self, columns: Sequence[Tensor], source: Source, state: Any) -> None:
         self._columns, self._source = columns, source
-        plain, dims = below([*columns, *source.tensors, *pytree.tree_leaves(state)])  # one slow call for all three
+        plain, dims = below([*columns, *source.tensors, *pytree.tree_leaves(state)])
         own, end = len(columns), len(columns) + len(source.tensors)
         inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain[:own], dims[:own], strict=True)]
         self._tensors = plain[own:end]
@@ -242,7 +244,7 @@ class Replay:
                 values, t = [*values, *found], stop
             return (*now, torch.stack(values)), (*dims[: len(leaves)], None if known[0].value_dim is None else 1)
 
-        *after, values = PlainTensors.apply(work, *leaves, *self._columns)  # type: ignore[no-untyped-call]
+        *after, values = on_plain(work, *leaves, *self._columns)
         return pytree.tree_unflatten(after, spec), values
 
 

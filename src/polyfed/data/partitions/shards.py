@@ -78,6 +78,16 @@ class Shards:
         start, end = self.offsets[client : client + 2].tolist()
         return self.rows[start:end]
 
+    def padded(self, clients: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+        """Rows of several clients, int64 (len(clients), n) padded with 0, and the number of rows of each client."""
+        first, end = (self.offsets[torch.tensor(clients, dtype=torch.int64) + later] for later in (0, 1))
+        sizes = end - first
+        counts = tuple(sizes.tolist())
+        place = torch.arange(max(counts, default=0))
+        inside = place < sizes.unsqueeze(1)
+        index = self.rows[torch.where(inside, first.unsqueeze(1) + place, 0)] if bool(inside.any()) else inside.long()
+        return index.where(inside, 0), counts
+
     @property
     def sizes(self) -> Tensor:
         """Rows per client, int64 (K,)."""
