@@ -68,3 +68,9 @@ def test_keys_of_many_clients_and_numbers_are_derived_at_once() -> None:
     expected = [[keys.fold_in(int(base), int(n)) for n in row] for base, row in zip(bases, numbers, strict=True)]
     assert found.tolist() == expected
     assert keys.fold_in_all(bases, 5).tolist() == [keys.fold_in(int(base), 5) for base in bases]
+
+
+def test_choice_keeps_its_draws() -> None:
+    """Runs of earlier versions drew these cohorts, and a resumed run must draw them again."""
+    assert keys.choice(7, 100, 5) == [3, 29, 66, 78, 99]
+    assert keys.choice(keys.key("cohort", 3), 10**12, 3) == [18271194101, 145230043979, 983066418694]

@@ -113,8 +113,8 @@ def choice(base: int, n: int, k: int) -> list[int]:
     """`k` distinct members of range(n), ascending, in O(k) time for any n (Robert Floyd, CACM 30(9), 1987)."""
     assert 0 <= k <= n, f"cannot draw {k} of {n}"
     chosen: set[int] = set()
-    for step, top in enumerate(range(n - k, n)):
-        pick = _below(base, step, top + 1)
+    for top, word in zip(range(n - k, n), _words(base, k), strict=True):
+        pick = word * (top + 1) >> 64
         chosen.add(pick if pick not in chosen else top)
     return sorted(chosen)
 
@@ -131,9 +131,11 @@ def _bits_at(base: int | Tensor, places: Tensor) -> Tensor:
     return _mix(_mix(places * _signed(_GOLDEN) ^ _SALT) + offset)
 
 
-def _below(base: int, step: int, limit: int) -> int:
-    high, low = (_mix_int((_mix_int(2 * step + half) + base) & _MASK) for half in (0, 1))
-    return ((high << 32) | low) * limit >> 64
+def _words(base: int, count: int) -> list[int]:
+    """Return `count` random integers of 64 bits; two hashes of (key, position) make each of them."""
+    halves = _mix_array(_mix_array(np.arange(2 * count, dtype=np.uint32)) + np.uint32(base & _MASK)).astype(np.uint64)
+    words: list[int] = (halves[::2] << np.uint64(32) | halves[1::2]).tolist()
+    return words
 
 
 @lru_cache(maxsize=4)

@@ -9,6 +9,7 @@ annotations to list what will leave the clients.
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from polyfed.core.errors import RecipeError
@@ -96,7 +97,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.
     """
-    hints = get_type_hints(task)
+    hints = _hints(getattr(task, "__func__", task))
     answer = get_args(hints.get("return")) or (None,)
     owner = task.__self__  # type: ignore[attr-defined]
     found: list[type[Message]] = []
@@ -113,6 +114,12 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     if masks(owner) and reply.declared and sum_only(reply):
         reply = masked_class(reply)  # type: ignore[arg-type]  # a class is hashable
     return got, reply
+
+
+@lru_cache(maxsize=256)
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's type annotations. They are computed once, because every request reads those of its task."""
+    return get_type_hints(function)
 
 
 def masks(owner: object) -> bool:

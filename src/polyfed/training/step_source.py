@@ -7,7 +7,7 @@ round can then run on the tensors of the current round.
 
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -27,6 +27,8 @@ FIXED = (type, Enum, types.CodeType, types.ModuleType, types.BuiltinFunctionType
 
 PYTHON_CLASS, BUILT_IN = 1 << 9, 1 << 8
 """Flags of a class: `Py_TPFLAGS_HEAPTYPE` and `Py_TPFLAGS_IMMUTABLETYPE` of CPython."""
+
+_EXACT = frozenset(VALUES)
 
 _numbers: "WeakKeyDictionary[Model, int]" = WeakKeyDictionary()
 _next = count()
@@ -62,24 +64,27 @@ class Source:
         self.named: list[Any] = []
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # keeps `id` unique
-        self._add(read)
+        waiting: list[Any] = [read]
+        while waiting:
+            waiting.extend(reversed(self._add(waiting.pop())))
         places = {id(tensor): place for place, tensor in enumerate(self.tensors)}
         self.classes = None if classes is None else places[id(classes)]
         self.parts.append(self.classes)
 
-    def _add(self, value: Any) -> None:
-        if isinstance(value, VALUES):
+    def _add(self, value: Any) -> Sequence[Any]:
+        """Add the description of a value, and return the values inside of it, which are to be added next."""
+        if type(value) in _EXACT or isinstance(value, VALUES):
             self.parts.append((type(value), repr(value)))
-            return
+            return ()
         if isinstance(value, Tensor):
             self.parts.append(Tensor)
             self.tensors.append(value)
-            return
+            return ()
         number = len(self._seen)
         seen = self._seen.setdefault(id(value), number)
         self.parts.append((type(value), seen))
         if seen < number:
-            return
+            return ()
         self._alive.append(value)
         if isinstance(value, Model):
             held = value.held()
@@ -91,8 +96,8 @@ class Source:
         else:
             contents = _contents(value)
             self.parts.append(len(contents))
-            for entry in contents:
-                self._add(entry)
+            return contents
+        return ()
 
 
 def _contents(value: Any) -> tuple[Any, ...]:
@@ -116,12 +121,23 @@ def _contents(value: Any) -> tuple[Any, ...]:
         return value.__func__, value.__self__
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
-    if any(not kind.__flags__ & PYTHON_CLASS or kind.__flags__ & BUILT_IN for kind in type(value).__mro__[:-1]):
+    readable, slots, computed = _class_facts(type(value))  # type: ignore[arg-type]  # a class is hashable
+    if not readable:
         raise Unreadable
-    slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
-    held = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name)}
-    held |= getattr(value, "__dict__", {})
-    computed = (name for name in held if isinstance(getattr(type(value), name, None), functools.cached_property))
-    for name in list(computed):
-        del held[name]  # follows from the rest, and is there only after its first use
-    return tuple(entry for item in held.items() for entry in item)
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return tuple(entry for name, inner in held.items() if name not in computed for entry in (name, inner))
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_facts(kind: type) -> tuple[bool, tuple[str, ...], frozenset[str]]:
+    """Return facts about the objects of a class.
+
+    Returns:
+        Whether Python code can read all that these objects hold, the names of their slots, and the names of their
+        cached properties. The value of a cached property follows from the rest, and exists only after its first use.
+    """
+    readable = all(base.__flags__ & PYTHON_CLASS and not base.__flags__ & BUILT_IN for base in kind.__mro__[:-1])
+    slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+    attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    cached = {name for name, value in attributes.items() if isinstance(value, functools.cached_property)}
+    return readable, tuple(sorted(slots)), frozenset(cached)
