@@ -258,6 +258,24 @@ def test_a_program_makes_constants_and_views_of_its_weights_once() -> None:
     assert counted.calls[aten.t.default] == 1 + 4, "the view of w once, that of the product in each step"
 
 
+def test_a_program_looks_up_small_rows_of_all_steps_at_once() -> None:
+    """A lookup that is written into, or whose rows are computed in the step, stays in its step."""
+
+    def step(w: Tensor, rows: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
+        return [w + y[rows] + z[rows].add_(1).sum(-1), y[rows.flip(0)].sum()]
+
+    w, y, z = numbers(K, 5), numbers(9), numbers(9, 2)
+    rows = torch.arange(K * 4 * 5).view(K, 4, 5) * 7 % 9
+    program = Program(traced(step, w, rows[:, 0], y, z), 1, 1)
+    with Counted() as counted:
+        (after,), values = program([w], [rows], range(1, 4), [y, z])
+    assert counted.calls[aten.index.Tensor] == 1 + 3 + 3
+    for t, value in zip(range(1, 4), values, strict=True):
+        w, expected = step(w, rows[:, t], y, z)
+        assert torch.equal(value, expected)
+    assert torch.equal(after, w)
+
+
 def test_a_program_makes_a_view_anew_if_the_step_returns_another_tensor() -> None:
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
         out = x.mm(w.t())

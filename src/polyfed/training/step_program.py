@@ -2,13 +2,18 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from polyfed.training.step_memory import Memory, results
+from polyfed.training.step_memory import Memory, args, calls, form, results
 from polyfed.training.step_trace import makes_view
+
+SMALL = 2**14
+"""Most entries of a lookup's result in one step. A larger result may no longer be in the processor's cache when its
+step begins."""
 
 
 class Program:
@@ -16,7 +21,7 @@ class Program:
 
     Some operations give the same result in every step. They run only once, before the first step. There are two kinds
     of such operations. The first kind makes constants. The second kind makes views of parameters that the steps update
-    in place.
+    in place. Small lookups in a table, such as that of the labels, also run once: for the rows of all steps.
 
     Args:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
@@ -27,11 +32,14 @@ class Program:
     def __init__(self, graph: fx.Graph, num_state: int, num_slices: int) -> None:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         state, outside = inputs[:num_state], inputs[num_state + num_slices :]
+        slices = inputs[num_state : num_state + num_slices]
         early = _early(graph, state, outside)
-        late = [node for node in graph.nodes if node.op == "call_function" and node not in early]
-        self._used = [bool(node.users) for node in inputs[num_state : num_state + num_slices]]
+        lookups = _lookups(graph, slices, outside)
+        late = [n for n in graph.nodes if n.op == "call_function" and n not in early and n not in lookups]
+        self._lookups = [(outside.index(table), slices.index(rows)) for table, rows in lookups.values()]
         self._once = _function([*state, *outside], early, early)
-        self._step = _function([*inputs, *early], late, results(graph))
+        self._used = [any(user not in lookups for user in node.users) for node in slices] + [True] * len(lookups)
+        self._step = _function([*state, *slices, *lookups, *outside, *early], late, results(graph))
 
     def __call__(
         self, state: Sequence[Tensor], columns: Sequence[Tensor], steps: range, outside: Sequence[Tensor]
@@ -48,11 +56,25 @@ class Program:
             The state after the last step, and the value of each step.
         """
         early, now, values = self._once(*state, *outside), list(state), []
+        columns = [*columns, *(outside[table][columns[rows]] for table, rows in self._lookups)]
         for t in steps:
             own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
             *now, value = self._step(*now, *own, *outside, *early)
             values.append(value)
         return now, values
+
+
+def _lookups(
+    graph: fx.Graph, slices: Sequence[fx.Node], outside: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+    """Return the small lookups `table[rows]` of a step, each with the table and the rows."""
+    memory, found = Memory(graph), {}
+    for node in calls(graph, torch.ops.aten.index.Tensor):
+        table, places = args(node)
+        reads = table in outside and len(places) == 1 and places[0] in slices
+        if reads and prod(form(node).shape) <= SMALL and memory.constant(node) and memory.constant(table):
+            found[node] = table, places[0]
+    return found
 
 
 def _function(inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> Callable[..., Any]:
