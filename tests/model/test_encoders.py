@@ -102,6 +102,28 @@ def test_cnn4_computes_its_first_layers_in_another_order_with_equal_results(chan
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_activations_and_gradients_of_cnn4_have_one_memory_format_in_training(channels):
+    """Operations on two tensors with different formats take several times as long."""
+    net = Cnn4().build((channels, 12, 10), 8)
+    rows = Rows()
+    rows.bound = False
+    net.layers = adopt(net.layers, rows, "x")
+    found = []
+
+    def see(layer, given, out):
+        found.append(out)
+        out.register_hook(found.append)
+
+    for layer in net.layers:
+        if isinstance(layer, (nn.ReLU, nn.MaxPool2d)):
+            layer.register_forward_hook(see)
+    rows.see(Batch(x={}, y=torch.zeros(5, dtype=torch.int64), rows=torch.arange(5), key=1))
+    net(normal(5, channels, 12, 10)).square().sum().backward()
+    assert len(found) == 2 * 5
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in found)
+
+
 class ImageGradients(TorchDispatchMode):
     """The number of images, each time that a convolution computes the gradient of its RGB input."""
 

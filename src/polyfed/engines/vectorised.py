@@ -53,7 +53,7 @@ CONVOLVES = (
 
 STEP_FLOPS = 7e7
 """Floating-point operations of the forward pass of one step, for models with 2-d convolutions. Up to this number, a
-stack of clients is faster than a loop on a CPU: 1.2 to 1.5 times. From 1.2e8 on, it is not (docs/performance.md)."""
+stack of clients is faster than a loop on a CPU: 1.2 to 2 times. From 1.2e8 on, it is not (docs/performance.md)."""
 
 RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
 """The reason in the event `looped` for models with gradient checkpointing."""

@@ -34,8 +34,8 @@ def channels_of(shape: Shape) -> int:
     return shape[-1] if _channel_last(shape) else shape[0]
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """Return a view of (N, C, H, W) as (N, H, W, C)."""
+def _nhwc(x: Tensor) -> Tensor:
+    """Return (N, C, H, W) as a view (N, H, W, C)."""
     return x.permute(0, 2, 3, 1)
 
 
@@ -44,7 +44,7 @@ def _mean(x: Tensor) -> Tensor:
 
     The gradient gets the memory format of `x`, because the backward passes of other layers are slow for mixed formats.
     """
-    return x.mean((2, 3)) if x.stride(1) != 1 else _channels_last(x).mean((1, 2))
+    return x.mean((2, 3)) if x.stride(1) != 1 else _nhwc(x).mean((1, 2))
 
 
 def _channel_last(shape: Shape) -> bool:
@@ -103,7 +103,7 @@ class NormalisedInput(nn.Sequential):
         else:  # on a CPU, the next layers are faster in this memory format, which `vmap` does not support
             kernel = kernel.clone(memory_format=torch.channels_last)  # `contiguous` ignores the format of one channel
             x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding)
-            x = (_channels_last(x) + _channels_last(constant).contiguous()).permute(0, 3, 1, 2)
+            x = (_nhwc(x) + _nhwc(constant).contiguous()).permute(0, 3, 1, 2)
         for layer in rest:
             x = layer(x)
         return x
