@@ -82,6 +82,17 @@ def test_the_bits_of_a_mean_of_small_entries_do_not_depend_on_the_stacks(groups:
     assert torch.equal(mean(groups), mean([range(0, 70, 2), range(1, 70, 2)]))
 
 
+def test_stacks_of_other_shapes_have_no_mean() -> None:
+    """Otherwise, entries at different positions would be added."""
+    side = int(SMALL**0.5)
+    parts = [
+        ReplyStack(clients, Update(params={"a": torch.ones(2, *shape)}, loss=torch.zeros(2), num_rows=torch.ones(2)))
+        for clients, shape in (((0, 1), (side, side // 2)), ((2, 3), (side // 2, side)))
+    ]
+    with pytest.raises(RuntimeError, match="size"):
+        Replies(parts).mean("params", dict.fromkeys(range(4), 1.0))
+
+
 def test_counters_take_the_maximum_and_a_weight_must_be_a_number() -> None:
     one = torch.zeros(2)
     told = Replies([ReplyStack((0, 1), Update({"shared.steps": torch.tensor([7, 3])}, one, one))])

@@ -392,6 +392,88 @@ def test_equal_values_and_other_tensors_share_a_program(replayed: list[int], mon
     assert len(made) == 4, "the factor is part of a program"
 
 
+class Private:
+    __slots__ = ("__factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.__factor = factor
+
+    def get(self) -> float:
+        return self.__factor
+
+
+class OneSlot:
+    __slots__ = "factor"
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def get(self) -> float:
+        return self.factor
+
+
+class Entries(list[float]):
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def get(self) -> float:
+        return self.factor
+
+
+class Number(float):
+    factor: float
+
+    def get(self) -> float:
+        return self.factor
+
+
+class Table(dict[str, float]):
+    factor: float
+
+    def get(self) -> float:  # type: ignore[override]
+        return self.factor
+
+
+class Hidden(Entries):
+    def __getattribute__(self, name: str) -> Any:
+        return {} if name == "__dict__" else super().__getattribute__(name)
+
+
+def held_by(kind: type, factor: float) -> Any:
+    """An object that holds a factor outside of its entries."""
+    if kind in (Number, Table):
+        made = kind()
+        made.factor = factor
+        return made
+    return kind(factor)
+
+
+@pytest.mark.parametrize("kind", [Private, OneSlot, Entries, Number, Table, Hidden])
+def test_another_value_in_an_object_is_another_program(kind: type, replayed: list[int]) -> None:
+    def scaled(factor: float) -> Loss:
+        holder = held_by(kind, factor)
+        return lambda w, batch: plain(w, batch) * holder.get()
+
+    for factor in (1.0, 0.25):
+        replayed.clear()
+        fit = trained(scaled(factor))
+        assert replayed
+        assert close(fit, trained(scaled(factor), replays=False))
+
+
+def test_another_attribute_of_a_function_is_another_program(replayed: list[int]) -> None:
+    def scaled(factor: float) -> Loss:
+        def inner(value: Tensor) -> Tensor:
+            return value * inner.factor  # type: ignore[attr-defined, no-any-return]
+
+        inner.factor = factor  # type: ignore[attr-defined]
+        return lambda w, batch: inner(plain(w, batch))
+
+    for factor in (1.0, 0.25):
+        assert close(trained(scaled(factor)), trained(scaled(factor), replays=False))
+    assert replayed
+
+
 def test_two_places_that_hold_one_tensor_in_the_first_round_only(replayed: list[int]) -> None:
     def between(a: Tensor, b: Tensor) -> Loss:
         return lambda w, batch: plain(w, batch) + (w["shared.bias"] - b).square().sum() + 0 * a.sum()

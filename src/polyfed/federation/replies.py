@@ -220,7 +220,7 @@ def _mean(pieces: list[Piece], shares: Shares) -> Tensor:
             term = stack[0].to(wide) * share_K[0]
         else:
             row = _row(share_K, wide, stack.device)
-            term = torch.mm(row, stack.to(wide).reshape(len(share_K), -1)).view(one.shape)
+            term = torch.mm(row, stack.to(wide).reshape(len(share_K), -1)).view(stack.shape[1:])
         mean = term if mean is None else mean.add_(term)
     assert mean is not None
     return mean.to(one.dtype)

@@ -15,13 +15,16 @@ SMALL = 2**14
 """Most entries of a lookup's result in one step. A larger result may no longer be in the processor's cache when its
 step begins."""
 
+TOGETHER = 64
+"""Most steps for which a program looks up rows at once. The results then take at most 8 MiB."""
+
 
 class Program:
     """Computes several training steps with the same graph of operations on plain tensors.
 
     Some operations give the same result in every step. They run only once, before the first step. There are two kinds
     of such operations. The first kind makes constants. The second kind makes views of parameters that the steps update
-    in place. Small lookups in a table, such as that of the labels, also run once: for the rows of all steps.
+    in place. Small lookups in a table, such as that of the labels, run once for many steps.
 
     Args:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
@@ -38,7 +41,7 @@ class Program:
         late = [n for n in graph.nodes if n.op == "call_function" and n not in early and n not in lookups]
         self._lookups = [(outside.index(table), slices.index(rows)) for table, rows in lookups.values()]
         self._once = _function([*state, *outside], early, early)
-        self._used = [any(user not in lookups for user in node.users) for node in slices] + [True] * len(lookups)
+        self._used = [any(user not in lookups for user in node.users) for node in slices]
         self._step = _function([*state, *slices, *lookups, *outside, *early], late, results(graph))
 
     def __call__(
@@ -56,11 +59,14 @@ class Program:
             The state after the last step, and the value of each step.
         """
         early, now, values = self._once(*state, *outside), list(state), []
-        columns = [*columns, *(outside[table][columns[rows]] for table, rows in self._lookups)]
-        for t in steps:
-            own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
-            *now, value = self._step(*now, *own, *outside, *early)
-            values.append(value)
+        for start in range(steps.start, steps.stop, TOGETHER):
+            some = range(start, min(start + TOGETHER, steps.stop))
+            looked = [outside[table][columns[rows][:, some.start : some.stop]] for table, rows in self._lookups]
+            for t in some:
+                own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
+                found = (result.select(1, t - start) for result in looked)
+                *now, value = self._step(*now, *own, *found, *outside, *early)
+                values.append(value)
         return now, values
 
 

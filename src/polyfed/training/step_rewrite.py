@@ -155,7 +155,9 @@ def turn_softmax(graph: fx.Graph) -> None:
         turned = form(x)._replace(shape=(*shape[:-2], shape[-1], shape[-2]))
         x = put_as(node, turned, aten.transpose.int, x, dim - 1, dim)
         logs = put_as(node, turned, aten._log_softmax.default, x, dim - 1, half)
-        swap(node, put(node, aten.transpose.int, logs, dim - 1, dim))
+        back = put(node, aten.transpose.int, logs, dim - 1, dim)
+        # a copy, because a later operation may need the memory layout of the recorded step
+        swap(node, put(node, aten.clone.default, back, memory_format=torch.contiguous_format))
 
 
 def fold_products(graph: fx.Graph) -> None:

@@ -7,10 +7,11 @@ round can then run on the tensors of the current round.
 
 import functools
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from polyfed.model import Model
 from polyfed.training.client_data import ClientData
 
-VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType, types.EllipsisType)
+VALUES = {bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType, types.EllipsisType}
 """Types of values that are compared by type and `repr`, because 1 == 1.0 == True in Python."""
 
 FIXED = (type, Enum, types.CodeType, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -28,10 +29,32 @@ FIXED = (type, Enum, types.CodeType, types.ModuleType, types.BuiltinFunctionType
 PYTHON_CLASS, BUILT_IN = 1 << 9, 1 << 8
 """Flags of a class: `Py_TPFLAGS_HEAPTYPE` and `Py_TPFLAGS_IMMUTABLETYPE` of CPython."""
 
-_EXACT = frozenset(VALUES)
-
 _numbers: "WeakKeyDictionary[Model, int]" = WeakKeyDictionary()
 _next = count()
+
+
+def _named(held: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Return the keys and values of a mapping, in turn."""
+    return tuple(entry for item in held.items() for entry in item)
+
+
+def _sorted(held: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(held, key=repr))
+
+
+NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
+"""Classes whose objects are compared by their `repr`. Objects of subclasses are compared by their attributes too."""
+
+ENTRIES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    dict: _named,
+    list: tuple,
+    tuple: tuple,
+    set: _sorted,
+    frozenset: _sorted,
+    Mapping: _named,
+}
+"""Classes whose objects are compared by their entries, with functions that return the entries. Objects of subclasses
+are compared by their attributes too."""
 
 
 class Unreadable(Exception):
@@ -73,7 +96,7 @@ class Source:
 
     def _add(self, value: Any) -> Sequence[Any]:
         """Add the description of a value, and return the values inside of it, which are to be added next."""
-        if type(value) in _EXACT or isinstance(value, VALUES):
+        if type(value) in VALUES:
             self.parts.append((type(value), repr(value)))
             return ()
         if isinstance(value, Tensor):
@@ -108,36 +131,60 @@ def _contents(value: Any) -> tuple[Any, ...]:
     """
     if isinstance(value, ClientData):  # its keys and its rows differ from round to round
         raise Unreadable
-    if isinstance(value, Mapping):
-        return tuple(entry for item in value.items() for entry in item)
-    if isinstance(value, (list, tuple)):
-        return tuple(value)
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted(value, key=repr))
     if isinstance(value, types.FunctionType):
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        return value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+        return value.__code__, *cells, value.__defaults__, value.__kwdefaults__, *_named(value.__dict__)
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__
-    if isinstance(value, functools.partial):
+    if type(value) is functools.partial:
         return value.func, value.args, value.keywords
-    readable, slots, computed = _class_facts(type(value))  # type: ignore[arg-type]  # a class is hashable
-    if not readable:
+    base = next((kind for kind in (*NUMBERS_AND_TEXTS, *ENTRIES) if isinstance(value, kind)), object)
+    facts = _class_facts(type(value), base)  # type: ignore[arg-type]  # a class is hashable
+    entries: tuple[Any, ...] = ()
+    if base in ENTRIES:
+        entries = ENTRIES[base](value)
+    elif base is not object:
+        entries = (base.__repr__(value),)  # type: ignore[call-arg]  # not the `repr` that a subclass may define
+    elif not facts.readable:
         raise Unreadable
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
-    return tuple(entry for name, inner in held.items() if name not in computed for entry in (name, inner))
+    held: dict[str, Any] = {}
+    for name, slot in facts.slots.items():
+        with suppress(AttributeError):  # the slot is empty
+            held[name] = slot.__get__(value)
+    held |= {name: inner for name, inner in _attributes(value).items() if name not in facts.computed}
+    return (*entries, *_named(held))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the `__dict__` of an object, even if its class hides it. Empty if the object has none."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+class _ClassFacts(NamedTuple):
+    """Facts about the objects of a class.
+
+    Attributes:
+        readable: whether Python code can read all that these objects hold.
+        slots: the slots by name.
+        computed: names of cached properties. Their values follow from the rest, and exist only after their first use.
+    """
+
+    readable: bool
+    slots: dict[str, types.MemberDescriptorType]
+    computed: frozenset[str]
 
 
 @functools.lru_cache(maxsize=1024)
-def _class_facts(kind: type) -> tuple[bool, tuple[str, ...], frozenset[str]]:
-    """Return facts about the objects of a class.
-
-    Returns:
-        Whether Python code can read all that these objects hold, the names of their slots, and the names of their
-        cached properties. The value of a cached property follows from the rest, and exists only after its first use.
-    """
-    readable = all(base.__flags__ & PYTHON_CLASS and not base.__flags__ & BUILT_IN for base in kind.__mro__[:-1])
-    slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
-    attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
-    cached = {name for name, value in attributes.items() if isinstance(value, functools.cached_property)}
-    return readable, tuple(sorted(slots)), frozenset(cached)
+def _class_facts(kind: type, base: type) -> _ClassFacts:
+    """Return facts about the objects of a class. The classes from which `base` inherits, and `base`, are left out."""
+    own = [each for each in reversed(kind.__mro__) if each not in base.__mro__]
+    named = {name: value for each in own for name, value in vars(each).items()}
+    return _ClassFacts(
+        all(each.__flags__ & PYTHON_CLASS and not each.__flags__ & BUILT_IN for each in own),
+        {name: value for name, value in named.items() if isinstance(value, types.MemberDescriptorType)},
+        frozenset(name for name, value in named.items() if isinstance(value, functools.cached_property)),
+    )
