@@ -28,6 +28,9 @@ SHAPES = [(16, 16, 16), (16, 16, 64), (32, 8, 64), (32, 28, 4), (32, 28, 16), (3
 WINDOWS = [(2, 2, 0), (3, 2, 1)]
 """Kernel size, stride and padding of the pools in most published networks."""
 
+TURNS = 7
+"""How often each way to compute a training step has its turn, because other programs on the machine come and go."""
+
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
     """The median processor time of a call."""
@@ -75,13 +78,17 @@ def steps(repeats: int) -> None:
     print("|---:|---:|---:|---:|---:|---:|---:|")
     pool, norm = MaxPool2d.forward, NormalisedInput.forward
     plain_pool, plain_norm = nn.MaxPool2d.forward, nn.Sequential.forward
+    ways = ((plain_pool, plain_norm), (pool, plain_norm), (plain_pool, norm), (pool, norm))
     for channels, size in ((1, 16), (3, 16), (1, 64), (3, 64)):
-        found = []
-        for use in ((plain_pool, plain_norm), (pool, plain_norm), (plain_pool, norm), (pool, norm)):
-            MaxPool2d.forward, NormalisedInput.forward = use  # type: ignore[method-assign]
-            found.append(step_ms(channels, size, repeats))
-        figures = " | ".join(f"{value:.1f}" for value in found)
-        print(f"| {channels} | {size} | {figures} | {found[0] / found[-1]:.2f} |")
+        found: list[list[float]] = [[] for _ in ways]
+        for _ in range(TURNS):
+            for way, times in zip(ways, found, strict=True):
+                MaxPool2d.forward, NormalisedInput.forward = way  # type: ignore[method-assign]
+                times.append(step_ms(channels, size, repeats))
+        plain, *others = (statistics.median(times) for times in found)
+        print(
+            f"| {channels} | {size} | {plain:.1f} | {' | '.join(f'{ms:.1f}' for ms in others)} | {plain / others[-1]:.2f} |"
+        )
 
 
 if __name__ == "__main__":
