@@ -85,10 +85,9 @@ def steps(repeats: int) -> None:
             for way, times in zip(ways, found, strict=True):
                 MaxPool2d.forward, NormalisedInput.forward = way  # type: ignore[method-assign]
                 times.append(step_ms(channels, size, repeats))
-        plain, *others = (statistics.median(times) for times in found)
-        print(
-            f"| {channels} | {size} | {plain:.1f} | {' | '.join(f'{ms:.1f}' for ms in others)} | {plain / others[-1]:.2f} |"
-        )
+        medians = [statistics.median(times) for times in found]
+        figures = " | ".join(f"{ms:.1f}" for ms in medians)
+        print(f"| {channels} | {size} | {figures} | {medians[0] / medians[-1]:.2f} |")
 
 
 if __name__ == "__main__":
