@@ -98,9 +98,9 @@ class NormalisedInput(nn.Sequential):
         w, b = norm.weight.view(1, -1, 1, 1), norm.bias.view(1, -1, 1, 1)
         constant = conv2d(b.expand(1, *x.shape[1:]), conv.weight, conv.bias, conv.stride, conv.padding)
         kernel = w * conv.weight
-        if norm.rows.bound or x.device.type != "cpu":
+        if norm.rows.bound:
             x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding) + constant
-        else:  # on a CPU, the next layers are faster in this memory format, which `vmap` does not support
+        else:  # the next layers are faster in this memory format, which `vmap` does not support
             kernel = kernel.clone(memory_format=torch.channels_last)  # `contiguous` ignores the format of one channel
             x = conv2d(norm.standardised(x), kernel, None, conv.stride, conv.padding)
             x = (_nhwc(x) + _nhwc(constant).contiguous()).permute(0, 3, 1, 2)
