@@ -108,7 +108,8 @@ def run(
         state: nested structure of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: the kind of each step. Steps are of the same kind if Python takes the same branches in them.
-        source: the values that a step reads. They identify its program. If None, no step uses a program.
+        source: the values that a step reads. They identify its program. If None, no step uses a program. No step uses a
+            program inside another transform than the `vmap` of the stack either.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).

@@ -78,17 +78,6 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
             swap(node, put(node, aten.full.default, list(shape), count, dtype=dtype, device=device))
 
 
-def fill_constants(graph: fx.Graph) -> None:
-    """Compute `ones_like(x)` and `zeros_like(x)` as `full(shape, c)`, which does not read x.
-
-    A program then computes it, and all operations that follow from it, once instead of in every step.
-    """
-    for op, value in ((aten.ones_like.default, 1), (aten.zeros_like.default, 0)):
-        for node in calls(graph, op):
-            dtype, shape, device = form(node)
-            swap(node, put(node, aten.full.default, list(shape), value, dtype=dtype, device=device))
-
-
 def drop_factors_of_one(graph: fx.Graph) -> None:
     """Replace 1 * x by x.
 
@@ -138,6 +127,17 @@ def fuse_cross_entropy(graph: fx.Graph) -> None:
             p = put(node, aten.exp.default, logs)
             p = put(node, aten.scatter_.value_reduce, p, dim, label, -1.0, reduce="add")
             swap(node, put(node, aten.mul_.Tensor, p, u))
+
+
+def fill_constants(graph: fx.Graph) -> None:
+    """Compute `ones_like(x)` and `zeros_like(x)` as `full(shape, c)`, which does not read x.
+
+    A program then computes it, and all operations that follow from it, once instead of in every step.
+    """
+    for op, value in ((aten.ones_like.default, 1), (aten.zeros_like.default, 0)):
+        for node in calls(graph, op):
+            dtype, shape, device = form(node)
+            swap(node, put(node, aten.full.default, list(shape), value, dtype=dtype, device=device))
 
 
 def turn_softmax(graph: fx.Graph) -> None:

@@ -138,13 +138,12 @@ def _contents(value: Any) -> tuple[Any, ...]:
         return value.__func__, value.__self__
     if type(value) is functools.partial:
         return value.func, value.args, value.keywords
-    base = next((kind for kind in (*NUMBERS_AND_TEXTS, *ENTRIES) if isinstance(value, kind)), object)
-    facts = _class_facts(type(value), base)  # type: ignore[arg-type]  # a class is hashable
+    facts = _class_facts(type(value))  # type: ignore[arg-type]  # a class is hashable
     entries: tuple[Any, ...] = ()
-    if base in ENTRIES:
-        entries = ENTRIES[base](value)
-    elif base is not object:
-        entries = (base.__repr__(value),)  # type: ignore[call-arg]  # not the `repr` that a subclass may define
+    if facts.base in ENTRIES:
+        entries = ENTRIES[facts.base](value)
+    elif facts.base in NUMBERS_AND_TEXTS:
+        entries = (facts.base.__repr__(value),)  # not the `repr` that a subclass may define
     elif not facts.readable:
         raise Unreadable
     held: dict[str, Any] = {}
@@ -168,22 +167,26 @@ class _ClassFacts(NamedTuple):
     """Facts about the objects of a class.
 
     Attributes:
+        base: the class of `NUMBERS_AND_TEXTS` or `ENTRIES` from which the class inherits; `object` if there is none.
         readable: whether Python code can read all that these objects hold.
         slots: the slots by name.
         computed: names of cached properties. Their values follow from the rest, and exist only after their first use.
     """
 
+    base: Any
     readable: bool
     slots: dict[str, types.MemberDescriptorType]
     computed: frozenset[str]
 
 
 @functools.lru_cache(maxsize=1024)
-def _class_facts(kind: type, base: type) -> _ClassFacts:
-    """Return facts about the objects of a class. The classes from which `base` inherits, and `base`, are left out."""
+def _class_facts(kind: type) -> _ClassFacts:
+    """Return facts about the objects of a class. They leave out what the class inherits from its `base`."""
+    base = next((each for each in (*NUMBERS_AND_TEXTS, *ENTRIES) if issubclass(kind, each)), object)
     own = [each for each in reversed(kind.__mro__) if each not in base.__mro__]
     named = {name: value for each in own for name, value in vars(each).items()}
     return _ClassFacts(
+        base,
         all(each.__flags__ & PYTHON_CLASS and not each.__flags__ & BUILT_IN for each in own),
         {name: value for name, value in named.items() if isinstance(value, types.MemberDescriptorType)},
         frozenset(name for name, value in named.items() if isinstance(value, functools.cached_property)),

@@ -80,13 +80,13 @@ class Shards:
 
     def padded(self, clients: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
         """Rows of several clients, int64 (len(clients), n) padded with 0, and the number of rows of each client."""
-        first, end = (self.offsets[torch.tensor(clients, dtype=torch.int64) + later] for later in (0, 1))
-        sizes = end - first
-        counts = tuple(sizes.tolist())
-        place = torch.arange(max(counts, default=0))
-        inside = place < sizes.unsqueeze(1)
-        index = self.rows[torch.where(inside, first.unsqueeze(1) + place, 0)] if bool(inside.any()) else inside.long()
-        return index.where(inside, 0), counts
+        picked, offsets = np.array(clients, np.int64), self.offsets.numpy()
+        first, sizes = offsets[picked], offsets[picked + 1] - offsets[picked]
+        place = np.arange(max(sizes, default=0))
+        inside = place < sizes[:, None]
+        index = np.zeros(inside.shape, np.int64)
+        index[inside] = self.rows.numpy()[(first[:, None] + place)[inside]]
+        return torch.from_numpy(index), tuple(sizes.tolist())
 
     @property
     def sizes(self) -> Tensor:
