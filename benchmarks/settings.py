@@ -1,5 +1,6 @@
 """The settings of the speed comparison, and their data: plain NumPy, so that every environment can read it."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray
         n = setting.clients * setting.rows
         x = [draw.standard_normal((n, width), dtype=np.float32) for width in setting.features]
         maps = [draw.standard_normal((width, setting.classes), dtype=np.float32) for width in setting.features]
-        np.savez(path, a=x[0], b=x[1], y=(x[0] @ maps[0] + x[1] @ maps[1]).argmax(1))
+        whole = path.with_suffix(f".{os.getpid()}.npz")  # renamed at the end: several programs may start at once
+        np.savez(whole, a=x[0], b=x[1], y=(x[0] @ maps[0] + x[1] @ maps[1]).argmax(1))
+        whole.replace(path)
     with np.load(path) as file:
         shapes = setting.shapes or tuple((width,) for width in setting.features)
         x = [file[name].reshape(-1, *shape) for name, shape in zip("ab", shapes, strict=True)]

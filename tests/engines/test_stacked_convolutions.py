@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polyfed.data.sources import Toy
-from polyfed.engines import Vectorised, vectorised
+from polyfed.engines import Vectorised
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import EngineSpec, Recipe
@@ -62,18 +62,3 @@ def test_a_recipe_can_insist_on_a_stack() -> None:
 def test_stacked_convolutions_agree_with_the_loop() -> None:
     ends = [played(images(8, 16, EngineSpec(name=name)))[1].params for name in ("sequential", "vectorised")]
     assert furthest(*ends) < 1e-5
-
-
-@pytest.mark.parametrize(("least", "size"), [(10.0, 6), (2.5, 3), (0.5, 1)])
-def test_clients_with_heavy_steps_are_divided_into_small_stacks(
-    least: float, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six clients are fewer than `LEAST_STACK`, but a stack needs only so many clients that its steps are heavy."""
-    parts, _ = assembled(images(8, 16))
-    engine = parts.engine
-    assert isinstance(engine, Vectorised)
-    clients = sorted(parts.fed.clients, key=lambda client: int(engine.registry.num_rows[client]))
-    steps = -(-int(engine.registry.num_rows[clients[-1]]) // 16)
-    monkeypatch.setattr(vectorised, "LEAST_STEP", least * engine.work(clients[-1]) / steps)
-    monkeypatch.setattr(vectorised, "STACK_FLOPS", 1.0)
-    assert engine._share(clients) == size

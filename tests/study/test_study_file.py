@@ -213,10 +213,12 @@ def test_a_metric_that_a_method_will_not_have_is_refused_before_any_run(tmp_path
     text = refused(table(tmp_path, metric="global.acuracy"))
     assert "'fedavg' in scenario 'recipe' and 1 more: metric = 'global.acuracy': its runs do not measure it" in text
     assert "did you mean 'global.accuracy'?" in text
+    assert "[[when]]" not in text
     text = refused(table(tmp_path, metric="personal.mean", methods={"fedavg": {}}))
     assert "For personal metrics, give clients test rows of their own" in text
-    text = refused(table(tmp_path, metric="global.mae", methods={"fedavg": {}}))
-    assert "metric = 'global.mae'" in text
+    for metric in ("mae", "pearson", "weighted_kappa"):
+        text = refused(table(tmp_path, metric=f"global.{metric}", methods={"fedavg": {}}))
+        assert f"metric = 'global.{metric}': its runs do not measure it" in text
     own = {"fedavg": {}, "pfmml": {}}
     assert "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs measure nothing" in refused(
         table(tmp_path, methods=own)
@@ -226,6 +228,7 @@ def test_a_metric_that_a_method_will_not_have_is_refused_before_any_run(tmp_path
         "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs do not measure it; Allowed: personal.mean"
         in text
     )
+    assert "To leave these runs out of the study, add a [[when]] with skip" in text
     assert "'fedavg'" not in text
 
 

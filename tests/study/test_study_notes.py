@@ -8,6 +8,7 @@ from study_world import HerePool, table
 
 import polyfed
 from polyfed.cli import main
+from polyfed.experiment.study import plan
 
 PARTICIPATION = "participation = 2 has no effect: algorithm 'pfmml' asks every client in every round"
 STILL = "have not moved in 2 rounds, so every device gets nearly the plain mean there"
@@ -71,6 +72,7 @@ def test_notes_say_how_many_runs_they_concern(tmp_path, capsys, monkeypatch):
 
 
 def test_a_study_whose_runs_lack_the_metric_ends_with_4_and_the_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "measured_by", lambda *_: None)  # as if the metrics were not known before the run
     missing = table(tmp_path, metric="global.pearson", methods={"fedavg": {}})
     code, _, err = swept(capsys, monkeypatch, tmp_path, missing)
     assert code == 4

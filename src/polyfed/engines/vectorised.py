@@ -23,28 +23,18 @@ from polyfed.core.tree import SHARED, Tree, size_bytes
 from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
+from polyfed.engines.stack_size import clients_of_a_stack
 from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
 from polyfed.training.step_counts import steps_trained
 from polyfed.training.step_plan import Rows
+from polyfed.training.step_replay import pays
 
 STACK_BYTES = 512 * 2**20
 """Memory budget of a stack in bytes, for the parameters, gradients, optimiser moments and batches of all its clients.
 512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
-
-STACK_FLOPS = 5e8
-"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes
-with a stack each took longer than one process with all clients in one stack (docs/performance.md)."""
-
-LEAST_STACK, MOST_STACKS = 8, 16
-"""Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
-A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
-
-LEAST_STEP = 2.5e9
-"""A stack may have fewer than `LEAST_STACK` clients if each of its steps has this many floating-point operations. They
-take about 50 ms, so the dispatch of the step's operations hardly counts (docs/performance.md)."""
 
 CONVOLVES = (
     "large 2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
@@ -95,7 +85,7 @@ class Vectorised(InProcess):
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
             group = [client for _, client in by_length]
-            size = self.stack or min(self._fitting(group), self._share(group))
+            size = self.stack or min(self._fitting(group), self._share(request, group))
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def convolutions_fill_a_core(self) -> bool:
@@ -116,17 +106,20 @@ class Vectorised(InProcess):
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
-    def _share(self, group: list[int]) -> int:
-        """Return how many of these clients one stack may hold. Smaller stacks give work to more worker processes."""
+    def _share(self, request: Request, group: list[int]) -> int:
+        """Return how many of these clients one stack may hold, so that a round takes the least time."""
         if group[0] < 0:
             return len(group)
-        longest = int(self.registry.num_rows[group[-1]])
-        steps = steps_trained(longest, self.algorithm.train, skip_single=False)
-        step = self.work(group[-1]) / max(steps, 1)
-        least = min(LEAST_STACK, math.ceil(LEAST_STEP / max(step, 1.0)))
-        work = sum(self.work(client) for client in group)
-        stacks = max(1, min(MOST_STACKS, len(group) // least, int(work / STACK_FLOPS)))
-        return math.ceil(len(group) / stacks)
+        train, longest = self.algorithm.train, int(self.registry.num_rows[group[-1]])
+        num_steps = max(steps_trained(longest, train, skip_single=False), 1)
+        replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
+        return clients_of_a_stack(
+            len(group),
+            work=sum(self.work(client) for client in group),
+            step=self.work(group[-1]) / num_steps,
+            weights=size_bytes(self.context(group[0]).initial),
+            cached=replayed and self.device.type == "cpu",
+        )
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
         """Run these clients' task under one `vmap`. If it raises, return None; the clients then run one by one."""

@@ -34,7 +34,7 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
-from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES, Train
+from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
@@ -186,10 +186,8 @@ class StackedClientData(ClientData):
 
         Whether the result is None depends only on the recipe.
         """
-        # a trace does not record autocast's decisions, nor a `vmap` inside of the step
-        if not self.replays or job.train.precision != "float32" or self.privacy is not None:
-            return None
-        if not replay.pays(num_steps, self.round, new_rate=job.train.lr_schedule in WHOLE_RUN_SCHEDULES):
+        # a trace does not record the `vmap` inside of a step that protects single rows
+        if not self.replays or self.privacy is not None or not replay.pays(job.train, num_steps, self.round):
             return None
         label, columns = self.columns.label, [self.columns.modalities[m] for m in self.modalities]
         present = {m: self.columns.present[m] for m in self.modalities if m in self.columns.present}

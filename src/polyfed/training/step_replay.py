@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES, Train
 from polyfed.training.plain_tensors import below, on_plain, only_stacked
 from polyfed.training.step_check import agree, reproduces
 from polyfed.training.step_program import Program
@@ -83,17 +84,20 @@ _known: OrderedDict[Hashable, dict[Hashable, Known | None]] = OrderedDict()
 stands for a step that has no program."""
 
 
-def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
-    """Whether local training replays its steps as programs. With few steps, a program costs more than it saves.
+def pays(train: Train, num_steps: int, number: int) -> bool:
+    """Whether local training may replay its steps as programs. With few steps, a program costs more than it saves.
 
     The answer must not depend on which programs are known, so that a resumed run gives the same bits.
 
     Args:
+        train: the options of the local training. If its learning rate changes from round to round, programs need more
+            steps. A trace does not record the decisions of autocast, so bfloat16 has no programs.
         num_steps: number of steps of the local training run.
         number: the round, from 1.
-        new_rate: whether the learning rate changes from round to round.
     """
-    if new_rate:
+    if train.precision != "float32":
+        return False
+    if train.lr_schedule in WHOLE_RUN_SCHEDULES:
         return num_steps >= MANY
     return num_steps >= FEW or num_steps * (number - 1) >= EARLIER
 

@@ -17,8 +17,12 @@ from polyfed.report.scores import TITLES
 POOLED = "pooled_"
 """The beginning of the names of metrics over the own test rows of all clients."""
 
-OF_VARYING = ("pearson", "concordance", "r2", "weighted_kappa")
-"""Metrics that are undefined if the predictions or the labels are constant, as those of an untrained model may be."""
+OF_VARYING = {
+    **{name: {"mae", "rmse"} for name in ("pearson", "concordance", "r2")},
+    "weighted_kappa": {"mae", "accuracy"},
+}
+"""Metrics that are undefined if the predictions or the labels are constant, as those of an untrained model may be. Each
+with other metrics: the runs that measure all of them may also measure this metric."""
 
 Measured = Mapping[str, set[str]]
 """Group -> names of the metrics that a run measures."""
@@ -61,6 +65,8 @@ def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
         if not names
         else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
     )
+    if names and any(metric.partition(".")[2] in KNOWN for metric in metrics):
+        hint += ". To leave these runs out of the study, add a [[when]] with skip"
     if names and "personal" not in measured and any(metric.startswith("personal.") for metric in metrics):
         hint += f". For personal metrics, {fix}"
     return f"metric = {' or '.join(repr(metric) for metric in metrics)}: {hint}"
@@ -94,5 +100,10 @@ def _is_in(metric: str, measured: Measured) -> bool:
     """
     group, _, name = metric.partition(".")
     values = measured.get(group)
-    later = name in OF_VARYING if group == "global" else name.startswith(POOLED) and name.removeprefix(POOLED) in KNOWN
-    return values is not None and (not values or name in values or later)
+    if values is None:
+        return False
+    if group == "global":
+        later = name in OF_VARYING and values >= OF_VARYING[name]
+    else:
+        later = name.startswith(POOLED) and name.removeprefix(POOLED) in KNOWN
+    return not values or name in values or later

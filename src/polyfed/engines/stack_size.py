@@ -1,0 +1,50 @@
+"""How many similar clients a stack of the vectorised engine holds, so that a round takes the least time.
+
+The numbers of this file are measured; docs/performance.md has the measurements. The size depends only on the recipe and
+its data, and not on the number of worker processes, because stacks of other sizes give slightly different results.
+"""
+
+import math
+
+STACK_FLOPS = 5e8
+"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes
+with a stack each took longer than one process with all clients in one stack."""
+
+LEAST_STACK, MOST_STACKS = 8, 16
+"""Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
+A step costs about 1 ms of dispatch for each stack."""
+
+LEAST_STEP = 2.5e9
+"""A stack may have fewer than `LEAST_STACK` clients if each of its steps has this many floating-point operations. They
+take about 50 ms, so the dispatch of the step's operations hardly counts."""
+
+CACHE_BYTES = 6.5e6
+"""Bytes of parameters that stay in the processor's cache from one step to the next, for one of two processes. The
+matrix products of more parameters take up to 1.4 times as long."""
+
+CACHED_STEP = 1e8
+"""Floating-point operations of a step that are worth a stack of its own so that its parameters stay in the cache."""
+
+OPERATIONS_PER_BYTE = 60.0
+"""Floating-point operations of a step per byte of its parameters from which the products take as long without the
+cache. A linear layer has 24 of them with 16 rows in a batch, and 96 with 64 rows. Convolutions have hundreds."""
+
+
+def clients_of_a_stack(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:
+    """Return how many of some similar clients one stack may hold. Smaller stacks give work to more worker processes.
+
+    Args:
+        num: number of similar clients.
+        work: floating-point operations of the local training of all of them.
+        step: floating-point operations of a step of one client.
+        weights: size of a client's parameters in bytes.
+        cached: whether the size of the processor's cache counts. It does if programs run the steps on a CPU. Direct
+            steps have so much dispatch that smaller stacks make them slower.
+    """
+    least = min(LEAST_STACK, math.ceil(LEAST_STEP / max(step, 1.0)))
+    stacks = max(1, min(MOST_STACKS, num // least, int(work / STACK_FLOPS)))
+    if cached and step < OPERATIONS_PER_BYTE * weights:
+        # at least two clients, because a client without a stack has no programs
+        fitting = max(2, int(CACHE_BYTES // weights), math.ceil(CACHED_STEP / max(step, 1.0)))
+        stacks = max(stacks, math.ceil(num / fitting))
+    return math.ceil(num / stacks)
