@@ -20,7 +20,7 @@ from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.engines import in_process, stack_size
+from polyfed.engines import in_process, stack_division
 from polyfed.engines.shared_memory import Arena
 from polyfed.experiment import machine
 from polyfed.experiment.assembly import assemble, workers_of
@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_size, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_size, "LEAST_STACK", 2)
+    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
 
 
 def engine(name: str, workers: int, **options: Any) -> EngineSpec:

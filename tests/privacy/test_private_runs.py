@@ -19,7 +19,7 @@ from polyfed.core.messages import KINDS as KINDS_OF_DATA
 from polyfed.core.messages import Message
 from polyfed.core.tree import digest
 from polyfed.deploy.handlers import runtime_of
-from polyfed.engines import Sequential, in_process, stack_size
+from polyfed.engines import Sequential, in_process, stack_division
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
@@ -117,8 +117,8 @@ def test_every_method_that_declares_a_unit_runs_under_it(name: str, unit: str) -
 @pytest.mark.parametrize("kind", ["central", "local", "example"])
 def test_the_number_of_workers_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_size, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_size, "LEAST_STACK", 2)
+    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
     found = []
     for workers in (1, 2, 3):
         parts = assemble(private(kind, EngineSpec(name="vectorised", workers=workers), rounds=1))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -23,7 +24,7 @@ from polyfed.core.tree import SHARED, Tree, size_bytes
 from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
-from polyfed.engines.stack_size import clients_of_a_stack
+from polyfed.engines.stack_division import num_stacks
 from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
@@ -85,8 +86,11 @@ class Vectorised(InProcess):
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
             group = [client for _, client in by_length]
-            size = self.stack or min(self._fitting(group), self._share(request, group))
-            yield from (group[start : start + size] for start in range(0, len(group), size))
+            if self.stack:
+                yield from (group[start : start + self.stack] for start in range(0, len(group), self.stack))
+                continue
+            stacks = max(math.ceil(len(group) / self._fitting(group)), self._fastest(request, group))
+            yield from (part.tolist() for part in np.array_split(group, stacks))
 
     def convolutions_fill_a_core(self) -> bool:
         """Return whether each client has so much work in 2-d convolutions that a stack is slower than a loop."""
@@ -106,14 +110,12 @@ class Vectorised(InProcess):
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
-    def _share(self, request: Request, group: list[int]) -> int:
-        """Return how many of these clients one stack may hold, so that a round takes the least time."""
-        if group[0] < 0:
-            return len(group)
+    def _fastest(self, request: Request, group: list[int]) -> int:
+        """Return into how many stacks these clients are divided so that a round takes the least time."""
         train, longest = self.algorithm.train, int(self.registry.num_rows[group[-1]])
         num_steps = max(steps_trained(longest, train, skip_single=False), 1)
         replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
-        return clients_of_a_stack(
+        return num_stacks(
             len(group),
             work=sum(self.work(client) for client in group),
             step=self.work(group[-1]) / num_steps,

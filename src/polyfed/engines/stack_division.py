@@ -1,7 +1,8 @@
-"""How many similar clients a stack of the vectorised engine holds, so that a round takes the least time.
+"""How the vectorised engine divides similar clients into stacks, so that a round takes the least time.
 
-The numbers of this file are measured; docs/performance.md has the measurements. The size depends only on the recipe and
-its data, and not on the number of worker processes, because stacks of other sizes give slightly different results.
+The numbers of this file are measured, and docs/performance.md has the measurements. The division depends only on the
+recipe and its data, and not on the number of worker processes, because stacks of other sizes give slightly different
+results.
 """
 
 import math
@@ -18,7 +19,7 @@ LEAST_STEP = 2.5e9
 """A stack may have fewer than `LEAST_STACK` clients if each of its steps has this many floating-point operations. They
 take about 50 ms, so the dispatch of the step's operations hardly counts."""
 
-CACHE_BYTES = 6.5e6
+CACHE_BYTES = 5e6
 """Bytes of parameters that stay in the processor's cache from one step to the next, for one of two processes. The
 matrix products of more parameters take up to 1.4 times as long."""
 
@@ -30,8 +31,8 @@ OPERATIONS_PER_BYTE = 60.0
 cache. A linear layer has 24 of them with 16 rows in a batch, and 96 with 64 rows. Convolutions have hundreds."""
 
 
-def clients_of_a_stack(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:
-    """Return how many of some similar clients one stack may hold. Smaller stacks give work to more worker processes.
+def num_stacks(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:
+    """Return into how many stacks the engine divides some similar clients.
 
     Args:
         num: number of similar clients.
@@ -47,4 +48,6 @@ def clients_of_a_stack(num: int, *, work: float, step: float, weights: int, cach
         # at least two clients, because a client without a stack has no programs
         fitting = max(2, int(CACHE_BYTES // weights), math.ceil(CACHED_STEP / max(step, 1.0)))
         stacks = max(stacks, math.ceil(num / fitting))
-    return math.ceil(num / stacks)
+        if 1 < stacks < num // 2:
+            stacks += stacks % 2  # an even number, so that two workers get the same work
+    return stacks
