@@ -1,5 +1,6 @@
 """Worker processes: the result does not depend on their number, and a worker that dies ends no run."""
 
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.engines import in_process, stack_division
-from polyfed.engines.shared_memory import Arena
+from polyfed.engines.shared_memory import Arena, copied
 from polyfed.experiment import machine
 from polyfed.experiment.assembly import assemble, workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
@@ -274,6 +275,16 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_a_copy_has_the_same_values_in_other_memory(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.arange(1, math.prod(shape) + 1) % 7).to(dtype).reshape(shape)
+    copy = copied(tensor)
+    assert copy.dtype == dtype
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
 
 
 def test_an_arena_grows_and_keeps_what_is_the_same_tensor_one() -> None:

@@ -1,7 +1,7 @@
 """Base class of the engines that hold all clients in this process, with their data and local states."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
-from polyfed.engines.openmp import end_idle_threads
 from polyfed.engines.worker_process import Unit
 from polyfed.engines.workers import Workers
 from polyfed.federation.network import TRAINING_PASSES
@@ -94,7 +93,7 @@ class InProcess(Engine):
             units = [*self.units(request, clients, send)]
             work = {} if clients[0] < 0 or len(units) == 1 else {client: self.work(client) for client in clients}
             if sum(work.values()) >= 2 * UNIT_FLOPS:
-                shared = None if self.pool is None else self._shared(request, units, send, work)
+                shared = None if self.pool is None else self.pool.answer(request, units, send, work)
                 if shared is not None:
                     return shared
                 threads = self.threads
@@ -114,13 +113,6 @@ class InProcess(Engine):
                 if reply is not None:
                     replies[client] = reply
         return Answer.of([*parts, *stacked(replies)], missing)
-
-    def _shared(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer | None:
-        """Run the units on the worker processes; see `Workers.answer`."""
-        assert self.pool is not None
-        end_idle_threads()
-        with using_threads(1):  # while the workers compute, all cores are theirs
-            return self.pool.answer(request, units, send, work)
 
     def work(self, client: int) -> float:
         """Return an estimate of the floating-point operations of a client's local training in one request."""

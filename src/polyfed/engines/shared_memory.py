@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,18 @@ class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
     end: int
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Copy a contiguous tensor on the CPU with one thread.
+
+    PyTorch would copy a large tensor with all its threads. They would take cores from the worker processes, also for
+    some time after the copy (`openmp.py`).
+    """
+    copy = torch.empty_like(tensor)
+    source, target = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (tensor, copy))
+    np.copyto(target, source)
+    return copy
 
 
 class Arena:

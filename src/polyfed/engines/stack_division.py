@@ -47,7 +47,7 @@ def num_stacks(num: int, *, work: float, step: float, weights: int, cached: bool
     if cached and step < OPERATIONS_PER_BYTE * weights:
         # at least two clients, because a client without a stack has no programs
         fitting = max(2, int(CACHE_BYTES // weights), math.ceil(CACHED_STEP / max(step, 1.0)))
-        stacks = max(stacks, math.ceil(num / fitting))
+        stacks = max(stacks, min(math.ceil(num / fitting), num // 2))
         if 1 < stacks < num // 2:
             stacks += stacks % 2  # an even number, so that two workers get the same work
     return stacks

@@ -14,7 +14,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree
-from polyfed.engines.shared_memory import Arena, Place
+from polyfed.engines.shared_memory import Arena, Place, copied
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.privacy.ledger import Entry, Ledger
@@ -178,7 +178,7 @@ def message_of(kind: type[Message], entries: Entries, arena: Arena, *, copy: boo
     fields: dict[str, Any] = {name: None if declared.bare else {} for name, declared in kind.declared.items()}
     read = arena.read(place for _, place in entries)
     for ((name, key), _), value in zip(entries, read, strict=True):
-        value = value.clone() if copy else value
+        value = copied(value) if copy else value
         if key is None:
             fields[name] = value
         else:

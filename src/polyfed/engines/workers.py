@@ -25,7 +25,8 @@ from torch import multiprocessing
 
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
-from polyfed.engines.shared_memory import Arena
+from polyfed.engines.openmp import end_idle_threads
+from polyfed.engines.shared_memory import Arena, copied
 from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.federation.replies import Answer, ReplyStack
 
@@ -87,6 +88,7 @@ class Workers:
             return None
         while len(self.started) < self.num:
             self.started.append(_Worker(self))
+        end_idle_threads()
         todo = dict(enumerate(_bundles(units, work, BUNDLES * self.num)))
         sent = None
         if isinstance(send, Message):
@@ -155,7 +157,7 @@ class Workers:
             answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, worker.up, copy=True)))
         for client, tree in done.locals.items():
             values = worker.up.read(place for _, place in tree)
-            self.engine.keep({client: {name: v.clone() for (name, _), v in zip(tree, values, strict=True)}})
+            self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
 
     def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
         """Replace a dead worker with a new one, and return a text on how the dead worker ended."""

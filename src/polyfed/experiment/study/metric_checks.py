@@ -65,7 +65,7 @@ def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
         if not names
         else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
     )
-    if names and any(metric.partition(".")[2] in KNOWN for metric in metrics):
+    if names and any(metric.partition(".")[2].removeprefix(POOLED) in KNOWN for metric in metrics):
         hint += ". To leave these runs out of the study, add a [[when]] with skip"
     if names and "personal" not in measured and any(metric.startswith("personal.") for metric in metrics):
         hint += f". For personal metrics, {fix}"
