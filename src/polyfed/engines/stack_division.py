@@ -1,15 +1,15 @@
 """How the vectorised engine divides similar clients into stacks, so that a round takes the least time.
 
-The numbers of this file are measured, and docs/performance.md has the measurements. The division depends only on the
-recipe and its data, and not on the number of worker processes, because stacks of other sizes give slightly different
-results.
+The numbers of this file are measured, and docs/performance.md has the measurements. Stacks of other sizes give slightly
+different results. The division therefore depends only on the recipe, its data and the number of the round, and not on
+the number of worker processes.
 """
 
 import math
 
 STACK_FLOPS = 5e8
-"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes
-with a stack each took longer than one process with all clients in one stack."""
+"""Floating-point operations of local training that are worth a stack of their own. With 1.9e8 operations in each of two
+stacks, two processes took longer than one process with all clients in one stack."""
 
 LEAST_STACK, MOST_STACKS = 8, 16
 """Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
@@ -20,32 +20,33 @@ LEAST_STEP = 2.5e9
 take about 50 ms, so the dispatch of the step's operations hardly counts."""
 
 CACHE_BYTES = 5e6
-"""Bytes of parameters that stay in the processor's cache from one step to the next, for one of two processes. The
-matrix products of more parameters take up to 1.4 times as long."""
+"""Bytes of a stack's parameters that stay in the processor's cache from one step to the next, while two processes share
+the cache. If a stack has more parameters, its matrix products take up to 1.4 times as long."""
 
 CACHED_STEP = 1e8
-"""Floating-point operations of a step that are worth a stack of its own so that its parameters stay in the cache."""
+"""Least floating-point operations in each step of a stack that the engine makes smaller because of the cache."""
 
 OPERATIONS_PER_BYTE = 60.0
-"""Floating-point operations of a step per byte of its parameters from which the products take as long without the
-cache. A linear layer has 24 of them with 16 rows in a batch, and 96 with 64 rows. Convolutions have hundreds."""
+"""If a step has at least this many floating-point operations for each byte of parameters, the cache does not make it
+faster. A linear layer has 24 operations for each byte with 16 rows in a batch, and 96 operations with 64 rows.
+Convolutions have hundreds."""
 
 
 def num_stacks(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:
-    """Return into how many stacks the engine divides some similar clients.
+    """Return into how many stacks the engine divides clients whose tensors have the same names and shapes.
 
     Args:
-        num: number of similar clients.
+        num: number of these clients.
         work: floating-point operations of the local training of all of them.
         step: floating-point operations of a step of one client.
         weights: size of a client's parameters in bytes.
-        cached: whether the size of the processor's cache counts. It does if programs run the steps on a CPU. Direct
-            steps have so much dispatch that smaller stacks make them slower.
+        cached: whether the size of the processor's cache counts. It counts if programs run the steps on a CPU. Without
+            programs, a step has so much dispatch that smaller stacks make a round slower.
     """
     least = min(LEAST_STACK, math.ceil(LEAST_STEP / max(step, 1.0)))
     stacks = max(1, min(MOST_STACKS, num // least, int(work / STACK_FLOPS)))
     if cached and step < OPERATIONS_PER_BYTE * weights:
-        # at least two clients, because a client without a stack has no programs
+        # at least two clients, because a client that trains alone has no programs
         fitting = max(2, int(CACHE_BYTES // weights), math.ceil(CACHED_STEP / max(step, 1.0)))
         stacks = max(stacks, min(math.ceil(num / fitting), num // 2))
         if 1 < stacks < num // 2:

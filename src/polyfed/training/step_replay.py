@@ -36,7 +36,8 @@ from polyfed.training.step_trace import Layout, Tracer, Unrecordable
 
 FEW = 16
 """A local training with at least this many steps uses programs from the first round on. A program costs as much as 10
-to 20 direct steps (docs/decisions/0009-replayed-steps.md), so with this many steps it pays in the first round."""
+to 20 direct steps and saves about a third of each step (docs/decisions/0009-replayed-steps.md), so with this many steps
+it pays after two or three rounds."""
 
 EARLIER = 40
 """A shorter local training uses programs only after the earlier rounds have had this many steps. A program saves about
