@@ -281,10 +281,12 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 def test_a_copy_has_the_same_values_in_other_memory(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = (torch.arange(1, math.prod(shape) + 1) % 7).to(dtype).reshape(shape)
-    copy = copied(tensor)
-    assert copy.dtype == dtype
-    assert torch.equal(copy, tensor)
-    assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    for given in (tensor, tensor.reshape(1, -1).expand(2, -1).T):  # the second one is not contiguous
+        copy = copied(given)
+        assert copy.dtype == dtype
+        assert copy.is_contiguous()
+        assert torch.equal(copy, given)
+        assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
 
 
 def test_an_arena_grows_and_keeps_what_is_the_same_tensor_one() -> None:

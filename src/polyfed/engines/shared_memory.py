@@ -41,15 +41,20 @@ class Place:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a contiguous tensor on the CPU with one thread.
+    """Return a copy of a tensor on the CPU, made with one thread."""
+    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    _copy(tensor, copy)
+    return copy
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy the values of a tensor on the CPU into a contiguous tensor with one thread.
 
     PyTorch would copy a large tensor with all its threads. They would take cores from the worker processes, also for
     some time after the copy (`openmp.py`).
     """
-    copy = torch.empty_like(tensor)
-    source, target = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (tensor, copy))
-    np.copyto(target, source)
-    return copy
+    values, place = (t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for t in (source, target))
+    np.copyto(place, values)
 
 
 class Arena:
@@ -82,7 +87,7 @@ class Arena:
             places.append(place)
             if id(tensor) not in written:
                 written.add(id(tensor))
-                self._view(place).copy_(tensor.detach())
+                _copy(tensor, self._view(place))
         return places
 
     def read(self, places: Iterable[Place]) -> list[Tensor]:
