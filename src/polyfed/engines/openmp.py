@@ -25,7 +25,4 @@ def end_idle_threads() -> None:
 @cache
 def _pause() -> Any:
     """Return `omp_pause_resource_all`, or None. PyTorch loads OpenMP with global symbols, so `CDLL(None)` finds it."""
-    try:
-        return ctypes.CDLL(None).omp_pause_resource_all
-    except (AttributeError, OSError, TypeError):  # TypeError: on Windows, where no library has the name None
-        return None
+    return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)

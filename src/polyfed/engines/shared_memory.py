@@ -53,7 +53,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     PyTorch would copy a large tensor with all its threads. They would take cores from the worker processes, also for
     some time after the copy (`openmp.py`).
     """
-    values, place = (t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for t in (source, target))
+    place, values = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source.contiguous()))
     np.copyto(place, values)
 
 
