@@ -13,5 +13,6 @@
 - `vocabulary.py`: words of other frameworks for keys of a recipe.
 - `files.py`: names of the files of a run, and writing them safely.
 - `stop_signals.py`: handling the signals that stop a process.
+- `openmp.py`: the threads of operations on a CPU.
 - `moved.py`: the new places of modules of earlier versions.
 """

@@ -51,7 +51,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     """Copy the values of a tensor on the CPU into a contiguous tensor with one thread.
 
     PyTorch would copy a large tensor with all its threads. They would take cores from the worker processes, also for
-    some time after the copy (`openmp.py`).
+    some time after the copy (`core/openmp.py`).
     """
     place, values = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source.contiguous()))
     np.copyto(place, values)

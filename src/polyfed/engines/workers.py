@@ -24,8 +24,8 @@ from typing import Any, cast
 from torch import multiprocessing
 
 from polyfed.core.messages import Message
+from polyfed.core.openmp import end_idle_threads
 from polyfed.core.request import Request, Send
-from polyfed.engines.openmp import end_idle_threads
 from polyfed.engines.shared_memory import Arena, copied
 from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.federation.replies import Answer, ReplyStack

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message
+from polyfed.core.openmp import threads_worth
 from polyfed.core.request import Send
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.tree import Tree, block_of, size_bytes
 from polyfed.federation.replies import Replies
 
 
@@ -24,11 +25,12 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
     if new is None or old is None:
         return {}
     norms: dict[str, list[Tensor]] = {}
-    for name, value in new.items():
-        before = old.get(name)
-        if before is not None and before.shape == value.shape and value.is_floating_point():
-            norm = torch.linalg.vector_norm(value.detach() - before.detach().to(value.device), dtype=torch.float64)
-            norms.setdefault(block_of(name), []).append(norm)
+    with threads_worth(size_bytes(new)):
+        for name, value in new.items():
+            before = old.get(name)
+            if before is not None and before.shape == value.shape and value.is_floating_point():
+                norm = torch.linalg.vector_norm(value.detach() - before.detach().to(value.device), dtype=torch.float64)
+                norms.setdefault(block_of(name), []).append(norm)
     return {block: float(torch.linalg.vector_norm(torch.stack(parts))) for block, parts in norms.items()}
 
 
@@ -63,7 +65,8 @@ class ClientUpdates:
             trained = getattr(part.message, "params", None)
             places = [place for place, client in enumerate(part.clients) if client in chosen and client >= 0]
             if isinstance(trained, dict) and places:
-                self._add(sent, trained, places)
+                with threads_worth(part.num_bytes):
+                    self._add(sent, trained, places)
 
     def means(self) -> dict[str, float]:
         """Block -> the mean norm over the measured clients that sent the block."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
+from polyfed.core.openmp import threads_worth
 from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -27,7 +28,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
-from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
+from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.privacy.mechanism import Mechanism
 from polyfed.training import SingleClientData
@@ -163,8 +164,10 @@ class Federation:
         if self.attack is not None:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
-        parts = self._in_time(request, [part for part in stacks if part], missing)
+        stacks = self.ranks.split(answer.parts)
+        with threads_worth(sum(part.num_bytes for part in stacks)):
+            inspected = [self._inspect(request, part, missing, accept) for part in stacks]
+        parts = self._in_time(request, [part for part in inspected if part], missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
@@ -204,13 +207,8 @@ class Federation:
         """
         if not isinstance(send, Message):
             return 0.0
-        peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors on the CPU and on a GPU
-        for _, _, value in tensors(send):
-            if value.is_floating_point() and value.numel():
-                peaks.setdefault(value.device, []).append(value.abs().amax().float())
-        found = [float(torch.stack(group).amax()) for group in peaks.values()]
-        peak = max(found, default=0.0)
-        if not all(map(math.isfinite, found)):
+        peak = largest_magnitude(send)
+        if not math.isfinite(peak):
             raise Diverged(
                 f"round {self.round}, task {request.name}: the server's own model {NOT_FINITE}{self._suspects()}. "
                 "Lower [train] lr, set [train] clip_norm, or leave out the client whose updates are too large"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, map_tensors, tensors, trimmed
+from polyfed.core.openmp import threads_worth
 from polyfed.core.tree import Tree
 
 SMALL = 2**18
@@ -30,6 +31,11 @@ class ReplyStack:
 
     clients: tuple[int, ...]
     message: Message
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the replies in bytes."""
+        return sum(value.nbytes for *_, value in tensors(self.message))
 
     def without(self, dropped: Collection[int]) -> "ReplyStack | None":
         """Return the stack without these clients, or None if no client is left."""
@@ -153,7 +159,8 @@ class Replies(Mapping[int, Any]):
         senders = {key: tuple(clients for clients, _ in found) for key, found in pieces.items()}
         shares = {clients: Shares.of(clients, weights) for clients in dict.fromkeys(senders.values())}
         wanted = {key: shares[clients] for key, clients in senders.items() if shares[clients].total > 0}
-        return {key: _mean(pieces[key], share) for key, share in wanted.items()}
+        with threads_worth(sum(stack.nbytes for found in pieces.values() for _, stack in found)):
+            return {key: _mean(pieces[key], share) for key, share in wanted.items()}
 
 
 @dataclass(frozen=True)

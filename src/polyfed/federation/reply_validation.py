@@ -16,6 +16,7 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
 from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
+from polyfed.core.openmp import threads_worth
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
@@ -227,6 +228,16 @@ class ReplyValidator:
         A client sends either all names of a group or none of them.
         """
         return block_of(name), self.model.is_buffer(name)
+
+
+def largest_magnitude(msg: Message) -> float:
+    """Return the largest magnitude of a message's numbers: NaN if there is a NaN, and 0 if there are no numbers."""
+    held = [value for _, _, value in tensors(msg) if value.is_floating_point() and value.numel()]
+    with threads_worth(sum(value.nbytes for value in held)):
+        peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors on the CPU and on a GPU
+        for value in held:
+            peaks.setdefault(value.device, []).append(value.abs().amax().float())
+        return torch.tensor([0.0, *(float(torch.stack(group).amax()) for group in peaks.values())]).amax().item()
 
 
 def _at(field: str, key: str | None) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.openmp import threads_worth
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     BELOW_HALF,
@@ -25,7 +26,7 @@ from polyfed.core.schema import (
     POSITIVE,
     check_ranges,
 )
-from polyfed.core.tree import Tree, like
+from polyfed.core.tree import Tree, like, size_bytes
 
 Moments = dict[str, Tree]
 """State of an optimiser: one Tree for each moment, by the moment's name; empty for plain SGD."""
@@ -267,11 +268,10 @@ class ServerOptimiser:
         """
         new = dict(old)
         after = {kind: dict(tree) for kind, tree in moments.items()}
-        for name, value in mean.items():
-            if name not in trainable or (self.optimiser == "none" and self.lr == 1.0):
-                new[name] = value
-                continue
-            new[name] = old[name] + self.lr * self._direction(name, value - old[name], after)
+        with threads_worth(size_bytes(mean)):
+            for name, value in mean.items():
+                moves = name in trainable and (self.optimiser, self.lr) != ("none", 1.0)
+                new[name] = old[name] + self.lr * self._direction(name, value - old[name], after) if moves else value
         return new, after
 
     def _direction(self, name: str, change: Tensor, moments: Moments) -> Tensor:
