@@ -23,6 +23,7 @@ from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.engines import in_process, stack_division
 from polyfed.engines.shared_memory import Arena, copied
+from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment import machine
 from polyfed.experiment.assembly import assemble, workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
@@ -180,6 +181,68 @@ def test_no_process_is_started_for_small_requests(monkeypatch: pytest.MonkeyPatc
     parts = assemble(recipe(algorithm("fedavg"), engine=engine("sequential", 2)))
     through(parts, 1)
     assert parts.engine.pool.started == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_a_slow_request_is_shared_from_the_next_time_on_and_no_bit_changes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1e12)
+    monkeypatch.setattr(in_process, "SLOW", 1e-9)
+    made = world("fedavg", kind, AWKWARD)
+    jobs = []
+    for rounds in (1, 3):
+        parts, state, rows = played(replace(made, rounds=rounds, engine=engine(kind, 2)))
+        jobs.append(used(parts))
+        monkeypatch.setattr(in_process, "SLOW", math.inf)
+        here, again, ledger = played(replace(made, rounds=rounds, engine=engine(kind, 2)))
+        monkeypatch.setattr(in_process, "SLOW", 1e-9)
+        assert not used(here)
+        assert rows == ledger
+        assert same_bits(state.params, again.params)
+    assert jobs[0] == 0
+    assert jobs[1] >= 2
+
+
+@pytest.mark.parametrize(
+    ("flops", "slow", "expected"), [(1e12, False, 1), (1.0, False, 3), (1.0, True, 1)], ids=["fine", "coarse", "much"]
+)
+def test_the_threads_of_a_request_depend_on_its_work_alone(
+    flops: float, slow: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "THREADED_STEP", flops)
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0 if slow else 1e12)
+    monkeypatch.setattr(in_process, "SLOW", math.inf)
+    found: list[int] = []
+    before = in_process.InProcess.answer_here
+
+    def noted(self: Any, *args: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return before(self, *args)
+
+    monkeypatch.setattr(in_process.InProcess, "answer_here", noted)
+    with in_process.using_threads(3):
+        played(recipe(algorithm("fedavg"), engine=engine("sequential", 1)))
+    assert set(found) == {expected}
+
+
+def test_a_small_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[float, int] = {}
+    made = recipe(algorithm("fedavg", evaluation=Evaluation(every=1)), engine=engine("vectorised", 1))
+    parts = assemble(made)
+    state = through(parts, 1)
+    before = in_process.InProcess.answer_here
+
+    def noted(self: Any, *args: Any) -> Any:
+        found[in_process.THREADED_STEP] = torch.get_num_threads()
+        return before(self, *args)
+
+    monkeypatch.setattr(in_process.InProcess, "answer_here", noted)
+    for flops in (3e7, 1.0):
+        monkeypatch.setattr(in_process, "THREADED_STEP", flops)
+        with in_process.using_threads(3):
+            parts.algorithm.evaluate(state, parts.fed)
+    assert found == {3e7: 1, 1.0: 3}
 
 
 ENDLESS = """

@@ -1,5 +1,6 @@
 """Base class of the engines that hold all clients in this process, with their data and local states."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,21 @@ from polyfed.engines.workers import Workers
 from polyfed.federation.network import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
+from polyfed.training.client_data import FOLD_BATCH
+from polyfed.training.step_counts import steps_trained
 
 UNIT_FLOPS = 1e8
 """Floating-point operations of local training that justify a worker process. They take about 20 ms of one core for the
 small models of the benchmarks, and sending the job takes 1 ms (docs/performance.md)."""
+
+SLOW = 0.04
+"""Seconds of a request in one process that justify worker processes, also if its clients compute little. Small models
+spend most of the time on the dispatch of operations, which a count of floating-point operations does not show."""
+
+THREADED_STEP = 3e7
+"""Least floating-point operations of a step, or of a batch of an evaluation, that several threads compute. With 2.5e7
+operations, two threads make a round 1.16 times as fast on an idle machine, and half as fast on a busy machine
+(docs/performance.md)."""
 
 
 class InProcess(Engine):
@@ -56,6 +68,7 @@ class InProcess(Engine):
         super().__init__(population, model, algorithm, initial, **kwargs)
         self.threads = threads
         self._row_flops: dict[tuple[str, ...], int] = {}
+        self._unit_seconds: dict[str, float] = {}  # by task: the time of a unit in this process, in the last request
         self.pool = Workers(self, workers, threads) if workers > 1 else None
         _refuse_missing_rows(population, algorithm)
 
@@ -76,53 +89,74 @@ class InProcess(Engine):
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
         """Run the task on several clients at once. Return None if these clients have to run one by one."""
 
-    def answer(
-        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
-    ) -> Answer:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients, here or on worker processes; see `Engine.answer`.
 
         Args:
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
-            units: the groups of clients that run together. A worker process gets these groups from the main process. If
-                None, this method divides the clients into units itself.
         """
-        threads = 0
-        if units is None:
-            units = [*self.units(request, clients, send)]
-            work = {} if clients[0] < 0 or len(units) == 1 else {client: self.work(client) for client in clients}
-            if sum(work.values()) >= 2 * UNIT_FLOPS:
-                shared = None if self.pool is None else self.pool.answer(request, units, send, work)
-                if shared is not None:
-                    return shared
-                threads = self.threads
+        units = [*self.units(request, clients, send)]
+        evaluates = clients[0] < 0
+        work = {} if evaluates or len(units) == 1 else {client: self.work(client) for client in clients}
+        much = sum(work.values()) >= 2 * UNIT_FLOPS
+        # the number of threads changes the rounding, so it must not depend on the time or on the number of workers
+        fine = max(map(self._evaluation_flops if evaluates else self._step_flops, units)) < THREADED_STEP
+        slow = fine and self._unit_seconds.get(request.name, 0.0) * len(units) >= SLOW
+        if self.pool is not None and work and (much or slow):
+            shared = self.pool.answer(request, units, send, work)
+            if shared is not None:
+                return shared
+        start = time.perf_counter()
+        with using_threads(self.threads if much or fine else 0):
+            answer = self.answer_here(request, units, send)
+        self._unit_seconds[request.name] = (time.perf_counter() - start) / len(units)
+        return answer
+
+    def answer_here(self, request: Request, units: Sequence[Unit], send: Send) -> Answer:
+        """Run the task on the clients of these units in this process."""
         parts: list[ReplyStack] = []
         alone: list[int] = []
         replies: dict[int, Message] = {}
         missing: dict[int, str] = {}
-        with using_threads(threads):
-            for unit in units:
-                part = self.run_stack(request, unit, send) if len(unit) > 1 else None
-                if part is None:
-                    alone.extend(unit)
-                else:
-                    parts.append(part)
-            for client, got in self.received(request, sorted(alone), send).items():
-                reply = self.run_received(request, client, got, missing)
-                if reply is not None:
-                    replies[client] = reply
+        for unit in units:
+            part = self.run_stack(request, unit, send) if len(unit) > 1 else None
+            if part is None:
+                alone.extend(unit)
+            else:
+                parts.append(part)
+        for client, got in self.received(request, sorted(alone), send).items():
+            reply = self.run_received(request, client, got, missing)
+            if reply is not None:
+                replies[client] = reply
         return Answer.of([*parts, *stacked(replies)], missing)
 
     def work(self, client: int) -> float:
         """Return an estimate of the floating-point operations of a client's local training in one request."""
         train, rows = self.algorithm.train, int(self.registry.num_rows[client])
         trained = train.epochs * rows if train.steps is None else train.steps * (train.batch_size or rows)
+        return float(TRAINING_PASSES * trained * self._flops_of_a_row(client))
+
+    def steps(self, client: int) -> int:
+        """Return the number of steps of a client's local training in one request, at least 1."""
+        return max(steps_trained(int(self.registry.num_rows[client]), self.algorithm.train, skip_single=False), 1)
+
+    def _step_flops(self, unit: Unit) -> float:
+        """Return an estimate of the floating-point operations of a step of all clients of a unit."""
+        return len(unit) * self.work(unit[-1]) / self.steps(unit[-1])
+
+    def _evaluation_flops(self, unit: Unit) -> float:
+        """Return the floating-point operations of one batch of an evaluation."""
+        return float(FOLD_BATCH * self._flops_of_a_row(unit[-1]))
+
+    def _flops_of_a_row(self, client: int) -> int:
+        """Return the floating-point operations of a forward pass of one row."""
         owned = self.context(client).modalities
         if owned not in self._row_flops:  # once for all clients with these modalities, as each request asks for it
             read = [name for name in owned if name in self.model.modalities]
             self._row_flops[owned] = sum(self.model.flops(block) for block in (*read, SHARED))
-        return float(TRAINING_PASSES * trained * self._row_flops[owned])
+        return self._row_flops[owned]
 
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """Pass the messages through the clients' gates, and return the message that each client receives.
@@ -144,15 +178,19 @@ class InProcess(Engine):
 
 @contextmanager
 def using_threads(num: int) -> Iterator[None]:
-    """Let PyTorch use `num` threads for each operation in this block. 0 leaves the number unchanged."""
+    """Let PyTorch use `num` threads for each operation in this block. 0 leaves the number unchanged.
+
+    If another Python thread computes its first operation meanwhile, it keeps `num` threads for its operations.
+    """
     before = torch.get_num_threads()
-    if num:
-        torch.set_num_threads(num)
+    if num in (0, before):
+        yield
+        return
+    torch.set_num_threads(num)
     try:
         yield
     finally:
-        if num:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 def _refuse_missing_rows(population: Population, algorithm: Method) -> None:

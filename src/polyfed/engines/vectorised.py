@@ -29,7 +29,6 @@ from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
-from polyfed.training.step_counts import steps_trained
 from polyfed.training.step_plan import Rows
 from polyfed.training.step_replay import pays
 
@@ -112,8 +111,7 @@ class Vectorised(InProcess):
 
     def _fastest(self, request: Request, group: list[int]) -> int:
         """Return into how many stacks these clients are divided so that a round takes the least time."""
-        train, longest = self.algorithm.train, int(self.registry.num_rows[group[-1]])
-        num_steps = max(steps_trained(longest, train, skip_single=False), 1)
+        train, num_steps = self.algorithm.train, self.steps(group[-1])
         replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
         return num_stacks(
             len(group),

@@ -45,10 +45,8 @@ class Served(Protocol):
     emit: Callable[..., None]
     pool: Any
 
-    def answer(
-        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
-    ) -> Answer:
-        """Run the task on the clients of these units."""
+    def answer_here(self, request: Request, units: Sequence[Unit], send: Send) -> Answer:
+        """Run the task on the clients of these units in this process."""
         ...
 
     def local(self, request: Request, client: int) -> Tree:
@@ -144,7 +142,7 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
     error: Exception | None = None
     answer = Answer([], {})
     try:
-        answer = engine.answer(request, clients, send, units=job.units)
+        answer = engine.answer_here(request, job.units, send)
     except PolyfedError as refusal:
         error = refusal
     except Exception:

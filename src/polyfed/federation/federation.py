@@ -164,10 +164,8 @@ class Federation:
         if self.attack is not None:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        stacks = self.ranks.split(answer.parts)
-        with threads_worth(sum(part.num_bytes for part in stacks)):
-            inspected = [self._inspect(request, part, missing, accept) for part in stacks]
-        parts = self._in_time(request, [part for part in inspected if part], missing)
+        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
+        parts = self._in_time(request, [part for part in stacks if part], missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
@@ -303,7 +301,8 @@ class Federation:
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
-        bad = self._foreign(part) | self.validator.unusable(part)
+        with threads_worth(part.num_bytes):
+            bad = self._foreign(part) | self.validator.unusable(part)
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         missing.update(bad)
