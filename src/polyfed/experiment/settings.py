@@ -17,9 +17,9 @@ class EngineSpec:
         workers: the number of processes that train clients on a CPU; 0 means one process for each core, but small
             requests run in this process alone. The result does not depend on the number. Worker processes need Linux.
         threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
-            a request that is large enough for several worker processes uses one thread in each process. All other work
-            of this process uses PyTorch's default number. On small operations, several threads lose more time by
-            waiting than they save, above all on a busy machine.
+            polyfed uses one thread, or PyTorch's default number for large operations that worker processes cannot
+            share (docs/performance.md). On small operations, several threads lose more time by waiting than they save,
+            above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
             number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
             convolutions, because such a model is slower in a stack.
