@@ -184,14 +184,12 @@ def test_no_process_is_started_for_small_requests(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["sequential", "vectorised"])
-def test_a_slow_request_is_shared_from_the_next_time_on_and_no_bit_changes(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_shared_after_two_slow_ones_and_no_bit_changes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1e12)
     monkeypatch.setattr(in_process, "SLOW", 1e-9)
     made = world("fedavg", kind, AWKWARD)
     jobs = []
-    for rounds in (1, 3):
+    for rounds in (2, 4):
         parts, state, rows = played(replace(made, rounds=rounds, engine=engine(kind, 2)))
         jobs.append(used(parts))
         monkeypatch.setattr(in_process, "SLOW", math.inf)

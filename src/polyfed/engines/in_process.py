@@ -68,7 +68,7 @@ class InProcess(Engine):
         super().__init__(population, model, algorithm, initial, **kwargs)
         self.threads = threads
         self._row_flops: dict[tuple[str, ...], int] = {}
-        self._unit_seconds: dict[str, float] = {}  # by task: the time of a unit in this process, in the last request
+        self._unit_seconds: dict[str, list[float]] = {}  # by task: seconds of a unit here, in the last two requests
         self.pool = Workers(self, workers, threads) if workers > 1 else None
         _refuse_missing_rows(population, algorithm)
 
@@ -103,7 +103,9 @@ class InProcess(Engine):
         much = sum(work.values()) >= 2 * UNIT_FLOPS
         # the number of threads changes the rounding, so it must not depend on the time or on the number of workers
         fine = max(map(self._evaluation_flops if evaluates else self._step_flops, units)) < THREADED_STEP
-        slow = fine and self._unit_seconds.get(request.name, 0.0) * len(units) >= SLOW
+        last = self._unit_seconds.setdefault(request.name, [])
+        # the first request is slower than the others, and so is one that makes programs for its steps
+        slow = fine and len(last) == 2 and min(last) * len(units) >= SLOW
         if self.pool is not None and work and (much or slow):
             shared = self.pool.answer(request, units, send, work)
             if shared is not None:
@@ -111,7 +113,7 @@ class InProcess(Engine):
         start = time.perf_counter()
         with using_threads(self.threads if much or fine else 0):
             answer = self.answer_here(request, units, send)
-        self._unit_seconds[request.name] = (time.perf_counter() - start) / len(units)
+        last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
 
     def answer_here(self, request: Request, units: Sequence[Unit], send: Send) -> Answer:
