@@ -32,6 +32,7 @@ MODULES = {
     "engines.arena": "engines.shared_memory",
     "engines.heap": "engines.allocator",
     "engines.metered": "engines.work_count",
+    "engines.openmp": "core.openmp",
     "errors": "core.errors",
     "evaluation.metrics": "evaluation.client_statistics",
     "events": "experiment.events",
