@@ -212,13 +212,13 @@ def test_the_threads_of_a_request_depend_on_its_work_alone(
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0 if slow else 1e12)
     monkeypatch.setattr(in_process, "SLOW", math.inf)
     found: list[int] = []
-    before = in_process.InProcess.answer_here
+    before = in_process.InProcess.received
 
     def noted(self: Any, *args: Any) -> Any:
         found.append(torch.get_num_threads())
         return before(self, *args)
 
-    monkeypatch.setattr(in_process.InProcess, "answer_here", noted)
+    monkeypatch.setattr(in_process.InProcess, "received", noted)
     with in_process.using_threads(3):
         played(recipe(algorithm("fedavg"), engine=engine("sequential", 1)))
     assert set(found) == {expected}
@@ -229,13 +229,13 @@ def test_a_small_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
     made = recipe(algorithm("fedavg", evaluation=Evaluation(every=1)), engine=engine("vectorised", 1))
     parts = assemble(made)
     state = through(parts, 1)
-    before = in_process.InProcess.answer_here
+    before = in_process.InProcess.received
 
     def noted(self: Any, *args: Any) -> Any:
         found[in_process.THREADED_STEP] = torch.get_num_threads()
         return before(self, *args)
 
-    monkeypatch.setattr(in_process.InProcess, "answer_here", noted)
+    monkeypatch.setattr(in_process.InProcess, "received", noted)
     for flops in (3e7, 1.0):
         monkeypatch.setattr(in_process, "THREADED_STEP", flops)
         with in_process.using_threads(3):

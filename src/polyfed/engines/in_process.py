@@ -89,50 +89,52 @@ class InProcess(Engine):
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
         """Run the task on several clients at once. Return None if these clients have to run one by one."""
 
-    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
         """Run the task on these clients, here or on worker processes; see `Engine.answer`.
 
         Args:
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
+            units: the groups of clients that run together. A worker process gets these groups from the main process. If
+                None, this method divides the clients into units itself.
         """
-        units = [*self.units(request, clients, send)]
-        evaluates = clients[0] < 0
-        work = {} if evaluates or len(units) == 1 else {client: self.work(client) for client in clients}
-        much = sum(work.values()) >= 2 * UNIT_FLOPS
-        # the number of threads changes the rounding, so it must not depend on the time or on the number of workers
-        fine = max(map(self._evaluation_flops if evaluates else self._step_flops, units)) < THREADED_STEP
+        threads, start = 0, time.perf_counter()
         last = self._unit_seconds.setdefault(request.name, [])
-        # the first request is slower than the others, and so is one that makes programs for its steps
-        slow = fine and len(last) == 2 and min(last) * len(units) >= SLOW
-        if self.pool is not None and work and (much or slow):
-            shared = self.pool.answer(request, units, send, work)
-            if shared is not None:
-                return shared
-        start = time.perf_counter()
-        with using_threads(self.threads if much or fine else 0):
-            answer = self.answer_here(request, units, send)
-        last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
-        return answer
-
-    def answer_here(self, request: Request, units: Sequence[Unit], send: Send) -> Answer:
-        """Run the task on the clients of these units in this process."""
+        if units is None:
+            units = [*self.units(request, clients, send)]
+            evaluates = clients[0] < 0
+            work = {} if evaluates or len(units) == 1 else {client: self.work(client) for client in clients}
+            much = sum(work.values()) >= 2 * UNIT_FLOPS
+            fine = max(map(self._evaluation_flops if evaluates else self._step_flops, units)) < THREADED_STEP
+            # the first request is slower than the others, and so is one that makes programs for its steps
+            slow = fine and len(last) == 2 and min(last) * len(units) >= SLOW
+            if self.pool is not None and work and (much or slow):
+                shared = self.pool.answer(request, units, send, work)
+                if shared is not None:
+                    return shared
+            # threads change the rounding, so their number must not depend on `slow` or on the number of workers
+            threads = self.threads if much or fine else 0
         parts: list[ReplyStack] = []
         alone: list[int] = []
         replies: dict[int, Message] = {}
         missing: dict[int, str] = {}
-        for unit in units:
-            part = self.run_stack(request, unit, send) if len(unit) > 1 else None
-            if part is None:
-                alone.extend(unit)
-            else:
-                parts.append(part)
-        for client, got in self.received(request, sorted(alone), send).items():
-            reply = self.run_received(request, client, got, missing)
-            if reply is not None:
-                replies[client] = reply
-        return Answer.of([*parts, *stacked(replies)], missing)
+        with using_threads(threads):
+            for unit in units:
+                part = self.run_stack(request, unit, send) if len(unit) > 1 else None
+                if part is None:
+                    alone.extend(unit)
+                else:
+                    parts.append(part)
+            for client, got in self.received(request, sorted(alone), send).items():
+                reply = self.run_received(request, client, got, missing)
+                if reply is not None:
+                    replies[client] = reply
+        answer = Answer.of([*parts, *stacked(replies)], missing)
+        last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
+        return answer
 
     def work(self, client: int) -> float:
         """Return an estimate of the floating-point operations of a client's local training in one request."""

@@ -45,8 +45,10 @@ class Served(Protocol):
     emit: Callable[..., None]
     pool: Any
 
-    def answer_here(self, request: Request, units: Sequence[Unit], send: Send) -> Answer:
-        """Run the task on the clients of these units in this process."""
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
+        """Run the task on the clients of these units."""
         ...
 
     def local(self, request: Request, client: int) -> Tree:
@@ -142,7 +144,8 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
     error: Exception | None = None
     answer = Answer([], {})
     try:
-        answer = engine.answer_here(request, job.units, send)
+        # the method of the class, because the server's process may have replaced the engine's own, to watch requests
+        answer = type(engine).answer(engine, request, clients, send, units=job.units)
     except PolyfedError as refusal:
         error = refusal
     except Exception:
