@@ -108,15 +108,16 @@ class InProcess(Engine):
             evaluates = clients[0] < 0
             work = {} if evaluates or len(units) == 1 else {client: self.work(client) for client in clients}
             much = sum(work.values()) >= 2 * UNIT_FLOPS
-            fine = max(map(self._evaluation_flops if evaluates else self._step_flops, units)) < THREADED_STEP
+            step_flops = self._evaluation_flops if evaluates else self._step_flops
+            single = much or max(map(step_flops, units)) < THREADED_STEP
             # the first request is slower than the others, and so is one that makes programs for its steps
-            slow = fine and len(last) == 2 and min(last) * len(units) >= SLOW
+            slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
             if self.pool is not None and work and (much or slow):
                 shared = self.pool.answer(request, units, send, work)
                 if shared is not None:
                     return shared
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
-            threads = self.threads if much or fine else 0
+            threads = self.threads if single else 0
         parts: list[ReplyStack] = []
         alone: list[int] = []
         replies: dict[int, Message] = {}
