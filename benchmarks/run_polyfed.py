@@ -61,7 +61,7 @@ def model(setting: Setting) -> Model:
 class Ours:
     """A federation and the state of the algorithm."""
 
-    def __init__(self, setting: Setting, people: Population, engine: str, workers: int = 0) -> None:
+    def __init__(self, setting: Setting, people: Population, engine: str, workers: int = 0, stack: int = 0) -> None:
         net = model(setting)
         train = Train(lr=setting.lr, batch_size=setting.batch_size)
         algorithm = FedAvg(train=train, selector=Uniform(participation=setting.cohort))
@@ -69,6 +69,8 @@ class Ours:
         self.ledger = Ledger("speed")
         workers = workers or max(1, len(os.sched_getaffinity(0)))  # what a recipe without [engine] workers gets
         options = {"policy": Policy(), "ledger": self.ledger, "workers": workers, "threads": 1}
+        if stack:
+            options["stack"] = stack
         runner = ENGINES[engine](people, net, algorithm, first, **options)
         self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
         self.algorithm, self.state, self.net = algorithm, algorithm.init(self.fed, first), net

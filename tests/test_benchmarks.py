@@ -78,6 +78,42 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("bench")
 
 
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("simulated_cores")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "workers", "handling", "seconds"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 1, 0.0, 4.0),
+        ([1.0, 1.0, 1.0, 1.0], 2, 0.0, 2.0),
+        ([1.0, 1.0, 1.0, 1.0], 3, 0.0, 2.0),
+        ([1.0, 1.0], 2, 0.5, 2.0),  # the server takes the second reply when it has finished the first one
+        ([3.0, 1.0, 1.0, 1.0], 2, 0.0, 3.0),
+        ([1.0, 1.0, 3.0], 2, 0.25, 4.5),  # the third job begins after the first reply, at 1.25
+    ],
+)
+def test_simulated_workers_share_the_jobs_and_wait_for_the_server(cores, jobs, workers, handling, seconds):
+    assert cores.seconds_of(jobs, workers, handling) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16, 64])
+def test_a_simulated_round_takes_at_least_its_longest_unit_and_its_share_of_the_work(cores, workers):
+    units = [0.3, 0.1, 0.2, 0.1, 0.1, 0.2]
+    found = cores.Round(
+        units=units, work=[10 * u for u in units], clients=[1, 4, 3, 1, 1, 2], handling=0.01, serial=1.0
+    )
+    seconds = cores.simulated(found, workers)
+    assert seconds >= 1.0 + max(0.3 + 0.01, 1.0 / workers) - 1e-9
+    assert seconds <= 1.0 + 1.0 + 6 * 0.01 + 1e-9
+    if workers == 1:
+        assert seconds == pytest.approx(2.06)
+    if workers >= 6:
+        assert seconds == pytest.approx(1.31)  # every other unit has been received while the longest one still runs
+
+
 def measurement(ratio: float) -> dict[str, Any]:
     programs = {"bare loop": {"ms": 90.0}, "polyfed vectorised": {"ms": 20.0}, "pfl 0.6": {"failure": "no network"}}
     curves = {

@@ -1,6 +1,7 @@
 """Nothing of the CPU meets what is on an accelerator: every algorithm on a device that is not there (`elsewhere`)."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from elsewhere import DEVICE, Elsewhere, elsewhere
 from laws.rows import PROTOTYPES
 from laws.test_laws import NAMES, world
 from polyfed.algorithms.averaging import Averaging
-from polyfed.data import Columns
+from polyfed.data import Column, Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import Assembly, assemble
@@ -25,6 +26,7 @@ from polyfed.run import run
 from polyfed.selection import DivFl, PowD
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.step_rewrite import rewrite
 from world import AWKWARD, FROZEN, WHOLE, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
@@ -81,6 +83,43 @@ def test_a_vectorised_run_elsewhere_equals_the_one_on_the_cpu(name: str) -> None
     here = outcome(run(made))
     with elsewhere():
         assert outcome(run(there(made))) == here
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """Inside the block, the device has no free memory, so the features of a data set stay on the CPU."""
+    taken: list[Any] = []
+
+    def noted(column: Column, device: Any, *, features: bool = True) -> Column:
+        taken.append(features)
+        return move(column, device, features=features)
+
+    move = Column.to
+    with patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0), patch.object(Column, "to", noted):
+        yield
+    assert taken
+    assert not any(taken)
+
+
+@pytest.mark.filterwarnings("ignore:.*measures nothing")
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(name: str, engine: Any) -> None:
+    made = replace(small(name), engine=EngineSpec(name=engine), rounds=2)
+    here = outcome(run(made))
+    with elsewhere(), full():
+        assert outcome(run(there(made))) == here
+
+
+def test_programs_read_features_that_do_not_fit_the_device() -> None:
+    made = replace(small("fedavg"), engine=EngineSpec(name="vectorised"), rounds=2)
+    train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs
+    made = there(replace(made, algorithm=replace(made.algorithm, train=train)))
+    with patch("polyfed.training.step_replay.rewrite", wraps=rewrite) as programs, elsewhere():
+        resident, num_programs = outcome(run(made)), programs.call_count
+        with full():
+            assert outcome(run(made)) == resident
+    assert programs.call_count == 2 * num_programs > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import torch
 
 from polyfed.core.errors import DataError
 from polyfed.data import Column
-from polyfed.data.columns import check_finite, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import check_finite
 
 
 def test_take_is_the_affine_map_of_the_stored_values_in_float32():

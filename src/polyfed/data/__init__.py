@@ -4,7 +4,7 @@ A data source loads a `Columns` table. `populate` splits its rows over clients b
 clients, and sets test and validation rows aside. The result is a `Population`.
 
 - `columns`: the table: `Columns`, with one `Column` for each modality.
-- `column_scaling`: `scaling_of`, which collects the shifts and scales of a table for a trained model.
+- `column_scaling`: `standardised`, and `scaling_of`, which collects the shifts and scales for a trained model.
 - `sources/`: the data sources, one file for each, and their registry `SOURCES`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
 - `partitions/`: the rules that assign training rows to clients, with one file for each family, and the registry

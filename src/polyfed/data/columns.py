@@ -5,7 +5,7 @@ Shapes: N rows of the whole data set, C classes, M modalities.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,21 +52,27 @@ class Column:
         """Shape of one sample."""
         return tuple(self.values.shape[1:])
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the stored values and of the index in bytes."""
+        return self.values.nbytes + (0 if self.index is None else self.index.nbytes)
+
     def raw(self, rows: Tensor) -> Tensor:
         """The stored values of `rows`, before shift and scale.
 
         Args:
-            rows: int64 (...).
+            rows: int64 (...), on any device.
 
         Returns:
-            (..., *shape) in the stored type.
+            (..., *shape) in the stored type, on the device of `rows`.
         """
-        entries = rows if self.index is None else self.index[rows]
+        own = rows.to(self.values.device)
+        entries = own if self.index is None else self.index[own]
         if not self.values.is_contiguous():
-            return self.values[entries]
+            return self.values[entries].to(rows.device)
         # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
         picked = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
-        return picked.view((*entries.shape, *self.shape))
+        return picked.view((*entries.shape, *self.shape)).to(rows.device)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the samples of `rows`, shifted and scaled.
@@ -84,10 +90,17 @@ class Column:
             x = x / self.scale
         return x
 
-    def to(self, device: torch.device | str) -> "Column":
-        """Return the same column on another device."""
-        moved = (None if t is None else t.to(device) for t in (self.shift, self.scale, self.index))
-        return Column(self.values.to(device), *moved)
+    def to(self, device: torch.device | str, *, features: bool = True) -> "Column":
+        """Return the same column for rows on another device.
+
+        Args:
+            device: the device on which `take` is to return samples.
+            features: whether the stored values move there. If not, `raw` copies the values of its rows in each call.
+        """
+        shift, scale = (None if t is None else t.to(device) for t in (self.shift, self.scale))
+        if not features:
+            return replace(self, shift=shift, scale=scale)
+        return Column(self.values.to(device), shift, scale, None if self.index is None else self.index.to(device))
 
 
 @dataclass(frozen=True)
@@ -190,11 +203,16 @@ class Columns:
                 sha.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()
 
-    def to(self, device: torch.device | str) -> "Columns":
-        """Return the table with features, labels and presence on another device; the other tensors are not moved."""
+    def to(self, device: torch.device | str, *, features: bool = True) -> "Columns":
+        """Return the table with features, labels and presence on another device; the other tensors are not moved.
+
+        Args:
+            device: the device.
+            features: see `Column.to`.
+        """
         return replace(
             self,
-            modalities={name: column.to(device) for name, column in self.modalities.items()},
+            modalities={name: column.to(device, features=features) for name, column in self.modalities.items()},
             label=self.label.to(device),
             present={name: mask.to(device) for name, mask in self.present.items()},
         )
@@ -246,69 +264,19 @@ def check_finite(columns: Columns) -> None:
     problems.raise_all()
 
 
-def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:
-    """Return the table with features scaled to mean 0 and deviation 1 over the training rows.
-
-    The training rows are the rows of split 0, except the rows that `split_personal` marks as test rows or guard rows of
-    a client. Every feature has its own mean and deviation. In vectors (F,) and sequences (T, F), each position of the
-    last axis is a feature. In images (C, H, W) and samples with more axes, each channel is a feature (first axis). The
-    statistics are summed in float64, chunk by chunk, so a memory-mapped column is never copied. A constant feature is
-    centred, but not scaled.
-
-    Args:
-        columns: The table.
-        which: The modalities to scale. True means all of them, and False means none.
-
-    Raises:
-        DataError: There is no training row, no such modality, or a feature is not finite.
-    """
-    names = (tuple(columns.modalities) if which else ()) if isinstance(which, bool) else tuple(which)
-    if not names:
-        return columns
-    for name in names:
-        columns.column(name)
-    train = columns.split == TRAIN
-    if columns.split_personal is not None:
-        train = train & (columns.split_personal == OWN_TRAIN)
-    if not train.any():
-        raise DataError(f"data '{columns.name}': no training rows to standardise with. Check the array of split codes")
-    modalities = dict(columns.modalities)
-    for name in names:
-        column = columns.modalities[name]
-        use = train & columns.present[name] if name in columns.present else train
-        mean, deviation = moments(column, use.nonzero()[:, 0])
-        if not mean.isfinite().all():
-            check_finite(columns)
-        modalities[name] = replace(column, shift=mean.float(), scale=deviation.float())
-    return replace(columns, modalities=modalities)
-
-
-def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and population deviation of each feature over `rows`, float64. Both broadcast over a sample."""
-    kept = 0 if len(column.shape) > 2 else len(column.shape) - 1
-    axes = [axis for axis in range(len(column.shape) + 1) if axis != kept + 1]
-    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
-    for part in _chunks(rows, column.shape):
-        x = column.raw(part).to(torch.float64)
-        n = x.numel() // max(1, x.shape[kept + 1])
-        part_mean = x.mean(axes, keepdim=True)
-        # pairwise merge of moments (Chan, Golub, LeVeque 1979): no cancellation, whatever the offset
-        delta, total = part_mean[0] - mean, count + n
-        squares = squares + (x - part_mean).square().sum(axes, keepdim=True)[0] + delta.square() * count * n / total
-        mean, count = mean + delta * n / total, total
-    deviation = (squares / max(count, 1)).sqrt()
-    # a deviation smaller than the spacing of float32 numbers around the mean is rounding, not signal
-    constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-30)
-    return mean, torch.where(constant, torch.ones_like(deviation), deviation)
-
-
 def _bad_rows(column: Column) -> Tensor:
     bad = torch.zeros(len(column.values), dtype=torch.bool)
-    for part in _chunks(torch.arange(len(column.values)), column.shape):
+    for part in chunks(torch.arange(len(column.values)), column.shape):
         finite = column.values[part].to(torch.float32).isfinite()
         bad[part] = ~finite.reshape(len(part), -1).all(1)
     return bad if column.index is None else bad[column.index]
 
 
-def _chunks(rows: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+def chunks(rows: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the rows in pieces of at most `_CHUNK` numbers, or of one row if a sample has more.
+
+    Args:
+        rows: (n,).
+        shape: shape of a sample.
+    """
     yield from torch.split(rows, max(1, _CHUNK // max(1, math.prod(shape))))

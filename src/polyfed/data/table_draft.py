@@ -16,7 +16,8 @@ from torch import Tensor
 from polyfed.core.counts import counted
 from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
-from polyfed.data.columns import Column, Columns, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import Column, Columns
 from polyfed.data.layout import laid_out, tensor_of
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.missing_rows import refuse_bare_rows, without_nan_rows

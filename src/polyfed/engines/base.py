@@ -2,23 +2,23 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import EgressError, PolyfedError
+from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
+from polyfed.engines.gpu_memory import placed
 from polyfed.engines.masking import masked, secrets_apart
-from polyfed.engines.task_results import describe_failure, reply_and_local
+from polyfed.engines.task_results import describe_failure, only_the_gate_refuses, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -111,7 +111,7 @@ class Engine(ABC):
         self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
-        self.columns = population.columns.to(self.device)
+        self.columns = placed(population.columns, self.device, emit)
         self.registry = registry_of(population)
         # computed once: later tasks of the class are missing from the announcement, so the gate refuses their replies
         self.answers = answers_of(algorithm)
@@ -305,16 +305,3 @@ def client_key(request: Request, client: int) -> int:
 def noise_key(request: Request, client: int) -> int:
     """Return the key from which a simulated client draws the noise of its reply to this request."""
     return keys.fold_in(client_key(request, client), request.number)
-
-
-@contextmanager
-def only_the_gate_refuses(request: Request) -> Iterator[None]:
-    """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
-
-    Devices send the text of an `EgressError` to the server, so a task could put data into this text. As a
-    `RuntimeError`, the exception is an ordinary failure of the task.
-    """
-    try:
-        yield
-    except EgressError as error:
-        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error

@@ -1,11 +1,12 @@
-"""Checks of what a task returned, and the description of a task that failed."""
+"""Checks of what a task returned or raised, and the description of a task that failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, malformed
 from polyfed.core.request import Request
 from polyfed.core.tree import Tree
@@ -46,3 +47,16 @@ def describe_failure(request: Request, clients: Sequence[int], got: Message) -> 
         for name, value in ((field, getattr(got, field)) for field in got.kinds)
     }
     return f"in client(s) {list(clients)[:8]}, round {request.round}, task {request.name}; received {shapes}"
+
+
+@contextmanager
+def only_the_gate_refuses(request: Request) -> Iterator[None]:
+    """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
+
+    Devices send the text of an `EgressError` to the server, so a task could put data into this text. As a
+    `RuntimeError`, the exception is an ordinary failure of the task.
+    """
+    try:
+        yield
+    except EgressError as error:
+        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error

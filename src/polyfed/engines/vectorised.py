@@ -21,11 +21,11 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, size_bytes
-from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
+from polyfed.engines.base import client_key, noise_key
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks
-from polyfed.engines.task_results import describe_failure, reply_and_local
+from polyfed.engines.task_results import describe_failure, only_the_gate_refuses, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData

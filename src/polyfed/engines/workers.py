@@ -89,7 +89,7 @@ class Workers:
         while len(self.started) < self.num:
             self.started.append(_Worker(self))
         end_idle_threads()
-        todo = dict(enumerate(_bundles(units, work, BUNDLES * self.num)))
+        todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
         sent = None
         if isinstance(send, Message):
             sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
@@ -247,7 +247,7 @@ def _close_all(workers: list[_Worker]) -> None:
         workers.pop().close()
 
 
-def _bundles(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
+def bundled(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
     """Divide units into at most `most` bundles with about equal work, and put the bundle with the most work first.
 
     A unit is a single client or a stack of clients. A bundle holds either one or more single clients, or one stack.

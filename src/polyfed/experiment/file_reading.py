@@ -12,7 +12,7 @@ from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.column_grouping import column_names
 from polyfed.data.column_guess import guessed, row_ids
-from polyfed.data.columns import moments, standardised
+from polyfed.data.column_scaling import moments, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.npz import Npz
 from polyfed.data.sources.table import SUFFIXES, Table, read

@@ -12,7 +12,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
-from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist

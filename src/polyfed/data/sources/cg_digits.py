@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from polyfed.core import keys
-from polyfed.data.columns import Columns, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import Columns
 from polyfed.data.sources import colour
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified

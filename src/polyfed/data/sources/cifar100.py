@@ -11,7 +11,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
-from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
+from polyfed.data.column_scaling import moments
+from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import Arrays, existing, stored_name
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset

@@ -12,7 +12,8 @@ from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
-from polyfed.data.columns import Column, Columns, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out

@@ -11,7 +11,8 @@ from torch import Tensor
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.schema import check_ranges
 from polyfed.data.checks import require
-from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
+from polyfed.data.column_scaling import standardised
+from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.base import Facts, Source
 

@@ -1,0 +1,105 @@
+"""Runs on a real GPU agree with runs on the CPU. A machine without CUDA skips this file.
+
+`test_device.py` covers what needs no GPU: that no tensor of the CPU meets a tensor of the device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from laws.rows import ROWS
+from laws.test_laws import NAMES, params, world
+from polyfed.core.tree import Tree
+from polyfed.engines.gpu_memory import free_bytes
+from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.run import run
+from polyfed.training.optimisers import Train
+from world import AWKWARD, PLAIN, furthest, played
+
+GPU: Any = "cuda"
+
+LAX = 10.0
+"""A GPU sums in another order than a CPU, so the tolerance is this many times the tolerance between two engines."""
+
+ENCODERS = {"a": {"kind": "mlp", "hidden": [16]}, "b": {"kind": "mlp", "hidden": [16]}}
+
+if not torch.cuda.is_available():
+    pytest.skip("PyTorch finds no GPU on this machine", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """Convolutions in float32 instead of TF32, which PyTorch uses by default and which keeps ten bits of a number."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+def there(made: Recipe) -> Recipe:
+    return replace(made, engine=replace(made.engine, device=GPU, debug=True))
+
+
+def on_cpu(tree: Tree) -> dict[str, torch.Tensor]:
+    return {name: value.cpu() for name, value in tree.items()}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("encoders", [PLAIN, AWKWARD], ids=["plain", "batchnorm+dropout"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_trains_the_same_models_on_a_gpu(name: str, encoders: Any, engine: str) -> None:
+    made = replace(world(name, engine, encoders), rounds=2)
+    here, state_here, ledger_here = played(made)
+    gpu, state_gpu, ledger_gpu = played(there(made))
+    tolerance = LAX * ROWS[name].tolerance
+    assert furthest(params(state_here), on_cpu(params(state_gpu))) < tolerance
+    for client, tree in here.engine.locals.items():
+        assert furthest(tree, on_cpu(gpu.engine.locals[client])) < 10 * tolerance, f"local state of client {client}"
+    assert ledger_here == ledger_gpu
+
+
+def many_steps(**options: Any) -> Recipe:
+    """FedAvg with enough steps in a round for programs (`training/step_replay.py`)."""
+    train = Train(lr=0.05, batch_size=4, epochs=8, **options)
+    made = world("fedavg", "vectorised", ENCODERS, train=train)
+    return there(replace(made, rounds=2))
+
+
+def model_of(made: Recipe) -> dict[str, torch.Tensor]:
+    return on_cpu(params(played(made)[1]))
+
+
+def test_programs_give_the_models_of_direct_steps_on_a_gpu() -> None:
+    made = many_steps()
+    direct = replace(made, engine=replace(made.engine, replay=False))
+    assert furthest(model_of(direct), model_of(made)) < 1e-4
+
+
+def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:
+    made = many_steps()
+    resident = model_of(made)
+    with patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0):
+        assert furthest(resident, model_of(made)) < 1e-6
+
+
+def test_bfloat16_on_a_gpu_stays_near_float32() -> None:
+    exact, lower = model_of(many_steps()), model_of(many_steps(precision="bf16"))
+    assert 0 < furthest(exact, lower) < 0.2
+
+
+def test_a_run_that_began_on_the_cpu_continues_on_a_gpu(tmp_path: Path) -> None:
+    made = replace(world("cmsfed", "vectorised", ENCODERS), engine=EngineSpec(name="vectorised"), rounds=3)
+    with patch("polyfed.experiment.loop.write_report"):
+        whole = run(made, tmp_path / "cpu")
+        run(replace(made, rounds=1), tmp_path / "both")
+        continued = run(there(made), tmp_path / "both", resume=True)
+    assert continued.result["rounds"] == whole.result["rounds"]
+    assert furthest(whole.params, on_cpu(continued.params)) < 1e-3
+
+
+def test_the_free_memory_of_a_gpu_is_less_than_its_memory() -> None:
+    device = torch.device(GPU)
+    assert 0 < free_bytes(device) <= torch.cuda.get_device_properties(device).total_memory
