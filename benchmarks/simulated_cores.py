@@ -106,7 +106,7 @@ class Measured:
         if name == "job":
             for unit in facts["units"]:
                 self.found.units.append(facts["seconds"] / len(facts["units"]))
-                self.found.work.append(sum(map(self.engine.work, unit)))
+                self.found.work.append(sum(self.engine.work(unit).values()))
                 self.found.clients.append(len(unit))
 
     def round(self) -> Round:

@@ -106,7 +106,8 @@ class InProcess(Engine):
         if units is None:
             units = [*self.units(request, clients, send)]
             evaluates = clients[0] < 0
-            work = {} if evaluates or len(units) == 1 else {client: self.work(client) for client in clients}
+            shareable = not evaluates and len(units) > 1
+            work = {client: flops for unit in units for client, flops in self.work(unit).items()} if shareable else {}
             much = sum(work.values()) >= 2 * UNIT_FLOPS
             step_flops = self._evaluation_flops if evaluates else self._step_flops
             single = much or max(map(step_flops, units)) < THREADED_STEP
@@ -137,11 +138,18 @@ class InProcess(Engine):
         last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
 
-    def work(self, client: int) -> float:
-        """Return an estimate of the floating-point operations of a client's local training in one request."""
-        train, rows = self.algorithm.train, int(self.registry.num_rows[client])
-        trained = train.epochs * rows if train.steps is None else train.steps * (train.batch_size or rows)
-        return float(TRAINING_PASSES * trained * self._flops_of_a_row(client))
+    def work(self, unit: Unit) -> dict[int, float]:
+        """Return an estimate of the floating-point operations of each client's local training in one request.
+
+        Args:
+            unit: clients that have the same modalities.
+        """
+        train, row_flops = self.algorithm.train, TRAINING_PASSES * self._flops_of_a_row(unit[0])
+
+        def trained(rows: int) -> int:
+            return train.epochs * rows if train.steps is None else train.steps * (train.batch_size or rows)
+
+        return {client: float(row_flops * trained(rows)) for client, rows in self.registry.rows_of(unit).items()}
 
     def steps(self, client: int) -> int:
         """Return the number of steps of a client's local training in one request, at least 1."""
@@ -149,7 +157,8 @@ class InProcess(Engine):
 
     def _step_flops(self, unit: Unit) -> float:
         """Return an estimate of the floating-point operations of a step of all clients of a unit."""
-        return len(unit) * self.work(unit[-1]) / self.steps(unit[-1])
+        last = unit[-1]
+        return len(unit) * self.work([last])[last] / self.steps(last)
 
     def _evaluation_flops(self, unit: Unit) -> float:
         """Return the floating-point operations of one batch of an evaluation."""

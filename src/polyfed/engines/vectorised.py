@@ -111,12 +111,12 @@ class Vectorised(InProcess):
 
     def _fastest(self, request: Request, group: list[int]) -> int:
         """Return into how many stacks these clients are divided so that a round takes the least time."""
-        train, num_steps = self.algorithm.train, self.steps(group[-1])
+        train, num_steps, work = self.algorithm.train, self.steps(group[-1]), self.work(group)
         replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
         return num_stacks(
             len(group),
-            work=sum(self.work(client) for client in group),
-            step=self.work(group[-1]) / num_steps,
+            work=sum(work.values()),
+            step=work[group[-1]] / num_steps,
             weights=size_bytes(self.context(group[0]).initial),
             cached=replayed and self.device.type == "cpu",
         )
