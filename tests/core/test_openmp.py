@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from polyfed.core import openmp
-from polyfed.core.openmp import THREAD_BYTES, end_idle_threads, threads_worth
+from polyfed.core.openmp import THREAD_BYTES, end_idle_threads, threads_worth, using_threads
 from polyfed.engines import in_process
-from polyfed.engines.in_process import using_threads
 from polyfed.engines.shared_memory import Arena, copied
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import EngineSpec
@@ -92,14 +91,51 @@ def test_the_number_of_threads_follows_the_bytes_and_comes_back(size: int, allow
 
 
 @needs_openmp
-def test_a_thread_of_the_user_that_starts_meanwhile_is_not_limited() -> None:
+def test_a_thread_of_the_user_that_starts_meanwhile_keeps_its_number() -> None:
     found: list[int] = []
+    before = torch.get_num_threads()
+    with using_threads(3), threads_worth(0):
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert found == [before]
+
+
+@needs_openmp
+def test_matrix_products_use_the_number_of_threads() -> None:
+    x = torch.rand(512, 512)
     with using_threads(3):
-        with threads_worth(0):
-            other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-            other.start()
-            other.join()
-        assert found == [3]
+        end_idle_threads()
+        before = threads()
+        with using_threads(1):
+            expected = x @ x
+        assert len(threads() - before) < 2
+        torch.testing.assert_close(x @ x, expected)
+        assert len(threads() - before) >= 2
+    end_idle_threads()
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_a_changed_number_of_threads_comes_back(num: int) -> None:
+    before = torch.get_num_threads()
+    with suppress(KeyError), using_threads(num):
+        torch.set_num_threads(5)
+        raise KeyError
+    assert torch.get_num_threads() == before
+    torch.set_num_threads(before)  # for threads that other tests start
+
+
+def test_without_a_function_for_one_python_thread_the_number_still_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    openmp._setters.cache_clear()
+    monkeypatch.setattr(openmp, "_function", lambda name: None)
+    before = torch.get_num_threads()
+    try:
+        assert openmp._setters() == (torch.set_num_threads,)
+        with using_threads(3):
+            assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == before
+    finally:
+        openmp._setters.cache_clear()
 
 
 @needs_openmp

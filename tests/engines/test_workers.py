@@ -21,6 +21,7 @@ from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.openmp import using_threads
 from polyfed.engines import in_process, stack_division
 from polyfed.engines.shared_memory import Arena, copied
 from polyfed.evaluation.scores import Evaluation
@@ -212,14 +213,14 @@ def test_the_threads_of_a_request_depend_on_its_work_alone(
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0 if slow else 1e12)
     monkeypatch.setattr(in_process, "SLOW", math.inf)
     found: list[int] = []
-    before = in_process.InProcess.received
+    before = in_process.InProcess.run_received
 
     def noted(self: Any, *args: Any) -> Any:
         found.append(torch.get_num_threads())
         return before(self, *args)
 
-    monkeypatch.setattr(in_process.InProcess, "received", noted)
-    with in_process.using_threads(3):
+    monkeypatch.setattr(in_process.InProcess, "run_received", noted)
+    with using_threads(3):
         played(recipe(algorithm("fedavg"), engine=engine("sequential", 1)))
     assert set(found) == {expected}
 
@@ -229,16 +230,16 @@ def test_a_small_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
     made = recipe(algorithm("fedavg", evaluation=Evaluation(every=1)), engine=engine("vectorised", 1))
     parts = assemble(made)
     state = through(parts, 1)
-    before = in_process.InProcess.received
+    before = in_process.InProcess.run_received
 
     def noted(self: Any, *args: Any) -> Any:
         found[in_process.THREADED_STEP] = torch.get_num_threads()
         return before(self, *args)
 
-    monkeypatch.setattr(in_process.InProcess, "received", noted)
+    monkeypatch.setattr(in_process.InProcess, "run_received", noted)
     for flops in (3e7, 1.0):
         monkeypatch.setattr(in_process, "THREADED_STEP", flops)
-        with in_process.using_threads(3):
+        with using_threads(3):
             parts.algorithm.evaluate(state, parts.fed)
     assert found == {3e7: 1, 1.0: 3}
 

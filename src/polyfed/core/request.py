@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyfed.core.messages import Message
+from torch import Tensor
+
+from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.tasks import info_of, types_of
 from polyfed.core.tree import Tree
 
@@ -57,6 +59,26 @@ class Request:
         known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
         for name, value in known.items():
             object.__setattr__(self, name, value)
+
+
+def contiguous(send: Send) -> Any:
+    """Return the messages of a request with contiguous tensors, as they would arrive over a network.
+
+    The memory layout of a tensor changes how operations round. The result of a task must not depend on whether its
+    message came from another process. Messages with contiguous tensors are returned as they are. Messages that share a
+    tensor also share its contiguous copy.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        return copies.setdefault(id(tensor), tensor.contiguous())
+
+    def of_one(msg: Message) -> Any:
+        return msg if all(value.is_contiguous() for *_, value in tensors(msg)) else map_tensors(msg, copied)
+
+    return of_one(send) if isinstance(send, Message) else {client: of_one(msg) for client, msg in send.items()}
 
 
 def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:

@@ -171,11 +171,17 @@ class Engine(ABC):
         made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
         self.keep({client: made})
         self._start_empty |= set() if made else {client}
-        return made
+        return self.locals.get(client, {})
 
     def keep(self, locals: Mapping[int, Tree]) -> None:
-        """Store local states of clients. A client that never had a state takes no memory and no checkpoint space."""
-        self.locals |= {client: local for client, local in locals.items() if local or client in self.locals}
+        """Store local states of clients. A client that never had a state takes no memory and no checkpoint space.
+
+        The stored tensors are contiguous. A state that a worker process or a file returns is contiguous, too, and the
+        memory layout of a tensor changes how operations round.
+        """
+        for client, local in locals.items():
+            if local or client in self.locals:
+                self.locals[client] = {name: value.contiguous() for name, value in local.items()}
 
     def rows(self, client: int) -> Tensor:
         """Return the indices of the rows on which this client trains or, for an evaluation client, evaluates."""
@@ -253,13 +259,17 @@ class Engine(ABC):
             if self.debug:
                 error.add_note(describe_failure(request, (client,), got))
                 raise
-            missing[client] = f"{type(error).__name__}: {error}"
-            trace = traceback.format_exc()
-            self.emit("client-failed", client=client, task=request.name, reason=missing[client], trace=trace)
+            self._failed(request, client, error, missing)
             return None
         if local is not self.locals.get(client):
             self.keep({client: clone(local)})
         return released
+
+    def _failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
+        """Put the reason for a client's failure into `missing`, and emit the event `client-failed`."""
+        reason = missing[client] = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        self.emit("client-failed", client=client, task=request.name, reason=reason, trace=trace)
 
     def per_sample(self, request: Request, client: int) -> PerSample | None:
         """Return how the task's training protects single rows, or None if it does not protect them."""

@@ -3,17 +3,16 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.openmp import using_threads
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
+from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.worker_process import Unit
 from polyfed.engines.workers import Workers
 from polyfed.federation.network import TRAINING_PASSES
@@ -103,7 +102,11 @@ class InProcess(Engine):
         """
         threads, start = 0, time.perf_counter()
         last = self._unit_seconds.setdefault(request.name, [])
+        missing: dict[int, str] = {}
         if units is None:
+            clients = [client for client in clients if self.has_local(request, client, missing)]
+            if not clients:
+                return Answer([], missing)
             units = [*self.units(request, clients, send)]
             evaluates = clients[0] < 0
             shareable = not evaluates and len(units) > 1
@@ -116,27 +119,52 @@ class InProcess(Engine):
             if self.pool is not None and work and (much or slow):
                 shared = self.pool.answer(request, units, send, work)
                 if shared is not None:
-                    return shared
+                    return Answer(shared.parts, missing | shared.missing)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
             threads = self.threads if single else 0
         parts: list[ReplyStack] = []
         alone: list[int] = []
         replies: dict[int, Message] = {}
-        missing: dict[int, str] = {}
-        with using_threads(threads):
-            for unit in units:
+        for unit in units:
+            with using_threads(threads):  # for each unit, because the algorithm's code may change the number
                 part = self.run_stack(request, unit, send) if len(unit) > 1 else None
-                if part is None:
-                    alone.extend(unit)
-                else:
-                    parts.append(part)
-            for client, got in self.received(request, sorted(alone), send).items():
+            if part is None:
+                alone.extend(unit)
+            else:
+                parts.append(part)
+        for client, got in self.received(request, sorted(alone), send).items():
+            with using_threads(threads):
                 reply = self.run_received(request, client, got, missing)
-                if reply is not None:
-                    replies[client] = reply
+            if reply is not None:
+                replies[client] = reply
         answer = Answer.of([*parts, *stacked(replies)], missing)
         last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
+
+    def has_local(self, request: Request, client: int, missing: dict[int, str]) -> bool:
+        """Return whether the client has a local state. The first call makes this state.
+
+        Returns:
+            True, or False if the algorithm failed to make the state. This method then puts the reason into `missing`.
+
+        Raises:
+            PolyfedError: the algorithm raised this error.
+            Exception: the algorithm raised this exception, and `debug` is set.
+        """
+        if client in self.locals or client in self._start_empty:
+            return True
+        try:
+            with only_the_gate_refuses(request):
+                self.local(request, client)
+        except PolyfedError:
+            raise
+        except Exception as error:
+            if self.debug:
+                error.add_note(f"in client {client}, round {request.round}, when its first local state was made")
+                raise
+            self._failed(request, client, error, missing)
+            return False
+        return True
 
     def work(self, unit: Unit) -> dict[int, float]:
         """Return an estimate of the floating-point operations of each client's local training in one request.
@@ -188,23 +216,6 @@ class InProcess(Engine):
             got = self.node(tuple(group), self.context(group[0])).receive(request, self._to_device(send))
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
-
-
-@contextmanager
-def using_threads(num: int) -> Iterator[None]:
-    """Let PyTorch use `num` threads for each operation in this block. 0 leaves the number unchanged.
-
-    If another Python thread computes its first operation meanwhile, it keeps `num` threads for its operations.
-    """
-    before = torch.get_num_threads()
-    if num in (0, before):
-        yield
-        return
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _refuse_missing_rows(population: Population, algorithm: Method) -> None:

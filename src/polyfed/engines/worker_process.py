@@ -101,7 +101,7 @@ class Done:
     entries: list[Entry]
     events: list[tuple[str, dict[str, Any]]]
     spent_flops: dict[int, float]
-    error: Exception | None
+    error: BaseException | None
 
 
 def serve(
@@ -115,7 +115,8 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the server's process handles it
     for other in foreign:
         other.close()
-    torch.set_num_threads(threads)
+    if threads:
+        torch.set_num_threads(threads)
     engine.pool = None
     engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
     while True:
@@ -141,13 +142,15 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
         c: dict(zip([n for n, _ in tree], down.read(p for _, p in tree), strict=True)) for c, tree in job.locals.items()
     }
     engine.locals = dict(before)
-    error: Exception | None = None
+    error: BaseException | None = None
     answer = Answer([], {})
     try:
         # the method of the class, because the server's process may have replaced the engine's own, to watch requests
         answer = type(engine).answer(engine, request, clients, send, units=job.units)
     except PolyfedError as refusal:
         error = refusal
+    except (SystemExit, KeyboardInterrupt) as ending:  # of the algorithm's code; Ctrl-C does not reach this process
+        error = type(ending)(*ending.args)
     except Exception:
         error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}

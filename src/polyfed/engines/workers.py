@@ -23,8 +23,9 @@ from typing import Any, cast
 
 from torch import multiprocessing
 
+from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.openmp import end_idle_threads
+from polyfed.core.openmp import can_end_idle_threads, end_idle_threads
 from polyfed.core.request import Request, Send
 from polyfed.engines.shared_memory import Arena, copied
 from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
@@ -44,16 +45,25 @@ class Workers:
     Args:
         engine: the engine whose clients the workers run.
         num: number of processes, 2 or more.
-        threads: number of threads that PyTorch uses in each process.
+        threads: number of threads that PyTorch uses in each process. 0 leaves the number unchanged.
 
     Attributes:
         started: the running workers.
         broadcast: shared memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
+
+    Raises:
+        RecipeError: the workers would use several threads, and a forked process could wait for them forever.
     """
 
     def __init__(self, engine: Served, num: int, threads: int = 1) -> None:
         assert num > 1
+        if threads != 1 and not can_end_idle_threads():
+            raise RecipeError(
+                f"[engine] workers = {num}, threads = {threads}: PyTorch cannot end its idle threads on this machine, "
+                "because its OpenMP library lacks omp_pause_resource_all. Processes that start meanwhile could wait "
+                "forever. Set threads = 1, or workers = 1"
+            )
         self.engine, self.num, self.threads = engine, num, threads
         self.broadcast = Arena()
         self.started: list[_Worker] = []
@@ -186,6 +196,7 @@ class _Worker:
         arguments = (pool.engine, theirs, foreign, memory, pool.threads)
         self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
         with _stdin_dropped(), warnings.catch_warnings():
+            end_idle_threads()
             # Python 3.12 warns about forks of processes with threads, but a worker uses no lock that a thread may hold
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()

@@ -13,10 +13,10 @@ import torch
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
+from polyfed.core.openmp import using_threads
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.engines.base import Engine
-from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import check_before_run

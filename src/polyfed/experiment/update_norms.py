@@ -3,6 +3,7 @@
 The server computes these numbers from data that it already has, so clients send nothing more.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -69,10 +70,14 @@ class ClientUpdates:
                     self._add(sent, trained, places)
 
     def means(self) -> dict[str, float]:
-        """Block -> the mean norm over the measured clients that sent the block."""
-        return {block: sum(norms) / len(norms) for block, norms in self._norms.items()}
+        """Block -> the mean norm over the measured clients that sent the block, in any order of their replies."""
+        return {block: math.fsum(norms) / len(norms) for block, norms in self._norms.items()}
 
     def _add(self, sent: Tree, trained: dict[str, Any], places: list[int]) -> None:
+        """Add the norms of the clients at these places of a stack.
+
+        Each sum runs along the last dimension, so a client's norm does not depend on the other clients of its stack.
+        """
         norms: dict[str, list[Tensor]] = {}
         for name, stack in trained.items():
             before = sent.get(name)
@@ -82,4 +87,4 @@ class ClientUpdates:
             moved = (stack.detach()[places] - received.to(stack.device)).flatten(1)
             norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
         for block, parts in norms.items():
-            self._norms.setdefault(block, []).extend(torch.stack(parts).norm(dim=0).tolist())
+            self._norms.setdefault(block, []).extend(torch.stack(parts, dim=1).norm(dim=1).tolist())

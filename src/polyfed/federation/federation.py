@@ -17,7 +17,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.openmp import threads_worth
-from polyfed.core.request import Accept, Request, Send, Task
+from polyfed.core.request import Accept, Request, Send, Task, contiguous
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
@@ -159,7 +159,7 @@ class Federation:
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
-        sent = self.ranks.sized(send, clients)
+        sent = contiguous(self.ranks.sized(send, clients))
         answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))

@@ -10,7 +10,7 @@ from typing import Any
 
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Crossing, Message, crossings, cut
-from polyfed.core.request import Request
+from polyfed.core.request import Request, contiguous
 from polyfed.core.tree import SHARED
 from polyfed.privacy.announcement import Announcement
 from polyfed.privacy.contents import contents
@@ -45,7 +45,7 @@ class EgressGate:
         return own
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Check a reply and return it, or refuse the whole reply.
+        """Check a reply and return it, with contiguous tensors, or refuse the whole reply.
 
         Args:
             request: the request that the reply answers.
@@ -58,6 +58,7 @@ class EgressGate:
                 would allow it.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
+        reply = contiguous(reply)
         if self.on_server:
             return reply
         self._refuse_another(request, reply, stacked)

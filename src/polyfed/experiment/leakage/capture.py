@@ -9,10 +9,10 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Message, cut, map_tensors, tensors
+from polyfed.core.openmp import using_threads
 from polyfed.core.request import Send
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data import Population
-from polyfed.engines.in_process import using_threads
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.replies import Replies

@@ -1,0 +1,211 @@
+"""Worker processes and an algorithm whose code is awkward: it never matters whether a request was shared."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polyfed
+from polyfed.algorithms import Averaging
+from polyfed.algorithms.averaging import Update
+from polyfed.algorithms.base import Broadcast
+from polyfed.core import openmp
+from polyfed.core.errors import RecipeError
+from polyfed.engines import in_process, stack_division
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.run_result import Run
+from polyfed.training.optimisers import Train
+from world import algorithm, recipe
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = Train(lr=0.1, batch_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
+
+
+def both(made: Recipe, kind: str) -> tuple[Run, Run]:
+    """Run a recipe with one process and with two workers."""
+    one, two = (
+        polyfed.run(replace(made, engine=EngineSpec(name=kind, workers=num)))  # type: ignore[arg-type]
+        for num in (1, 2)
+    )
+    return one, two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided(Averaging):
+    """FedAvg whose messages, replies and local states are not contiguous, and whose sums run along other strides."""
+
+    def outgoing(self, state: Any, cohort: Any, fed: Any) -> Broadcast:
+        return Broadcast({name: strided(value) for name, value in state.params.items()})
+
+    def local(self, context: Any, key: int) -> dict[str, Any]:
+        return {"kept": torch.randn(301, 97, generator=torch.Generator().manual_seed(key % 2**31)).t()}
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        received = sum(value.sum() for value in got.params.values() if value.dim() == 2)
+        moved = 1e-4 * received + 1e-4 * local["kept"].sum(1).sum()
+        params = {name: strided(value + moved) for name, value in fit.params.items()}
+        return Update(params, fit.loss, data.num_rows), {"kept": strided(local["kept"] * 1.01)}
+
+
+def strided(value: torch.Tensor) -> torch.Tensor:
+    return value.transpose(-2, -1).contiguous().transpose(-2, -1) if value.dim() > 1 else value
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_the_memory_layout_of_tensors_changes_no_bit(kind: str) -> None:
+    wide = {"a": {"kind": "mlp", "hidden": [300]}, "b": {"kind": "mlp", "hidden": [300]}}
+    made = recipe(Strided(train=Train(lr=0.01, batch_size=16)), encoders=wide, rounds=3)
+    one, two = both(made, kind)
+    assert one.result["state_sha256"] == two.result["state_sha256"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threading(Averaging):
+    """FedAvg whose clients change the number of threads of PyTorch."""
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        found = torch.get_num_threads()
+        torch.set_num_threads(3)
+        params = {name: value + 1e-3 * found for name, value in fit.params.items()}
+        return Update(params, fit.loss, data.num_rows), local
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_a_client_that_changes_the_number_of_threads_changes_it_for_no_other_client(kind: str) -> None:
+    before = torch.get_num_threads()
+    one, two = both(recipe(Threading(train=TRAIN), rounds=3), kind)
+    assert one.result["state_sha256"] == two.result["state_sha256"]
+    assert torch.get_num_threads() == before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unprepared(Averaging):
+    """FedAvg that cannot make the first local state of a client with one modality."""
+
+    def local(self, context: Any, key: int) -> dict[str, Any]:
+        if context.modalities == ("b",):
+            raise ValueError("no state for b alone")
+        return {}
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
+def test_a_client_without_a_first_local_state_is_missing_with_the_reason(kind: str) -> None:
+    runs = both(recipe(Unprepared(train=TRAIN)), kind)
+    for run in runs:
+        assert [row["missing"] for row in run.rounds] == [{"3": "ValueError: no state for b alone"}] * len(run.rounds)
+    assert runs[0].result["state_sha256"] == runs[1].result["state_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_with_debug_the_exception_of_the_first_local_state_ends_the_run(kind: str) -> None:
+    made = recipe(Unprepared(train=TRAIN), EngineSpec(name=kind, workers=1, debug=True))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no state for b alone") as caught:
+        polyfed.run(made)
+    assert caught.value.__notes__ == ["in client 3, round 1, when its first local state was made"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Averaging):
+    """FedAvg whose clients end the program."""
+
+    how: str
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        raise SystemExit(3) if self.how == "exit" else KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("how", "kind"), [("exit", SystemExit), ("interrupt", KeyboardInterrupt)])
+def test_a_client_that_ends_the_program_ends_it(how: str, kind: type[BaseException], workers: int) -> None:
+    made = recipe(Ending(train=TRAIN, how=how), EngineSpec(name="sequential", workers=workers))
+    with pytest.raises(kind) as caught:
+        polyfed.run(made)
+    assert caught.value.args == ((3,) if how == "exit" else ())
+
+
+def test_the_norms_of_a_round_do_not_depend_on_workers() -> None:
+    """The order in which workers return their clients varies, so several runs are compared."""
+    made = recipe(algorithm("fedavg"), rounds=4)
+    one = polyfed.run(replace(made, engine=EngineSpec(name="sequential", workers=1)))
+    for _ in range(5):
+        two = polyfed.run(replace(made, engine=EngineSpec(name="sequential", workers=2)))
+        assert [row["norms"] for row in two.rounds] == [row["norms"] for row in one.rounds]
+
+
+THREADS = """
+import os, signal, sys
+from dataclasses import dataclass
+import torch
+torch.set_num_threads(2)
+import polyfed
+from polyfed.algorithms import Averaging
+from polyfed.engines import in_process
+from polyfed.engines.workers import Workers
+from polyfed.experiment.recipe import EngineSpec
+from polyfed.training.optimisers import Train
+from world import recipe
+in_process.UNIT_FLOPS = 1.0
+LARGE = torch.ones(2**20)
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Averaging):
+    "FedAvg with an operation of two threads in each client."
+    def reply(self, *args):
+        (LARGE * 2).sum()
+        return super().reply(*args)
+
+answer = Workers.answer
+def dying(self, *args):
+    (LARGE * 2).sum()  # starts the second thread of this process
+    for worker in self.started[:1]:
+        os.kill(worker.process.pid, signal.SIGKILL)
+    return answer(self, *args)
+Workers.answer = dying
+
+made = recipe(Large(train=Train(lr=0.1, batch_size=16)), EngineSpec(name=sys.argv[1], workers=2, threads=2), rounds=3)
+print("done", polyfed.run(made).result["rounds"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_workers_with_several_threads_wait_for_no_thread_that_they_lack(kind: str) -> None:
+    """New workers start, in the first request and when one has died, although this process has idle threads."""
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREADS, kind],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        pytest.fail("a worker waits for a thread that it does not have")
+    assert said == "done 3\n"
+
+
+def test_workers_with_several_threads_are_refused_if_idle_threads_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "_function", lambda name: None)
+    with pytest.raises(RecipeError, match="Set threads = 1, or workers = 1"):
+        assemble(recipe(algorithm("fedavg"), EngineSpec(name="sequential", workers=2, threads=2)))
+    assemble(recipe(algorithm("fedavg"), EngineSpec(name="sequential", workers=2, threads=1))).engine.close()
