@@ -1,17 +1,19 @@
 """How clients are divided into stacks, for the models of the benchmark and with programs."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from polyfed.core.messages import Message
 from polyfed.core.request import Request
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.engines import Vectorised, stack_division
-from polyfed.engines.stack_division import num_stacks
+from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import EngineSpec
 from polyfed.training.optimisers import Train
@@ -58,7 +60,7 @@ def test_clients_with_heavy_steps_are_divided_into_small_stacks(least: float, st
     assert num_stacks(6, work=60 * step, step=step, weights=8, cached=True) == stacks
 
 
-def units(number: int, **options: Any) -> list[int]:
+def units(number: int, gpu: bool = False, **options: Any) -> list[int]:
     """The numbers of clients in the stacks of a round. Each client has both modalities, and five steps in an epoch."""
     train = Train(lr=0.1, batch_size=4, **options)
     clients = ClientsSpec(partition="iid", num=6)
@@ -66,6 +68,8 @@ def units(number: int, **options: Any) -> list[int]:
     made = recipe(algorithm("fedavg", train=train), EngineSpec(name="vectorised"), data=data, clients=clients)
     engine = assemble(made).engine
     assert isinstance(engine, Vectorised)
+    if gpu:
+        engine.device = torch.device("cuda")  # only `units` uses it here
     request = Request(task=engine.algorithm.update, name="update", round=number, rounds=50, number=0, seed=1)
     found = list(engine.units(request, range(6), Message()))
     assert sorted(client for unit in found for client in unit) == [*range(6)]
@@ -80,3 +84,15 @@ def test_the_cache_counts_only_where_programs_run_the_steps(monkeypatch: pytest.
     assert units(50) == [2, 2, 2]
     assert units(50, precision="bf16") == [6]
     assert units(1, epochs=4) == [2, 2, 2]
+
+
+def test_on_a_gpu_only_its_memory_divides_similar_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
+    assert units(1) == [2, 2, 2]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    assert stack_bytes(torch.device("cuda")) == 2**35
+    assert stack_bytes(torch.device("cpu")) == stack_division.STACK_BYTES
+    assert units(1, gpu=True) == [6]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1))
+    assert units(1, gpu=True) == [1] * 6

@@ -1,11 +1,21 @@
 """How the vectorised engine divides similar clients into stacks, so that a round takes the least time.
 
 The numbers of this file are measured, and docs/performance.md has the measurements. Stacks of other sizes give slightly
-different results. The division therefore depends only on the recipe, its data and the number of the round, and not on
-the number of worker processes.
+different results. The division therefore depends only on the recipe, its data and the number of the round, and, on a
+GPU, on the size of its memory. It does not depend on the number of worker processes.
 """
 
 import math
+
+import torch
+
+STACK_BYTES = 512 * 2**20
+"""Memory budget of a stack on a CPU, in bytes, for the parameters, gradients, optimiser moments and batches of all its
+clients. 512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
+
+GPU_SHARE = 0.25
+"""Share of a GPU's memory that is the memory budget of a stack. The features of the data set may take half of the
+memory (`engines/gpu_memory.py`), and the replies and the results of single operations need the rest."""
 
 STACK_FLOPS = 5e8
 """Floating-point operations of local training that are worth a stack of their own. With 1.9e8 operations in each of two
@@ -32,16 +42,27 @@ faster. A linear layer has 24 operations for each byte with 16 rows in a batch, 
 Convolutions have hundreds."""
 
 
+def stack_bytes(device: torch.device) -> int:
+    """Return the memory budget of a stack in bytes.
+
+    On a GPU, the budget follows from its total memory. If it followed from the free memory, other programs on the GPU
+    would change the stacks, and therefore the last bits of the result.
+    """
+    if device.type != "cuda":
+        return STACK_BYTES
+    return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
 def num_stacks(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:
-    """Return into how many stacks the engine divides clients whose tensors have the same names and shapes.
+    """Return into how many stacks the engine divides clients on a CPU whose tensors have the same names and shapes.
 
     Args:
         num: number of these clients.
         work: floating-point operations of the local training of all of them.
         step: floating-point operations of a step of one client.
         weights: size of a client's parameters in bytes.
-        cached: whether the size of the processor's cache counts. It counts if programs run the steps on a CPU. Without
-            programs, a step has so much dispatch that smaller stacks make a round slower.
+        cached: whether the size of the processor's cache counts. It counts if programs run the steps. Without programs,
+            a step has so much dispatch that smaller stacks make a round slower.
     """
     least = min(LEAST_STACK, math.ceil(LEAST_STEP / max(step, 1.0)))
     stacks = max(1, min(MOST_STACKS, num // least, int(work / STACK_FLOPS)))

@@ -24,17 +24,13 @@ from polyfed.core.tree import SHARED, Tree, size_bytes
 from polyfed.engines.base import client_key, noise_key
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
-from polyfed.engines.stack_division import num_stacks
+from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import describe_failure, only_the_gate_refuses, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 from polyfed.training.step_replay import pays
-
-STACK_BYTES = 512 * 2**20
-"""Memory budget of a stack in bytes, for the parameters, gradients, optimiser moments and batches of all its clients.
-512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
 
 CONVOLVES = (
     "large 2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
@@ -53,8 +49,8 @@ class Vectorised(InProcess):
     """Runs stacks of similar clients. It also takes the arguments of `Engine`.
 
     Args:
-        stack: largest number of clients in a stack. If it is 0, the memory budget `STACK_BYTES` decides, and models
-            with large 2-d convolutions run one client at a time on a CPU.
+        stack: largest number of clients in a stack. If it is 0, the rules of `engines/stack_division.py` decide, and
+            models with large 2-d convolutions run one client at a time on a CPU.
         replay: whether training steps are traced, rewritten and replayed.
     """
 
@@ -107,10 +103,15 @@ class Vectorised(InProcess):
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
         # activations: 12 times the input is a rough upper bound for the encoders in model/encoders.py
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
-        return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
+        return max(1, stack_bytes(self.device) // (4 * size_bytes(context.initial) + batch + 1))
 
     def _fastest(self, request: Request, group: list[int]) -> int:
-        """Return into how many stacks these clients are divided so that a round takes the least time."""
+        """Return into how many stacks these clients are divided so that a round takes the least time.
+
+        On a GPU, the answer is one: no worker processes share the stacks, and every stack dispatches its operations.
+        """
+        if self.device.type != "cpu":
+            return 1
         train, num_steps, work = self.algorithm.train, self.steps(group[-1]), self.work(group)
         replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
         return num_stacks(
@@ -118,7 +119,7 @@ class Vectorised(InProcess):
             work=sum(work.values()),
             step=work[group[-1]] / num_steps,
             weights=size_bytes(self.context(group[0]).initial),
-            cached=replayed and self.device.type == "cpu",
+            cached=replayed,
         )
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
