@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, carries, cut, map_fields, map_tensors, message, tensors, trimmed
+from polyfed.core.request import contiguous
 from polyfed.core.tree import Tree
 
 
@@ -36,6 +37,21 @@ def test_every_tensor_meets_those_of_the_same_name() -> None:
     found = zip(tensors(both), tensors(first), tensors(second), strict=True)
     assert all(torch.equal(pair, torch.stack([one, other])) for (_, _, pair), (_, _, one), (_, _, other) in found)
     assert first.params["a.w"].tolist() == [1.0, 1.0], "the message itself is not changed"
+
+
+def test_messages_become_contiguous_and_still_share_their_tensors() -> None:
+    turned = torch.arange(6.0).view(2, 3).t()
+    plain = told()
+    first, second = (Told({"a.w": turned}, {}, turned, torch.tensor(3)) for _ in range(2))
+    found = contiguous({0: plain, 1: first, 2: second})
+    assert found[0] is plain
+    copy = found[1].logits
+    assert copy.is_contiguous()
+    assert torch.equal(copy, turned)
+    assert all(tree["a.w"] is copy for tree in (found[1].params, found[2].params))
+    assert found[2].logits is copy
+    assert contiguous(first).params["a.w"].is_contiguous()
+    assert contiguous(plain) is plain
 
 
 def test_only_trees_that_are_not_whole_lose_foreign_blocks() -> None:

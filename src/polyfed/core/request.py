@@ -71,9 +71,9 @@ def contiguous(send: Send) -> Any:
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
-        if tensor.is_contiguous():
-            return tensor
-        return copies.setdefault(id(tensor), tensor.contiguous())
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.contiguous()
+        return copies[id(tensor)]
 
     def of_one(msg: Message) -> Any:
         return msg if all(value.is_contiguous() for *_, value in tensors(msg)) else map_tensors(msg, copied)
