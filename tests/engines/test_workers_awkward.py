@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,33 @@ class Ending(Averaging):
     how: str
 
     def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
-        raise SystemExit(3) if self.how == "exit" else KeyboardInterrupt
+        raise ENDS[self.how]
+
+
+class Cable(RecipeError):
+    """An error that pickle cannot rebuild, because it needs two arguments."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} in {where}")
+
+
+ENDS = {
+    "exit": SystemExit(3),
+    "exit with an object": SystemExit(threading.Lock()),
+    "interrupt": KeyboardInterrupt(),
+    "polyfed's error": RecipeError("wrong"),
+    "own error": Cable("a knot", "the cable"),
+}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("how", "kind"), [("exit", SystemExit), ("interrupt", KeyboardInterrupt)])
-def test_a_client_that_ends_the_program_ends_it(how: str, kind: type[BaseException], workers: int) -> None:
+@pytest.mark.parametrize("how", ENDS)
+def test_a_client_that_ends_the_program_ends_it(how: str, workers: int) -> None:
     made = recipe(Ending(train=TRAIN, how=how), EngineSpec(name="sequential", workers=workers))
-    with pytest.raises(kind) as caught:
+    expected = ENDS[how]
+    with pytest.raises(RecipeError if how == "own error" else type(expected)) as caught:
         polyfed.run(made)
-    assert caught.value.args == ((3,) if how == "exit" else ())
+    assert str(caught.value) == str(expected)
 
 
 def test_the_norms_of_a_round_do_not_depend_on_workers() -> None:

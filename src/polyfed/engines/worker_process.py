@@ -5,7 +5,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -147,10 +148,8 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
     try:
         # the method of the class, because the server's process may have replaced the engine's own, to watch requests
         answer = type(engine).answer(engine, request, clients, send, units=job.units)
-    except PolyfedError as refusal:
-        error = refusal
-    except (SystemExit, KeyboardInterrupt) as ending:  # of the algorithm's code; Ctrl-C does not reach this process
-        error = type(ending)(*ending.args)
+    except (PolyfedError, SystemExit, KeyboardInterrupt) as ending:  # Ctrl-C does not reach this process
+        error = _sendable(ending)
     except Exception:
         error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
@@ -165,6 +164,20 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
         {} if engine.clock is None else engine.clock.spent_flops.pop(request.number, {}),
         error,
     )
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Return an exception that can be sent to the server's process: this one, or one of a class of polyfed or Python.
+
+    The author of an exception class may not have made it for pickling. For example, if its constructor needs two
+    arguments, pickle cannot rebuild the exception.
+    """
+    known = next(base for base in type(error).__mro__ if base.__module__ in (PolyfedError.__module__, "builtins"))
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # the constructor may raise any error
+        return cast(BaseException, known(str(error)))
+    return error
 
 
 def names(msg: Message) -> list[Named]:
