@@ -158,6 +158,67 @@ def test_a_client_that_ends_the_program_ends_it(how: str, workers: int) -> None:
     assert str(caught.value) == str(expected)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Changing(Averaging):
+    """FedAvg whose clients change what they received."""
+
+    what: str
+
+    def local(self, context: Any, key: int) -> dict[str, Any]:
+        return {"count": torch.zeros(3)}
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        moved = sum(value.sum() for value in (*got.params.values(), *local.values()))
+        update = Update({name: value + 1e-4 * moved for name, value in fit.params.items()}, fit.loss, data.num_rows)
+        name = next(iter(got.params))
+        match self.what:
+            case "entry of local":
+                local["count"] = local["count"] + 1
+                local["new"] = local.pop("count") * 2 if "new" in local else torch.ones(2)
+                local.setdefault("count", torch.zeros(3))
+            case "entry of got":
+                got.params[name] = got.params[name] * 2
+            case "tensor of local":
+                local["count"].add_(1)
+            case "part of local":
+                local["count"][0] = 5
+            case "tensor of got":
+                got.params[name].mul_(2)
+            case "tensor of initial":
+                context.initial[name].mul_(2)
+            case "tensor, and fails":
+                local["count"].add_(1)
+                raise ValueError("lost")
+        return update, local
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+@pytest.mark.parametrize("what", ["entry of local", "entry of got"])
+def test_a_task_may_change_its_dicts(what: str, kind: str) -> None:
+    one, two = both(recipe(Changing(train=TRAIN, what=what), rounds=4), kind)
+    assert one.result["state_sha256"] == two.result["state_sha256"]
+    kept, plain = (polyfed.run(recipe(Changing(train=TRAIN, what=w), rounds=4)) for w in (what, ""))
+    assert (kept.result["state_sha256"] == plain.result["state_sha256"]) is (what == "entry of got")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("tensor of local", "its local state"),
+        ("part of local", "its local state"),
+        ("tensor of got", "got.params"),
+        ("tensor of initial", "context.initial"),
+        ("tensor, and fails", "its local state"),
+    ],
+)
+def test_a_task_that_changes_a_tensor_in_place_is_refused(what: str, where: str, kind: str, workers: int) -> None:
+    made = recipe(Changing(train=TRAIN, what=what), EngineSpec(name=kind, workers=workers))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=rf"task update changed a tensor of (.* and of )?{where}.* in place"):
+        polyfed.run(made)
+
+
 def test_the_norms_of_a_round_do_not_depend_on_workers() -> None:
     """The order in which workers return their clients varies, so several runs are compared."""
     made = recipe(algorithm("fedavg"), rounds=4)

@@ -70,6 +70,11 @@ def clone(tree: Mapping[str, Tensor]) -> Tree:
         return {name: value.clone() for name, value in tree.items()}
 
 
+def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Return whether two trees hold the same tensor objects under the same names. Values are not compared."""
+    return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
+
+
 def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tree:
     """Return `function(a, b, ...)` of the tensors of the same name, for every name of the first tree."""
     return {name: function(value, *(other[name] for other in rest)) for name, value in first.items()}

@@ -13,12 +13,12 @@ from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
-from polyfed.core.tree import SHARED, Tree, clone, select
+from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
 from polyfed.engines.gpu_memory import placed
 from polyfed.engines.masking import masked, secrets_apart
-from polyfed.engines.task_results import describe_failure, only_the_gate_refuses, reply_and_local
+from polyfed.engines.task_results import describe_failure, inputs_unchanged, only_the_gate_refuses, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -243,9 +243,12 @@ class Engine(ABC):
         try:
             guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
             watched = guard.watch(self.metered(request, (client,), view), self.model)
-            with guard.enforced(len(view.index)), only_the_gate_refuses(request):
-                own, secrets = secrets_apart(request, self.local(request, client))
-                returned = request.task(context, watched, own, got)
+            # the task may change its dicts, so it gets dicts of its own
+            fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
+            own, secrets = secrets_apart(request, dict(self.local(request, client)))
+            unchanged = inputs_unchanged(request, context.initial, fields, own)
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged:
+                returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
@@ -261,7 +264,7 @@ class Engine(ABC):
                 raise
             self._failed(request, client, error, missing)
             return None
-        if local is not self.locals.get(client):
+        if not same_tensors(local, self.locals.get(client, {})):
             self.keep({client: clone(local)})
         return released
 

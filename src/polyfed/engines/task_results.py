@@ -1,4 +1,4 @@
-"""Checks of what a task returned or raised, and the description of a task that failed."""
+"""Checks of what a task returned, raised or changed, and the description of a task that failed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +38,43 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
             f"one has {what}. A number becomes a tensor by torch.tensor(...)"
         )
     return reply, cast(Tree, kept)
+
+
+@contextmanager
+def inputs_unchanged(
+    request: Request, initial: Tree, fields: Mapping[str, Tensor | Tree], local: Tree
+) -> Iterator[None]:
+    """Refuse a task that changes a tensor of its inputs in place in the `with` block.
+
+    Several clients share the tensors of a message, but not with a client in another process. So a change in place would
+    reach some clients, and the result would depend on the number of processes.
+
+    Args:
+        request: the request.
+        initial: `context.initial`.
+        fields: the values of the message's fields.
+        local: the client's local state.
+
+    Raises:
+        RecipeError: the task changed a tensor.
+    """
+    trees = {"context.initial": initial, "its local state": local}
+    trees |= {f"got.{name}": {"": value} if isinstance(value, Tensor) else value for name, value in fields.items()}
+    versions = [
+        (where, tensor, tensor._version)
+        for where, tree in trees.items()
+        for tensor in tree.values()
+        if not tensor.is_inference()  # such tensors have no version
+    ]
+    try:
+        yield
+    finally:
+        changed = sorted({where for where, tensor, version in versions if tensor._version != version})
+        if changed:
+            raise RecipeError(
+                f"task {request.name} changed a tensor of {' and of '.join(changed)} in place, and other clients may "
+                "share this tensor. Make a new tensor, as in `x + 1` instead of `x.add_(1)`, or clone the tensor first"
+            )
 
 
 def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:

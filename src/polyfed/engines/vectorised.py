@@ -25,7 +25,7 @@ from polyfed.engines.base import client_key, noise_key
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
-from polyfed.engines.task_results import describe_failure, only_the_gate_refuses, reply_and_local
+from polyfed.engines.task_results import describe_failure, inputs_unchanged, only_the_gate_refuses, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -159,7 +159,8 @@ class Vectorised(InProcess):
             return {name: getattr(reply, name) for name in reply.kinds}, after
 
         try:
-            values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lane, locals_, fields)
+            with inputs_unchanged(request, context.initial, fields, locals_):
+                values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lane, locals_, fields)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
             leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
         except PolyfedError:
