@@ -1,4 +1,7 @@
-"""`Request`: one question of the server to some clients. Engines answer it, and egress gates check the replies."""
+"""`Request`: one question of the server to some clients. Engines answer it, and egress gates check the replies.
+
+This file also has the keys from which the clients of a request draw random numbers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from polyfed.core import keys
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.tasks import info_of, types_of
 from polyfed.core.tree import Tree
@@ -59,6 +63,16 @@ class Request:
         known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
         for name, value in known.items():
             object.__setattr__(self, name, value)
+
+
+def client_key(request: Request, client: int) -> int:
+    """Return the key from which a client derives its random numbers in a round, or in one turn of a round."""
+    return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
+
+
+def noise_key(request: Request, client: int) -> int:
+    """Return the key from which a simulated client draws the noise of its reply to this request."""
+    return keys.fold_in(client_key(request, client), request.number)
 
 
 def contiguous(send: Send) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
-from polyfed.core.request import Request, Send
+from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
@@ -247,7 +247,7 @@ class Engine(ABC):
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
             own, secrets = secrets_apart(request, dict(self.local(request, client)))
             unchanged = inputs_unchanged(request, context.initial, fields, own)
-            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged:
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged, keys.seeded(view.key):
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
             if self.privacy is not None and client >= 0:
@@ -306,15 +306,7 @@ def registry_of(population: Population) -> ClientRegistry:
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
     """Make a client's first local state, on the device. The local state of an evaluation client is empty."""
-    made = algorithm.first_local(context, keys.key(seed, "local", client)) if client >= 0 else {}
+    key = keys.key(seed, "local", client)
+    with keys.seeded(key):
+        made = algorithm.first_local(context, key) if client >= 0 else {}
     return {name: value.to(device) for name, value in made.items()}
-
-
-def client_key(request: Request, client: int) -> int:
-    """Return the key from which a client derives its random numbers in a round, or in one turn of a round."""
-    return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
-
-
-def noise_key(request: Request, client: int) -> int:
-    """Return the key from which a simulated client draws the noise of its reply to this request."""
-    return keys.fold_in(client_key(request, client), request.number)

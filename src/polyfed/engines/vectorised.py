@@ -19,9 +19,8 @@ from torch.func import vmap
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
-from polyfed.core.request import Request, Send
+from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, size_bytes
-from polyfed.engines.base import client_key, noise_key
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes

@@ -30,12 +30,8 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
     PyTorch's global generator is restored afterwards.
     """
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(keys.key(key, "init", block))
-    try:
+    with keys.seeded(keys.key(key, "init", block)):
         return make().train()
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def flops_of(call: Callable[[], object]) -> int:
