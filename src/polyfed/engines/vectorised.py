@@ -131,7 +131,6 @@ class Vectorised(InProcess):
         tests = None if own_tests is None else Rows.of(own_tests, group, self.device)
         owned = [secrets_apart(request, self.local(request, client)) for client in group]
         locals_, local_dims = _stack_trees([own for own, _ in owned])
-        lane = torch.arange(len(group), device=self.device)
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
@@ -151,15 +150,15 @@ class Vectorised(InProcess):
                 replays=self.replay,
                 privacy=self.per_sample(request, group[0]),
             )
-            with only_the_gate_refuses(request):
-                returned = request.task(context, self.metered(request, group, view), local, kind(**got))
+            returned = request.task(context, self.metered(request, group, view), local, kind(**got))
             reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 
         try:
-            with inputs_unchanged(request, context.initial, fields, locals_):
-                values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lane, locals_, fields)
+            with only_the_gate_refuses(request), inputs_unchanged(request, context.initial, fields, locals_):
+                lanes = torch.arange(len(group), device=self.device)
+                values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
             leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
         except PolyfedError:
