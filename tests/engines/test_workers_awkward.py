@@ -248,6 +248,25 @@ def test_draws_from_the_global_generator_depend_only_on_the_recipe(kind: str, tm
     assert other.result["state_sha256"] != one.result["state_sha256"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerInPlace(Averaging):
+    """FedAvg whose server changes its model in place, and whose clients read the initial model."""
+
+    def merge(self, state: Any, replies: Any, fed: Any) -> Any:
+        for value in state.params.values():
+            value.mul_(0.5)
+        return super().merge(state, replies, fed)
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        params = {name: value + 0.1 * context.initial[name] for name, value in fit.params.items()}
+        return Update(params, fit.loss, data.num_rows), local
+
+
+def test_a_server_that_changes_its_model_in_place_does_not_change_the_initial_model() -> None:
+    one, two = both(recipe(ServerInPlace(train=TRAIN), rounds=3), "sequential")
+    assert one.result["state_sha256"] == two.result["state_sha256"]
+
+
 def test_the_norms_of_a_round_do_not_depend_on_workers() -> None:
     """The order in which workers return their clients varies, so several runs are compared."""
     made = recipe(algorithm("fedavg"), rounds=4)

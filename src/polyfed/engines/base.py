@@ -108,7 +108,8 @@ class Engine(ABC):
         objective: Objective = CLASSES,
     ) -> None:
         keep_freed_memory()
-        self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
+        self.population, self.model, self.algorithm = population, model, algorithm
+        self.initial = clone(initial)  # the algorithm may change its first state, which holds the same tensors
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
         self.columns = placed(population.columns, self.device, emit)
