@@ -27,7 +27,7 @@ def using_threads(num: int) -> Iterator[None]:
     way. `torch.set_num_threads` is used only if PyTorch does not compute with OpenMP, or if its MKL lacks the function
     that sets the number for one Python thread.
 
-    At the end of the block, the Python thread has its former number again, also if code in the block has changed it.
+    At the end of the block, the Python thread has its former number again, even if code in the block has changed it.
     """
     before = torch.get_num_threads()
     if num not in (0, before):
@@ -98,7 +98,7 @@ def _setters() -> tuple[Any, ...]:
 
     If one of them is missing, return only `torch.set_num_threads`.
     """
-    # this call changes no number, but from now on, MKL never uses fewer threads of its own accord
+    # this call changes no number, but from now on, MKL never decides by itself to use fewer threads
     torch.set_num_threads(torch.get_num_threads())
     of_openmp = _function("omp_set_num_threads")
     if not torch._C.has_mkl:

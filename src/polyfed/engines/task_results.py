@@ -46,8 +46,8 @@ def inputs_unchanged(
 ) -> Iterator[None]:
     """Refuse a task that changes a tensor of its inputs in place in the `with` block.
 
-    Several clients share the tensors of a message, but not with a client in another process. So a change in place would
-    reach some clients, and the result would depend on the number of processes.
+    The clients of a process share the tensors of a message, and each worker process has a copy of them. A change in
+    place would reach only the clients of one process, so the result would depend on the number of processes.
 
     Args:
         request: the request.
