@@ -220,35 +220,6 @@ def test_a_task_that_changes_a_tensor_in_place_is_refused(what: str, where: str,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(Averaging):
-    """FedAvg whose clients draw from PyTorch's global generator."""
-
-    def local(self, context: Any, key: int) -> dict[str, Any]:
-        return {"kept": torch.randn(3)}
-
-    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
-        noise = torch.randn(()) + local["kept"].sum()
-        params = {name: value + 1e-3 * noise for name, value in fit.params.items()}
-        return Update(params, fit.loss, data.num_rows), {"kept": local["kept"] + noise}
-
-
-@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
-def test_draws_from_the_global_generator_depend_only_on_the_recipe(kind: str, tmp_path: Path) -> None:
-    made = recipe(Drawing(train=TRAIN), rounds=4)
-    before = torch.default_generator.get_state()
-    one, two = both(made, kind)
-    assert torch.equal(torch.default_generator.get_state(), before)
-    assert one.result["state_sha256"] == two.result["state_sha256"]
-    torch.randn(5)
-    engine = EngineSpec(name=kind, workers=2)  # type: ignore[arg-type]
-    polyfed.run(replace(made, engine=engine, rounds=2), out=tmp_path / "run")
-    rest = polyfed.run(replace(made, engine=engine), out=tmp_path / "run", resume=True)
-    assert rest.result["state_sha256"] == one.result["state_sha256"]
-    other = polyfed.run(replace(made, engine=engine, seed=made.seed + 1))
-    assert other.result["state_sha256"] != one.result["state_sha256"]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerInPlace(Averaging):
     """FedAvg whose server changes its model in place, and whose clients read the initial model."""
 

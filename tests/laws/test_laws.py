@@ -1,7 +1,6 @@
 """Laws that every algorithm keeps, on every engine."""
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 
 from laws.rows import ROWS, Row
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core import keys
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
@@ -135,7 +133,6 @@ def test_a_round_changes_neither_its_state_nor_the_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_draw_from_no_global_generator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "seeded", nullcontext)  # the engine restores the generator after each client
     parts = assemble(world(name, "vectorised", AWKWARD))
     before = torch.default_generator.get_state()
     method, fed = parts.algorithm, parts.fed

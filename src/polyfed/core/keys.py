@@ -12,8 +12,7 @@ GPU agree. The functions also run under `torch.func.vmap` with one key for each 
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import overload
 
@@ -38,21 +37,6 @@ def key(*parts: int | str) -> int:
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
-
-
-@contextmanager
-def seeded(key: int) -> Iterator[None]:
-    """Seed PyTorch's global generator of the CPU in a `with` block, and restore it afterwards.
-
-    polyfed itself draws nothing from this generator. The block is for code that does: PyTorch's initialisation of
-    modules, and a user's own code.
-    """
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 @overload

@@ -248,7 +248,7 @@ class Engine(ABC):
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
             own, secrets = secrets_apart(request, dict(self.local(request, client)))
             unchanged = inputs_unchanged(request, context.initial, fields, own)
-            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged, keys.seeded(view.key):
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged:
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
             if self.privacy is not None and client >= 0:
@@ -307,7 +307,5 @@ def registry_of(population: Population) -> ClientRegistry:
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
     """Make a client's first local state, on the device. The local state of an evaluation client is empty."""
-    key = keys.key(seed, "local", client)
-    with keys.seeded(key):
-        made = algorithm.first_local(context, key) if client >= 0 else {}
+    made = algorithm.first_local(context, keys.key(seed, "local", client)) if client >= 0 else {}
     return {name: value.to(device) for name, value in made.items()}

@@ -30,8 +30,12 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
     PyTorch's global generator is restored afterwards.
     """
-    with keys.seeded(keys.key(key, "init", block)):
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(keys.key(key, "init", block))
+    try:
         return make().train()
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def flops_of(call: Callable[[], object]) -> int:
