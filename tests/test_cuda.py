@@ -18,6 +18,7 @@ from polyfed.core.tree import Tree
 from polyfed.engines.gpu_memory import free_bytes
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.run import run
+from polyfed.training import step_graph, step_program, step_replay
 from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, furthest, played
 
@@ -25,6 +26,9 @@ GPU: Any = "cuda"
 
 LAX = 10.0
 """A GPU sums in another order than a CPU, so the tolerance is this many times the tolerance between two engines."""
+
+NEVER = ("centralized", "split-learning", "splitfed")
+"""Methods that train one client, or one batch in a request, so they use no programs."""
 
 ENCODERS = {"a": {"kind": "mlp", "hidden": [16]}, "b": {"kind": "mlp", "hidden": [16]}}
 
@@ -76,6 +80,18 @@ def test_programs_give_the_models_of_direct_steps_on_a_gpu() -> None:
     made = many_steps()
     direct = replace(made, engine=replace(made.engine, replay=False))
     assert furthest(model_of(direct), model_of(made)) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_graphs_give_the_models_of_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_replay, "FEW", 2)
+    monkeypatch.setattr(step_program, "GRAPHED", 1)
+    made = there(replace(world(name, "vectorised", ENCODERS), rounds=3))
+    graphs = replace(made, engine=replace(made.engine, cuda_graphs=True))
+    with patch("polyfed.training.step_graph.record", wraps=step_graph.record) as recorded:
+        found = model_of(graphs)
+    assert (recorded.call_count > 0) == (name not in NEVER)
+    assert furthest(model_of(made), found) < 1e-6
 
 
 def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:

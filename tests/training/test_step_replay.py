@@ -52,9 +52,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     original = Program.__call__
 
-    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any) -> Any:
+    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any, **options: Any) -> Any:
         taken.append(len(steps))
-        return original(self, state, columns, steps, outside)
+        return original(self, state, columns, steps, outside, **options)
 
     monkeypatch.setattr(Program, "__call__", spied)
     monkeypatch.setattr(replay, "_known", OrderedDict())

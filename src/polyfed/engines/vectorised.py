@@ -28,6 +28,7 @@ from polyfed.engines.task_results import describe_failure, inputs_unchanged, onl
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
+from polyfed.training.step_graph import forget_graphs
 from polyfed.training.step_plan import Rows
 from polyfed.training.step_replay import pays
 
@@ -51,14 +52,20 @@ class Vectorised(InProcess):
         stack: largest number of clients in a stack. If it is 0, the rules of `engines/stack_division.py` decide, and
             models with large 2-d convolutions run one client at a time on a CPU.
         replay: whether training steps are traced, rewritten and replayed.
+        graphs: whether replayed steps run as CUDA graphs on a GPU.
     """
 
     name = "vectorised"
 
-    def __init__(self, *args: Any, stack: int = 0, replay: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stack: int = 0, replay: bool = True, graphs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stack, self.replay = stack, replay
+        self.stack, self.replay, self.graphs = stack, replay, graphs
         self._noted: set[str] = set()
+
+    def close(self) -> None:
+        """End the worker processes, and free the memory of CUDA graphs."""
+        super().close()
+        forget_graphs()
 
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         """Yield stacks of similar clients, and single clients if stacking is impossible or does not save time."""
@@ -127,8 +134,6 @@ class Vectorised(InProcess):
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
         rows = Rows.of(self.population.train, group, self.device)
-        own_tests = self.population.test
-        tests = None if own_tests is None else Rows.of(own_tests, group, self.device)
         owned = [secrets_apart(request, self.local(request, client)) for client in group]
         locals_, local_dims = _stack_trees([own for own, _ in owned])
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
@@ -137,19 +142,7 @@ class Vectorised(InProcess):
         reply_type: list[type[Message]] = []
 
         def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
-            view = StackedClientData(
-                columns=self.columns,
-                stack=rows,
-                keys=tuple(client_key(request, client) for client in group),
-                lane=lane,
-                modalities=context.modalities,
-                model=self.model,
-                round=request.round,
-                rounds=request.rounds,
-                test_stack=tests,
-                replays=self.replay,
-                privacy=self.per_sample(request, group[0]),
-            )
+            view = self._view(request, group, rows, lane)
             returned = request.task(context, self.metered(request, group, view), local, kind(**got))
             reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
@@ -182,6 +175,24 @@ class Vectorised(InProcess):
         self.keep(dict(zip(group, left, strict=True)))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
+
+    def _view(self, request: Request, group: Unit, rows: Rows, lane: Tensor) -> StackedClientData:
+        """Return the datasets of a stack of clients, for the task under `vmap`."""
+        tests = self.population.test
+        return StackedClientData(
+            columns=self.columns,
+            stack=rows,
+            keys=tuple(client_key(request, client) for client in group),
+            lane=lane,
+            modalities=self.context(group[0]).modalities,
+            model=self.model,
+            round=request.round,
+            rounds=request.rounds,
+            test_stack=None if tests is None else Rows.of(tests, group, self.device),
+            replays=self.replay,
+            graphs=self.graphs,
+            privacy=self.per_sample(request, group[0]),
+        )
 
     def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
         """Return the stacked replies with the clipping and the noise of [privacy]."""

@@ -223,7 +223,8 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
         return Sequential
     workers, threads = workers_of(recipe), spec.threads or 1
     if spec.name == "vectorised":
-        return partial(Vectorised, stack=spec.stack, replay=spec.replay, workers=workers, threads=threads)
+        vectorised = partial(Vectorised, stack=spec.stack, replay=spec.replay, graphs=spec.cuda_graphs)
+        return partial(vectorised, workers=workers, threads=threads)
     return partial(Sequential, workers=workers, threads=threads)
 
 

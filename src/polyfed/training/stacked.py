@@ -80,6 +80,7 @@ class StackedClientData(ClientData):
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
         replays: whether training steps may be recorded and replayed as programs; see `step_replay.py`.
+        graphs: whether these programs run as CUDA graphs on a GPU; see `step_graph.py`.
         privacy: how training protects single rows; None for no protection.
     """
 
@@ -94,6 +95,7 @@ class StackedClientData(ClientData):
     test_stack: Rows | None = None
     chosen: Tensor | None = None
     replays: bool = True
+    graphs: bool = False
     privacy: PerSample | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +137,8 @@ class StackedClientData(ClientData):
         with model.computing(train.precision):
             if job.on is None:
                 source = self._source(job, model, names, lr, len(schedule.kinds))
-                state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=source)
+                columns, kinds = schedule.columns, schedule.kinds
+                state, values = replay.run(step, state, columns, kinds, source=source, graphs=self.graphs)
             else:
                 state, value = step(WHOLE, state, schedule.columns)
                 values = value.reshape(1)

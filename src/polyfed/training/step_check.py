@@ -29,7 +29,7 @@ def reproduces(
     found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(
         *(tensor.clone() for tensor in inputs), *outside
     )
-    return all(map(_same_bits, found, expected))
+    return all(map(same_bits, found, expected))
 
 
 def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:
@@ -92,6 +92,6 @@ def _close(one: Tensor, other: Tensor, before: Tensor) -> bool:
     return bool(((one - other).abs() <= largest).logical_or(one.isnan() & other.isnan() | (one == other)).all())
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same numbers; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polyfed.training.step_graph import DirectSteps, StepGraph, graph_of, recordable
 from polyfed.training.step_memory import Memory, args, calls, form, results
 from polyfed.training.step_trace import makes_view
 
 SMALL = 2**14
 """Most entries of a lookup's result in one step. A larger result may no longer be in the processor's cache when its
 step begins."""
+
+GRAPHED = 4
+"""A CUDA graph takes at least this many steps in a row. Around them, the state is copied twice, which takes about as
+many calls as one step."""
 
 TOGETHER = 64
 """Most steps for which a program looks up rows at once. The results then take at most 8 MiB."""
@@ -30,9 +35,14 @@ class Program:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
         num_state: number of tensors of the state.
         num_slices: number of slices.
+        numbers: positions of the outside tensors that are the same numbers in all local trainings.
+
+    Attributes:
+        once: `once(*state, *outside)` performs the operations that run once, and returns their results.
+        step: `step(*state, *slices, *lookups, *outside, *once)` takes a step, and returns the new state and the loss.
     """
 
-    def __init__(self, graph: fx.Graph, num_state: int, num_slices: int) -> None:
+    def __init__(self, graph: fx.Graph, num_state: int, num_slices: int, numbers: Iterable[int] = ()) -> None:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         state, outside = inputs[:num_state], inputs[num_state + num_slices :]
         slices = inputs[num_state : num_state + num_slices]
@@ -40,12 +50,19 @@ class Program:
         lookups = _lookups(graph, slices, outside)
         late = [n for n in graph.nodes if n.op == "call_function" and n not in early and n not in lookups]
         self._lookups = [(outside.index(table), slices.index(rows)) for table, rows in lookups.values()]
-        self._once = _function([*state, *outside], early, early)
+        self.once = _function([*state, *outside], early, early)
         self._used = [any(user not in lookups for user in node.users) for node in slices]
-        self._step = _function([*state, *slices, *lookups, *outside, *early], late, results(graph))
+        self.step = _function([*state, *slices, *lookups, *outside, *early], late, results(graph))
+        self._recordable = recordable(graph, [outside[place] for place in numbers])
 
     def __call__(
-        self, state: Sequence[Tensor], columns: Sequence[Tensor], steps: range, outside: Sequence[Tensor]
+        self,
+        state: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        steps: range,
+        outside: Sequence[Tensor],
+        *,
+        graphs: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Take steps.
 
@@ -54,20 +71,24 @@ class Program:
             columns: inputs of all steps, with the step on axis 1.
             steps: numbers of the steps.
             outside: tensors that the step closes over.
+            graphs: whether a CUDA graph takes the steps, if there are at least `GRAPHED` of them.
 
         Returns:
             The state after the last step, and the value of each step.
         """
-        early, now, values = self._once(*state, *outside), list(state), []
+        values = []
+        if graphs and self._recordable and len(steps) >= GRAPHED:
+            taker: DirectSteps | StepGraph = graph_of(self, state, outside)
+        else:
+            taker = DirectSteps(self, state, outside)
         for start in range(steps.start, steps.stop, TOGETHER):
             some = range(start, min(start + TOGETHER, steps.stop))
             looked = [outside[table][columns[rows][:, some.start : some.stop]] for table, rows in self._lookups]
             for t in some:
                 own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
                 found = (result.select(1, t - start) for result in looked)
-                *now, value = self._step(*now, *own, *found, *outside, *early)
-                values.append(value)
-        return now, values
+                values.append(taker.take(own, [*found]))
+        return taker.state, values
 
 
 def _lookups(
