@@ -200,6 +200,12 @@ def test_two_tensors_of_the_state_may_swap(recorded: list[Recorded]) -> None:
     assert len(recorded) == 1
 
 
+def test_a_loss_may_be_a_part_of_the_state(recorded: list[Recorded]) -> None:
+    graph = StepGraph(Toyed(lambda w, x: (w + x, w[0])))
+    assert taken(graph, [torch.tensor([1.0])], [], INPUTS) == ([[7.0]], [1.0, 2.0, 4.0])
+    assert len(recorded) == 1
+
+
 def test_a_state_whose_tensors_share_memory_has_no_graph(recorded: list[Recorded]) -> None:
     def step(w: Tensor, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         w.sub_(x)

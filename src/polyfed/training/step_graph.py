@@ -11,7 +11,6 @@ A graph must pass a test before it is used: it must give the results of the prog
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, fx
 
 from polyfed.training.step_check import same_bits
 from polyfed.training.step_memory import NO_TENSOR, args, form, is_operation
+from polyfed.training.tensor_memory import copies_of, fill, memory_of, overlap, same_memory, with_own_memory
 
 WARM_UP = 3
 """How often a step runs before CUDA records it, so that libraries such as cuBLAS prepare themselves. PyTorch's notes on
@@ -205,19 +205,19 @@ class StepGraph:
             return
         if self._replay is not None:
             pairs = enumerate(zip(self._outside, outside, strict=True))
-            moved = {place for place, (held, given) in pairs if not _same_memory(held, given)} - self._moving
+            moved = {place for place, (held, given) in pairs if not same_memory(held, given)} - self._moving
             self._moving |= moved
             self._replay = None if moved else self._replay
         if self._replay is None:
-            self._state = _copies(state)
+            self._state = copies_of(state)
             self._outside = [t.clone() if place in self._moving else t for place, t in enumerate(outside)]
             self._early = list(self._program.once(*self._state, *self._outside))
-            self._own = _with_own_memory(self._early, [*self._state, *self._outside])
+            self._own = with_own_memory(self._early, [*self._state, *self._outside])
             return
-        _fill(self._state, state)
-        _fill(self._outside, outside)
+        fill(self._state, state)
+        fill(self._outside, outside)
         early = self._program.once(*self._state, *self._outside)
-        _fill([self._early[place] for place in self._own], [early[place] for place in self._own])
+        fill([self._early[place] for place in self._own], [early[place] for place in self._own])
 
     def take(self, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> Tensor:
         """Take a step, and return the value of the loss.
@@ -230,32 +230,33 @@ class StepGraph:
             return self._direct.take(inputs, found)
         if self._replay is None:
             return self._first(inputs, found)
-        _fill(self._inputs, [*inputs, *found])
+        fill(self._inputs, [*inputs, *found])
         self._replay()
         return self._value.clone()
 
     @property
     def state(self) -> list[Tensor]:
         """The state after the last step. Later local trainings do not change it."""
-        return _copies(self._state) if self._direct is None else self._direct.state
+        return copies_of(self._state) if self._direct is None else self._direct.state
 
     def _first(self, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> Tensor:
         """Take a step by direct calls, and make the graph of the following steps."""
-        direct = DirectSteps(self._program, _copies(self._state), self._outside)
-        before, self._inputs = _copies(self._state), _copies([*inputs, *found])
+        direct = DirectSteps(self._program, copies_of(self._state), self._outside)
+        before, self._inputs = copies_of(self._state), copies_of([*inputs, *found])
         value = direct.take(inputs, found)
         try:
-            if _overlap(direct.state):
+            if overlap(direct.state):
                 raise _Unfit
             self._replay, self._value = record(self._recorded)
-            _fill(self._state, before)
+            fill(self._state, before)
             self._replay()
             if not all(map(same_bits, [*self._state, self._value], [*direct.state, value])):
                 raise _Unfit
         except (_Unfit, RuntimeError) as error:
             if not isinstance(error, _Unfit):
                 warnings.warn(f"[engine] cuda_graphs: some steps run without a CUDA graph: {error}", stacklevel=2)
-            self._replay, self._direct = None, direct
+            self._replay, self._direct, self.size_bytes = None, direct, 0
+            self._state, self._outside, self._early, self._inputs = [], [], [], []
             return value
         copies = [*self._state, *self._inputs, *self._early, *(self._outside[place] for place in self._moving)]
         self.size_bytes = sum(tensor.nbytes for tensor in copies if tensor is not None)
@@ -264,62 +265,16 @@ class StepGraph:
     def _recorded(self) -> Tensor:
         """Take a step from the copies of its inputs, and write the new state over the old state."""
         *after, value = self._program.step(*self._state, *self._inputs, *self._outside, *self._early)
-        # a result may lie in the memory of another part of the old state, which `_fill` changes
-        old = set(map(_memory, self._state))
+        # a result may lie in the memory of the old state, which `fill` changes
+        made: Tensor = value.clone()
+        old = set(map(memory_of, self._state))
         moved = [
-            new.clone() if _memory(new) in old and not _same_memory(kept, new) else new
+            new.clone() if memory_of(new) in old and not same_memory(kept, new) else new
             for kept, new in zip(self._state, after, strict=True)
         ]
-        _fill(self._state, moved)
-        made: Tensor = value.clone()
+        fill(self._state, moved)
         return made
 
 
 class _Unfit(Exception):
     """A graph cannot take the steps of this program, or does not give the results of the program."""
-
-
-def _copies(tensors: Iterable[Any]) -> list[Any]:
-    return [None if tensor is None else tensor.clone() for tensor in tensors]
-
-
-def _fill(kept: Iterable[Tensor | None], given: Iterable[Tensor | None]) -> None:
-    """Copy the given tensors to the memory of the kept ones."""
-    for old, new in zip(kept, given, strict=True):
-        if old is not None and new is not None and not _same_memory(old, new):
-            old.copy_(new)
-
-
-def _with_own_memory(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[int]:
-    """Return the positions of the tensors that are no views of `others` or of an earlier one of `tensors`."""
-    seen, found = {_memory(tensor) for tensor in others}, []
-    for place, tensor in enumerate(tensors):
-        if _memory(tensor) not in seen:
-            seen.add(_memory(tensor))
-            found.append(place)
-    return found
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return the address of the memory in which a tensor, and perhaps other tensors, lie."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same numbers at the same addresses."""
-    if one is other:
-        return True
-    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return alike and one.device == other.device and one.data_ptr() == other.data_ptr()
-
-
-def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether two of these tensors share memory. A step that changes one of them then changes the other one."""
-    spans = []
-    for tensor in tensors:
-        if tensor.numel():
-            last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.itemsize))
-    spans.sort()
-    return any(end > start for (_, end), (start, _) in pairwise(spans))

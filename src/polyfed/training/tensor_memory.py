@@ -1,0 +1,54 @@
+"""The memory in which tensors lie: which tensors share it, and how one tensor is written into the memory of another."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+
+def copies_of(tensors: Iterable[Any]) -> list[Any]:
+    """Return copies of tensors; None stays None."""
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
+
+
+def fill(kept: Iterable[Tensor | None], given: Iterable[Tensor | None]) -> None:
+    """Copy the given tensors to the memory of the kept ones."""
+    for old, new in zip(kept, given, strict=True):
+        if old is not None and new is not None and not same_memory(old, new):
+            old.copy_(new)
+
+
+def with_own_memory(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[int]:
+    """Return the positions of the tensors that are no views of `others` or of an earlier one of `tensors`."""
+    seen, found = {memory_of(tensor) for tensor in others}, []
+    for place, tensor in enumerate(tensors):
+        if memory_of(tensor) not in seen:
+            seen.add(memory_of(tensor))
+            found.append(place)
+    return found
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which a tensor, and perhaps other tensors, lie."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same numbers at the same addresses."""
+    if one is other:
+        return True
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return alike and one.device == other.device and one.data_ptr() == other.data_ptr()
+
+
+def overlap(tensors: Iterable[Tensor]) -> bool:
+    """Return whether two of these tensors share memory. A step that changes one of them then changes the other one."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.itemsize))
+    spans.sort()
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
