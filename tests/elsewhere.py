@@ -20,7 +20,7 @@ So a run there equals the run on the CPU bit for bit, or it stops at the line at
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from polyfed.algorithms.second_model import cached_model
 
 DEVICE = torch.device("lazy")
+_CPU = torch.device("cpu")
 
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_, _aten._to_copy, _aten._foreach_copy_}
@@ -90,8 +91,8 @@ class _Mode(TorchDispatchMode):
 
 
 @contextmanager
-def elsewhere() -> Iterator[torch.device]:
-    """`DEVICE` is there while the block runs."""
+def elsewhere(*, in_workers: bool = False) -> Iterator[torch.device]:
+    """`DEVICE` is there while the block runs. With `in_workers`, only worker processes train on it, as on two GPUs."""
 
     def load(path: Path, device: str) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in load_file(path).items()}
@@ -101,8 +102,16 @@ def elsewhere() -> Iterator[torch.device]:
     # Module.to would put a tensor's memory under the parameter there is, and in a subclass there is none of its own
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        whatever_the_recipe_says = patch("polyfed.experiment.assembly.device_of", lambda recipe: DEVICE)
-        with _Mode(), whatever_the_recipe_says, patch("polyfed.experiment.checkpoint.load_file", load):
+        with _Mode(), ExitStack() as whatever_the_recipe_says:
+
+            def put(place: str, value: Any) -> None:
+                whatever_the_recipe_says.enter_context(patch(f"polyfed.experiment.{place}", value))
+
+            own, gpus = (_CPU, (DEVICE, DEVICE)) if in_workers else (DEVICE, ())
+            put("assembly.device_of", lambda recipe: own)
+            put("engine_choice.device_of", lambda recipe: own)
+            put("engine_choice.gpus_of", lambda recipe: gpus)
+            put("checkpoint.load_file", load)
             yield DEVICE
     finally:
         cached_model.cache_clear()  # modules that were there would be of no use here

@@ -3,6 +3,9 @@
 `test_device.py` covers what needs no GPU: that no tensor of the CPU meets a tensor of the device.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +95,33 @@ def test_cuda_graphs_give_the_models_of_programs(name: str, monkeypatch: pytest.
         found = model_of(graphs)
     assert (recorded.call_count > 0) == (name not in NEVER)
     assert furthest(model_of(made), found) < 1e-6
+
+
+WITH_WORKERS = """
+import sys
+from dataclasses import replace
+import torch
+from laws.test_laws import params, world
+from world import played
+
+made = replace(world(sys.argv[1], "vectorised"), rounds=2)
+made = replace(made, engine=replace(made.engine, device="cuda", workers=2, stack=2))
+parts, state, _ = played(made)
+parts.engine.close()
+assert parts.engine.pool.returned > 0
+torch.save(params(state), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", ["fedavg", "partialfl", "cmsfed", "hfm", "pfmml"])
+def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_path: Path) -> None:
+    """In a new Python process, because this one uses CUDA, so that processes forked from it cannot."""
+    made = replace(world(name, "vectorised"), rounds=2)
+    one = model_of(replace(made, engine=replace(made.engine, device=GPU, stack=2)))
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    command = [sys.executable, "-c", WITH_WORKERS, name, str(tmp_path / "many")]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
+    assert furthest(one, torch.load(tmp_path / "many")) < 1e-6
 
 
 def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:

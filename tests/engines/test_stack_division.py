@@ -1,7 +1,6 @@
 """How clients are divided into stacks, for the models of the benchmark and with programs."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.engines import Vectorised, stack_division
 from polyfed.engines.stack_division import num_stacks, stack_bytes
+from polyfed.engines.workers import Workers
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import EngineSpec
 from polyfed.training.optimisers import Train
@@ -60,7 +60,7 @@ def test_clients_with_heavy_steps_are_divided_into_small_stacks(least: float, st
     assert num_stacks(6, work=60 * step, step=step, weights=8, cached=True) == stacks
 
 
-def units(number: int, gpu: bool = False, **options: Any) -> list[int]:
+def units(number: int, gpus: int = 0, **options: Any) -> list[int]:
     """The numbers of clients in the stacks of a round. Each client has both modalities, and five steps in an epoch."""
     train = Train(lr=0.1, batch_size=4, **options)
     clients = ClientsSpec(partition="iid", num=6)
@@ -68,8 +68,9 @@ def units(number: int, gpu: bool = False, **options: Any) -> list[int]:
     made = recipe(algorithm("fedavg", train=train), EngineSpec(name="vectorised"), data=data, clients=clients)
     engine = assemble(made).engine
     assert isinstance(engine, Vectorised)
-    if gpu:
-        engine.device = torch.device("cuda")  # only `units` uses it here
+    if gpus:  # only `units` uses them here
+        engine.gpus = tuple(torch.device("cuda", number) for number in range(gpus))
+        engine.pool = None if gpus == 1 else Workers(engine, gpus, devices=engine.gpus)
     request = Request(task=engine.algorithm.update, name="update", round=number, rounds=50, number=0, seed=1)
     found = list(engine.units(request, range(6), Message()))
     assert sorted(client for unit in found for client in unit) == [*range(6)]
@@ -86,13 +87,15 @@ def test_the_cache_counts_only_where_programs_run_the_steps(monkeypatch: pytest.
     assert units(1, epochs=4) == [2, 2, 2]
 
 
-def test_on_a_gpu_only_its_memory_divides_similar_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_number_and_the_memory_of_gpus_divide_similar_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
     monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
     assert units(1) == [2, 2, 2]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    monkeypatch.setattr(stack_division, "total_bytes", lambda device: 2**37)
     assert stack_bytes(torch.device("cuda")) == 2**35
     assert stack_bytes(torch.device("cpu")) == stack_division.STACK_BYTES
-    assert units(1, gpu=True) == [6]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1))
-    assert units(1, gpu=True) == [1] * 6
+    assert units(1, gpus=1) == [6]
+    assert units(1, gpus=2) == [3, 3]  # a stack for each worker process
+    assert units(1, gpus=8) == [1] * 6
+    monkeypatch.setattr(stack_division, "total_bytes", lambda device: 1)
+    assert units(1, gpus=1) == [1] * 6

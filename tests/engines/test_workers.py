@@ -26,7 +26,8 @@ from polyfed.engines import in_process, stack_division
 from polyfed.engines.shared_memory import Arena, copied
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment import machine
-from polyfed.experiment.assembly import assemble, workers_of
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.engine_choice import workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation.network import Network
 from polyfed.training.optimisers import Train

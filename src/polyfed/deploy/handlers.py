@@ -28,7 +28,8 @@ from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
-from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
+from polyfed.experiment.assembly import initial_of, model_of, population_of
+from polyfed.experiment.engine_choice import device_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.parts import build
 from polyfed.experiment.protection import mechanism_of

@@ -147,6 +147,13 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027
         """End the processes that the engine has started. The engine starts them again if it gets another request."""
 
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on. Local states stay where they are."""
+        self.device = device
+        self.columns = placed(self.population.columns, device, self.emit)
+        self.initial = {name: value.to(device) for name, value in self.initial.items()}
+        self._contexts.clear()
+
     def context(self, client: int) -> ClientContext:
         """Return the client's context. Clients with the same modalities share a context."""
         owned = self.registry.modalities if client < 0 else self.registry.owned(client)

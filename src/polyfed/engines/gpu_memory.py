@@ -1,6 +1,9 @@
-"""Where a run keeps its data set: on the GPU, or in main memory if it takes too much of the GPU's memory."""
+"""The memory of a GPU, and where a run keeps its data set: on the GPU, or in main memory if it takes too much of it."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,3 +39,16 @@ def placed(columns: Columns, device: torch.device, emit: Callable[..., Any]) -> 
 def free_bytes(device: torch.device) -> float:
     """Return the free memory of a GPU in bytes, or infinity for a CPU, where the data set already is."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else float("inf")
+
+
+@cache
+def total_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's memory in bytes.
+
+    If this process does not use CUDA, it stays without CUDA, because it cannot fork workers that use CUDA otherwise.
+    Another process then asks for the size.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    code = f"import torch; print(torch.cuda.get_device_properties('{device}').total_memory)"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

@@ -5,6 +5,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.openmp import using_threads
@@ -47,6 +49,8 @@ class InProcess(Engine):
             process.
         threads: threads that PyTorch uses for requests with enough work, in every worker or in this process. 0 leaves
             the number unchanged. The rounding of the result depends on `threads`, but not on `workers`.
+        gpus: the GPUs that train, one for each worker in turn. This process then stays on the CPU. Without `gpus`,
+            workers use the device of this process.
         kwargs: the other arguments of `Engine`.
 
     Raises:
@@ -62,14 +66,20 @@ class InProcess(Engine):
         *,
         workers: int = 1,
         threads: int = 0,
+        gpus: Sequence[torch.device] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(population, model, algorithm, initial, **kwargs)
-        self.threads = threads
+        self.threads, self.gpus = threads, gpus
         self._row_flops: dict[tuple[str, ...], int] = {}
         self._unit_seconds: dict[str, list[float]] = {}  # by task: seconds of a unit here, in the last two requests
-        self.pool = Workers(self, workers, threads) if workers > 1 else None
+        self.pool = Workers(self, workers, threads, gpus) if workers > 1 else None
         _refuse_missing_rows(population, algorithm)
+
+    @property
+    def trains_on(self) -> torch.device:
+        """The device on which clients train. With several GPUs, it is the first one."""
+        return self.gpus[0] if self.gpus else self.device
 
     def close(self) -> None:
         """End the worker processes."""
@@ -109,15 +119,15 @@ class InProcess(Engine):
                 return Answer([], missing)
             units = [*self.units(request, clients, send)]
             evaluates = clients[0] < 0
-            shareable = not evaluates and len(units) > 1
+            shareable = not evaluates and (self.gpus or len(units) > 1)
             work = {client: flops for unit in units for client, flops in self.work(unit).items()} if shareable else {}
             much = sum(work.values()) >= 2 * UNIT_FLOPS
             step_flops = self._evaluation_flops if evaluates else self._step_flops
             single = much or max(map(step_flops, units)) < THREADED_STEP
             # the first request is slower than the others, and so is one that makes programs for its steps
             slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
-            if self.pool is not None and work and (much or slow):
-                shared = self.pool.answer(request, units, send, work)
+            if self.pool is not None and (self.gpus or (work and (much or slow))):
+                shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0))
                 if shared is not None:
                     return Answer(shared.parts, missing | shared.missing)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers

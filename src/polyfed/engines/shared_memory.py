@@ -48,12 +48,12 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy the values of a tensor on the CPU into a contiguous tensor with one thread.
+    """Copy the values of a tensor into a contiguous tensor on the CPU with one thread.
 
     PyTorch would copy a large tensor with all its threads. They would take cores from the worker processes, also for
     some time after the copy (`core/openmp.py`).
     """
-    place, values = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source.contiguous()))
+    place, values = (t.detach().view(-1).view(torch.uint8).numpy() for t in (target, source.cpu().contiguous()))
     np.copyto(place, values)
 
 

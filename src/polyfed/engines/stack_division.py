@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from polyfed.engines.gpu_memory import total_bytes
+
 STACK_BYTES = 512 * 2**20
 """Memory budget of a stack on a CPU, in bytes, for the parameters, gradients, optimiser moments and batches of all its
 clients. 512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
@@ -48,9 +50,7 @@ def stack_bytes(device: torch.device) -> int:
     On a GPU, the budget follows from its total memory. If it followed from the free memory, other programs on the GPU
     would change the stacks, and therefore the last bits of the result.
     """
-    if device.type != "cuda":
-        return STACK_BYTES
-    return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return int(GPU_SHARE * total_bytes(device)) if device.type == "cuda" else STACK_BYTES
 
 
 def num_stacks(num: int, *, work: float, step: float, weights: int, cached: bool) -> int:

@@ -95,7 +95,7 @@ class Vectorised(InProcess):
 
     def convolutions_fill_a_core(self) -> bool:
         """Return whether each client has so much work in 2-d convolutions that a stack is slower than a loop."""
-        if self.device.type != "cpu" or not self.model.convolves:
+        if self.trains_on.type != "cpu" or not self.model.convolves:
             return False
         rows = self.algorithm.train.batch_size or int(self.registry.num_rows.max())
         return rows * sum(self.model.flops(block) for block in (*self.model.modalities, SHARED)) > STEP_FLOPS
@@ -109,15 +109,15 @@ class Vectorised(InProcess):
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
         # activations: 12 times the input is a rough upper bound for the encoders in model/encoders.py
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
-        return max(1, stack_bytes(self.device) // (4 * size_bytes(context.initial) + batch + 1))
+        return max(1, stack_bytes(self.trains_on) // (4 * size_bytes(context.initial) + batch + 1))
 
     def _fastest(self, request: Request, group: list[int]) -> int:
         """Return into how many stacks these clients are divided so that a round takes the least time.
 
-        On a GPU, the answer is one: no worker processes share the stacks, and every stack dispatches its operations.
+        On GPUs, every worker process gets one stack, because every stack dispatches its operations.
         """
-        if self.device.type != "cpu":
-            return 1
+        if self.trains_on.type != "cpu":
+            return 1 if self.pool is None else min(self.pool.num, len(group))
         train, num_steps, work = self.algorithm.train, self.steps(group[-1]), self.work(group)
         replayed = self.replay and self.per_sample(request, group[0]) is None and pays(train, num_steps, request.round)
         return num_stacks(

@@ -40,6 +40,7 @@ class Served(Protocol):
     """The part of an engine that a worker uses."""
 
     algorithm: Any
+    device: torch.device
     locals: dict[int, Tree]
     ledger: Ledger
     clock: Clock | None
@@ -54,6 +55,10 @@ class Served(Protocol):
 
     def local(self, request: Request, client: int) -> Tree:
         """Return the client's local state."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on."""
         ...
 
     def keep(self, locals: Mapping[int, Tree]) -> None:
@@ -111,6 +116,7 @@ def serve(
     foreign: Sequence[Connection],
     memory: tuple[Arena, Arena, Arena],
     threads: int,
+    device: torch.device,
 ) -> None:
     """Run jobs in a worker process until the server's process closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the server's process handles it
@@ -123,15 +129,19 @@ def serve(
     while True:
         try:
             job = connection.recv()
-            connection.send(_run(engine, job, *memory))
+            connection.send(_run(engine, job, *memory, device))
         except (EOFError, ConnectionError):
             return
 
 
-def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> Done:
-    """Run a job with the worker's copy of the engine."""
+def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, device: torch.device) -> Done:
+    """Run a job with the worker's copy of the engine, on this device."""
     events: list[tuple[str, dict[str, Any]]] = []
     engine.emit = lambda name, **facts: events.append((name, facts))
+    try:
+        _move(engine, device)
+    except Exception:
+        return Done([], {}, {}, [], events, {}, _unexpected())
     request = Request(tasks_of(engine.algorithm)[job.task], job.task, **job.facts)
     source = broadcast if job.shared else down
     messages = {client: msg for k, e in job.sent for msg in [message_of(request.got, e, source)] for client in k}
@@ -140,7 +150,8 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
     if engine.clock is not None:
         engine.clock.spent_flops.clear()
     before = {
-        c: dict(zip([n for n, _ in tree], down.read(p for _, p in tree), strict=True)) for c, tree in job.locals.items()
+        c: dict(zip([n for n, _ in tree], [v.to(device) for v in down.read(p for _, p in tree)], strict=True))
+        for c, tree in job.locals.items()
     }
     engine.locals = dict(before)
     error: BaseException | None = None
@@ -151,7 +162,7 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
     except (PolyfedError, SystemExit, KeyboardInterrupt) as ending:  # Ctrl-C does not reach this process
         error = _sendable(ending)
     except Exception:
-        error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+        error = _unexpected()
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
     flat = [value for part in answer.parts for value in values(part.message)]
     places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))
@@ -164,6 +175,20 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
         {} if engine.clock is None else engine.clock.spent_flops.pop(request.number, {}),
         error,
     )
+
+
+def _move(engine: Served, device: torch.device) -> None:
+    """Move the worker's copy of the engine to its device, before the first job."""
+    if engine.device == device:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and CUDA graphs use the current GPU
+    engine.move(device)
+
+
+def _unexpected() -> RuntimeError:
+    """Return an error with the traceback of the exception that is being handled."""
+    return RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
 
 
 def _sendable(error: BaseException) -> BaseException:

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
+import torch
 from torch import multiprocessing
 
 from polyfed.core.errors import RecipeError
@@ -46,6 +47,8 @@ class Workers:
         engine: the engine whose clients the workers run.
         num: number of processes, 2 or more.
         threads: number of threads that PyTorch uses in each process. 0 leaves the number unchanged.
+        devices: the devices of the workers, in turn. If there are fewer devices than workers, workers share a device.
+            Without devices, the workers use the engine's device.
 
     Attributes:
         started: the running workers.
@@ -56,7 +59,7 @@ class Workers:
         RecipeError: the workers would use several threads, and a forked process could wait for them forever.
     """
 
-    def __init__(self, engine: Served, num: int, threads: int = 1) -> None:
+    def __init__(self, engine: Served, num: int, threads: int = 1, devices: Sequence[torch.device] = ()) -> None:
         assert num > 1
         if threads != 1 and not can_end_idle_threads():
             raise RecipeError(
@@ -64,12 +67,17 @@ class Workers:
                 "because its OpenMP library lacks omp_pause_resource_all. Processes that start meanwhile could wait "
                 "forever. Set threads = 1, or workers = 1"
             )
-        self.engine, self.num, self.threads = engine, num, threads
+        self.engine, self.num, self.threads, self.devices = engine, num, threads, devices or (engine.device,)
         self.broadcast = Arena()
         self.started: list[_Worker] = []
         self.returned = 0
         self._looped: list[dict[str, Any]] = []
         self._close = weakref.finalize(self, _close_all, self.started)
+
+    def start(self) -> None:
+        """Start the worker processes that do not run yet."""
+        while len(self.started) < self.num:
+            self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
 
     def close(self) -> None:
         """End all worker processes."""
@@ -96,8 +104,7 @@ class Workers:
         given = [send] if isinstance(send, Message) else [send[client] for client in clients]
         if any(type(message) is not request.got for message in given):
             return None
-        while len(self.started) < self.num:
-            self.started.append(_Worker(self))
+        self.start()
         end_idle_threads()
         todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
         sent = None
@@ -177,7 +184,7 @@ class Workers:
             f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         )
         dead.close()
-        self.started[self.started.index(dead)] = _Worker(self)
+        self.started[self.started.index(dead)] = _Worker(self, dead.device)
         clients = [client for unit in units for client in unit]
         self.engine.emit("note", text=f"client {clients[0]} and {len(clients) - 1} more: {reason}")
         return reason
@@ -186,14 +193,15 @@ class Workers:
 class _Worker:
     """One worker process, and the shared memory in which it receives and returns tensors."""
 
-    def __init__(self, pool: Workers) -> None:
+    def __init__(self, pool: Workers, device: torch.device) -> None:
+        self.device = device
         self.down, self.up = Arena(), Arena()
         self.connection, theirs = multiprocessing.Pipe()
         # a worker notices the end of the server's process only if no other worker holds the server's end of this
         # worker's pipe open
         foreign = [self.connection, *(worker.connection for worker in pool.started)]
         memory = (pool.broadcast, self.down, self.up)
-        arguments = (pool.engine, theirs, foreign, memory, pool.threads)
+        arguments = (pool.engine, theirs, foreign, memory, pool.threads, device)
         self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
         with _stdin_dropped(), warnings.catch_warnings():
             end_idle_threads()

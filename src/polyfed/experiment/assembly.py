@@ -1,24 +1,18 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import torch
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
-from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
-from polyfed.experiment import machine
 from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
+from polyfed.experiment.engine_choice import device_of, engine_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import dealt_classes, label_counts
 from polyfed.experiment.protection import guarantee_of
@@ -210,57 +204,6 @@ def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
     if recipe.network is None:
         return None
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
-
-
-def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """Return the constructor of the recipe's engine, with the engine's own options bound to it.
-
-    Raises:
-        RecipeError: the recipe asks for worker processes, but they cannot work here.
-    """
-    spec = recipe.engine
-    if spec.name == "flower":  # this engine only checks a recipe
-        return Sequential
-    workers, threads = workers_of(recipe), spec.threads or 1
-    if spec.name == "vectorised":
-        vectorised = partial(Vectorised, stack=spec.stack, replay=spec.replay, graphs=spec.cuda_graphs)
-        return partial(vectorised, workers=workers, threads=threads)
-    return partial(Sequential, workers=workers, threads=threads)
-
-
-def workers_of(recipe: Recipe) -> int:
-    """Return the number of worker processes. If the recipe says 0, the number of cores decides.
-
-    Raises:
-        RecipeError: the recipe asks for several worker processes, but they cannot work here.
-    """
-    spec = recipe.engine
-    reason = ""
-    if not hasattr(os, "memfd_create"):
-        reason = "worker processes share memory by means that only Linux has"
-    elif device_of(recipe).type != "cpu":
-        reason = "a process that uses a GPU cannot be forked"
-    elif spec.debug:
-        reason = "[engine] debug raises a client's exception in this process"
-    if reason and spec.workers > 1:
-        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
-    if reason:
-        return 1
-    return spec.workers or max(1, machine.cores() // max(1, spec.threads))
-
-
-def device_of(recipe: Recipe) -> torch.device:
-    """Return the device that the recipe names, with `auto` resolved.
-
-    Raises:
-        RecipeError: the recipe asks for CUDA, but PyTorch finds no CUDA device.
-    """
-    wanted = recipe.engine.device
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
-    return torch.device(wanted)
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Which engine, device and worker processes a recipe asks for."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from polyfed.core.errors import RecipeError
+from polyfed.engines import Sequential, Vectorised
+from polyfed.engines.base import Engine
+from polyfed.experiment import machine
+from polyfed.experiment.recipe import Recipe
+
+
+def engine_of(recipe: Recipe) -> Callable[..., Engine]:
+    """Return the constructor of the recipe's engine, with the engine's own options bound to it.
+
+    Raises:
+        RecipeError: the recipe asks for worker processes or a GPU, but they cannot work here.
+    """
+    spec = recipe.engine
+    if spec.name == "flower":  # this engine only checks a recipe
+        return Sequential
+    chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay, graphs=spec.cuda_graphs)
+    return partial(
+        chosen if spec.name == "vectorised" else Sequential,
+        workers=workers_of(recipe),
+        threads=spec.threads or 1,
+        gpus=gpus_of(recipe),
+    )
+
+
+def workers_of(recipe: Recipe) -> int:
+    """Return the number of worker processes. If the recipe says 0, the number of cores decides. A GPU has one process.
+
+    Raises:
+        RecipeError: the recipe asks for several worker processes, but they cannot work here.
+    """
+    spec = recipe.engine
+    reason = ""
+    if not hasattr(os, "memfd_create"):
+        reason = "worker processes share memory by means that only Linux has"
+    elif spec.debug:
+        reason = "[engine] debug raises a client's exception in this process"
+    elif gpus_of(recipe) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        reason = "this Python process already uses CUDA, so processes forked from it cannot. Start a new Python process"
+    if reason and spec.workers > 1:
+        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
+    if reason or device_of(recipe).type != "cpu":
+        return 1
+    return spec.workers or max(1, machine.cores() // max(1, spec.threads))
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """Return the device of the process that runs the recipe, with `auto` resolved.
+
+    It is the CPU if worker processes use the GPUs.
+
+    Raises:
+        RecipeError: the recipe asks for CUDA, but PyTorch finds no CUDA device.
+    """
+    wanted = recipe.engine.device
+    if wanted == "cuda" and not num_gpus():
+        raise RecipeError("[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+    one_gpu = wanted != "cpu" and num_gpus() and not gpus_of(recipe)
+    return torch.device("cuda" if one_gpu else "cpu")
+
+
+def gpus_of(recipe: Recipe) -> tuple[torch.device, ...]:
+    """Return the GPUs on which worker processes train. Empty if this process trains, or if it has no GPU."""
+    spec = recipe.engine
+    if spec.device == "cpu" or spec.workers < 2 or spec.name == "flower":
+        return ()
+    return tuple(torch.device("cuda", number) for number in range(num_gpus()))
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that PyTorch can use. The question does not start CUDA in this process."""
+    # otherwise PyTorch starts CUDA to answer, and no process that is forked later can use CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
