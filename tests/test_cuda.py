@@ -18,7 +18,8 @@ import torch
 from laws.rows import ROWS
 from laws.test_laws import NAMES, params, world
 from polyfed.core.tree import Tree
-from polyfed.engines.gpu_memory import free_bytes
+from polyfed.data import Column, Columns
+from polyfed.engines.gpu_memory import free_bytes, with_rows
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.run import run
 from polyfed.training import step_graph, step_program, step_replay
@@ -129,6 +130,26 @@ def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:
     resident = model_of(made)
     with patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0):
         assert furthest(resident, model_of(made)) < 1e-6
+
+
+def test_rows_that_are_copied_before_each_task_give_the_same_model() -> None:
+    made = many_steps()
+    resident = model_of(made)
+    with patch("polyfed.engines.base.placed", lambda columns, device, emit: columns.to(device, features=False)):
+        assert furthest(resident, model_of(made)) < 1e-6
+
+
+def test_pinned_memory_is_not_used_again_before_its_copy_has_ended() -> None:
+    """Seven pieces of 16 MiB, behind work that keeps the GPU busy."""
+    values = torch.randn(28, 2**20)
+    none = torch.zeros(28, dtype=torch.long)
+    table = Columns("large", {"a": Column(values)}, none, 2, none.to(torch.int8), torch.arange(28))
+    there, busy = table.to(GPU, features=False), torch.randn(4096, 4096, device=GPU)
+    for _ in range(20):
+        busy = busy @ busy / 4096
+    near = with_rows(there, [torch.arange(28)], ["a"], torch.device(GPU))
+    assert near.modalities["a"].values.device.type == "cuda"
+    assert torch.equal(near.modalities["a"].take(torch.arange(28, device=GPU)).cpu(), values)
 
 
 def test_bfloat16_on_a_gpu_stays_near_float32() -> None:

@@ -123,9 +123,9 @@ def test_replayed_steps_are_the_plain_ones_up_to_rounding(monkeypatch: pytest.Mo
     taken: list[int] = []
     original = Program.__call__
 
-    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any) -> Any:
+    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any, **options: Any) -> Any:
         taken.append(len(steps))
-        return original(self, state, columns, steps, outside)
+        return original(self, state, columns, steps, outside, **options)
 
     monkeypatch.setattr(Program, "__call__", spied)
     made = recipe(algorithm("fedavg", train=Train(lr=0.1, batch_size=16, epochs=5)), "vectorised", FROZEN)

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from laws.rows import ROWS
 from laws.test_laws import params, world
 from polyfed.core.errors import RecipeError
+from polyfed.data import Columns
+from polyfed.engines.gpu_memory import _with_entries
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.selection import Uniform
 from polyfed.training import step_graph, step_program, step_replay
@@ -116,6 +118,29 @@ def test_later_rounds_make_no_more_graphs(recorded: list[Recorded]) -> None:
     recorded.clear()
     played(replace(made, rounds=6))
     assert len(recorded) == few
+
+
+def test_graphs_read_the_rows_that_are_copied_before_each_task(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of these rows lies elsewhere for each stack of clients."""
+    tables = []
+
+    def copied(columns: Columns, rows: Sequence[Tensor], names: Sequence[str], device: torch.device) -> Columns:
+        read = torch.unique(torch.cat([part.flatten() for part in rows]))
+        near = {name: _with_entries(columns.modalities[name], read, read, device) for name in names}
+        tables.append(columns.with_modalities(near))
+        return tables[-1]
+
+    made = replace(world("fedprox", "vectorised"), engine=GRAPHS, rounds=4)
+    made = replace(made, algorithm=replace(made.algorithm, selector=Uniform(participation=6)))
+    _, whole, _ = played(made)
+    few = len(recorded)
+    monkeypatch.setattr("polyfed.engines.vectorised.with_rows", copied)
+    _, parts, _ = played(made)
+    assert tables
+    assert len(recorded) > few
+    assert same(params(whole), params(parts))
 
 
 class Toyed:

@@ -3,6 +3,7 @@
 Shapes: N rows of the whole data set, C classes, M modalities.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -216,6 +217,12 @@ class Columns:
             label=self.label.to(device),
             present={name: mask.to(device) for name, mask in self.present.items()},
         )
+
+    def with_modalities(self, modalities: Mapping[str, Column]) -> "Columns":
+        """Return the table with other columns for its modalities, which hold the same samples elsewhere."""
+        made = copy.copy(self)  # the constructor would check all rows again
+        object.__setattr__(made, "modalities", modalities)
+        return made
 
     def _check_lengths(self) -> None:
         arrays: dict[str, Column | Tensor | None] = {

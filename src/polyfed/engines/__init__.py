@@ -13,7 +13,7 @@ engines give the same numbers up to rounding. No file of this package depends on
 - `flower`: a transport over Flower (the extra `polyfed[flower]`).
 - `work_count`: counts the work of clients for simulated time.
 - `allocator`: keeps freed memory for the next training step.
-- `gpu_memory`: decides whether the data set is on the GPU or in main memory.
+- `gpu_memory`: decides whether the data set is on the GPU or in main memory, and copies rows from there to the GPU.
 """
 
 from polyfed.engines.sequential import Sequential

@@ -16,7 +16,7 @@ from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
-from polyfed.engines.gpu_memory import placed
+from polyfed.engines.gpu_memory import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import describe_failure, inputs_unchanged, only_the_gate_refuses, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
@@ -193,16 +193,13 @@ class Engine(ABC):
 
     def rows(self, client: int) -> Tensor:
         """Return the indices of the rows on which this client trains or, for an evaluation client, evaluates."""
-        if client == TEST:
-            return self.population.test_rows.to(self.device)
-        if client == VALIDATION:
-            return self.population.validation_rows.to(self.device)
-        return self.population.train[client].to(self.device)
+        evaluated = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
+        return evaluated[client] if client < 0 else self.population.train[client]
 
-    def test_rows(self, client: int) -> Tensor | None:
-        """Return the indices of the client's own test rows, or None if clients have none."""
+    def test_rows(self, client: int) -> Tensor:
+        """Return the indices of the client's own test rows. There are none if `population.test` is None."""
         own = self.population.test
-        return None if own is None or client < 0 else own[client].to(self.device)
+        return torch.zeros(0, dtype=torch.int64) if own is None or client < 0 else own[client]
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """Make the egress gate of these clients, which share a context."""
@@ -237,15 +234,16 @@ class Engine(ABC):
         """
         context = self.context(client)
         node = self.node((client,), context)
+        rows, tests = self.rows(client), self.test_rows(client)
         view = SingleClientData(
-            columns=self.columns,
-            index=self.rows(client),
+            columns=with_rows(self.columns, [rows, tests], context.modalities, self.device),
+            index=rows.to(self.device),
             modalities=context.modalities,
             model=self.model,
             key=client_key(request, client),
             round=request.round,
             rounds=request.rounds,
-            test_index=self.test_rows(client),
+            test_index=tests.to(self.device),
             privacy=self.per_sample(request, client),
         )
         try:

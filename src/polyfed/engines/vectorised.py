@@ -10,6 +10,7 @@ engine emits the event `looped`.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, size_bytes
+from polyfed.engines.gpu_memory import with_rows
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
@@ -133,17 +135,17 @@ class Vectorised(InProcess):
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
-        rows = Rows.of(self.population.train, group, self.device)
         owned = [secrets_apart(request, self.local(request, client)) for client in group]
         locals_, local_dims = _stack_trees([own for own, _ in owned])
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
         reply_type: list[type[Message]] = []
+        view = self._view(request, group)
 
         def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
-            view = self._view(request, group, rows, lane)
-            returned = request.task(context, self.metered(request, group, view), local, kind(**got))
+            data = self.metered(request, group, view(lane=lane))
+            returned = request.task(context, data, local, kind(**got))
             reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
@@ -169,26 +171,30 @@ class Vectorised(InProcess):
                 self.node((client,), context).receive(request, msg)
         else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
-        _refuse_padding(request, made, rows.counts)
-        _refuse_kept_padding(request, after, locals_, rows.counts)
+        counts = tuple(self.registry.rows_of(group).values())
+        _refuse_padding(request, made, counts)
+        _refuse_kept_padding(request, after, locals_, counts)
         reply = node.release(request, leaving, stacked=True)
         self.keep(dict(zip(group, left, strict=True)))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
 
-    def _view(self, request: Request, group: Unit, rows: Rows, lane: Tensor) -> StackedClientData:
-        """Return the datasets of a stack of clients, for the task under `vmap`."""
-        tests = self.population.test
-        return StackedClientData(
-            columns=self.columns,
-            stack=rows,
+    def _view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
+        """Return the datasets of a stack of clients, for the task under `vmap`. Only the argument `lane` is missing."""
+        train, tests = self.population.train, self.population.test
+        rows, own = Rows.of(train, group), None if tests is None else Rows.of(tests, group)
+        read = [part.index for part in (rows, own) if part is not None]
+        modalities = self.context(group[0]).modalities
+        return partial(
+            StackedClientData,
+            columns=with_rows(self.columns, read, modalities, self.device),
+            stack=rows.to(self.device),
             keys=tuple(client_key(request, client) for client in group),
-            lane=lane,
-            modalities=self.context(group[0]).modalities,
+            modalities=modalities,
             model=self.model,
             round=request.round,
             rounds=request.rounds,
-            test_stack=None if tests is None else Rows.of(tests, group, self.device),
+            test_stack=None if own is None else own.to(self.device),
             replays=self.replay,
             graphs=self.graphs,
             privacy=self.per_sample(request, group[0]),

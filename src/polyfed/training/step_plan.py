@@ -30,10 +30,13 @@ class Rows:
     counts: tuple[int, ...]
 
     @classmethod
-    def of(cls, shards: Shards, clients: Sequence[int], device: torch.device | str = "cpu") -> "Rows":
+    def of(cls, shards: Shards, clients: Sequence[int]) -> "Rows":
         """Stack the positions of these clients' rows. The clients may differ in their number of rows."""
-        index, counts = shards.padded(clients)
-        return cls(index.to(device), counts)
+        return cls(*shards.padded(clients))
+
+    def to(self, device: torch.device | str) -> "Rows":
+        """Return the same rows with the positions on another device."""
+        return Rows(self.index.to(device), self.counts)
 
 
 @dataclass(frozen=True)
