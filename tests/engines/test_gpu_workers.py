@@ -20,7 +20,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.experiment.engine_choice import device_of, gpus_of, workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.run import run
-from world import AWKWARD, FROZEN, algorithm, played, recipe, same
+from world import AWKWARD, FROZEN, algorithm, played, recipe, same, through
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
 
@@ -74,12 +74,22 @@ def test_workers_take_the_gpus_in_turn_and_a_new_worker_that_of_a_dead_one() -> 
         engine = assemble(recipe(algorithm("fedavg"), EngineSpec(workers=3))).engine
         pool = engine.pool  # type: ignore[attr-defined]
         pool.devices = gpus
-        pool.start()
+        pool.start(3)
         assert [worker.device for worker in pool.started] == [gpus[0], gpus[1], gpus[0]]
         os.kill(pool.started[1].process.pid, signal.SIGKILL)
         pool._replace(pool.started[1], [[0]])
         assert [worker.device for worker in pool.started] == [gpus[0], gpus[1], gpus[0]]
         engine.close()
+
+
+def test_workers_note_once_that_features_stay_in_main_memory() -> None:
+    made = replace(recipe(algorithm("fedavg"), EngineSpec(workers=2)), rounds=2)
+    texts: list[str] = []
+    with elsewhere(in_workers=True), patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0):
+        parts = assemble(made, emit=lambda name, **facts: texts.append(facts.get("text", "")))
+        through(parts, made.rounds)
+        parts.engine.close()
+    assert sum("they stay in main memory" in text for text in texts) == 1
 
 
 def test_a_gpu_that_cannot_be_used_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

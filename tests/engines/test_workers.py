@@ -1,5 +1,6 @@
 """Worker processes: the result does not depend on their number, and a worker that dies ends no run."""
 
+import errno
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.experiment.engine_choice import workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation.network import Network
+from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, through
 
@@ -363,3 +366,37 @@ def test_an_arena_grows_and_keeps_what_is_the_same_tensor_one() -> None:
     arena.write([torch.ones(3)])
     assert float(given[3]) == 1.5
     arena.close()
+
+
+def test_a_daemon_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a process of a `multiprocessing.Pool`: Python lets it start no process."""
+    monkeypatch.setattr("polyfed.experiment.engine_choice.machine.cores", lambda: 8)
+    assert workers_of(recipe(algorithm("fedavg"))) == 8
+    monkeypatch.setattr("polyfed.experiment.engine_choice.current_process", lambda: SimpleNamespace(daemon=True))
+    assert workers_of(recipe(algorithm("fedavg"))) == 1
+    with pytest.raises(RecipeError, match="workers = 2: this Python process is a daemon"):
+        workers_of(recipe(algorithm("fedavg"), EngineSpec(workers=2)))
+
+
+def test_the_default_number_of_workers_is_at_most_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyfed.experiment.engine_choice.machine.cores", lambda: 192)
+    assert workers_of(recipe(algorithm("fedavg"))) == 64
+    assert workers_of(recipe(algorithm("fedavg"), EngineSpec(workers=100))) == 100
+
+
+def test_only_as_many_workers_start_as_there_is_work_for() -> None:
+    parts = assemble(recipe(algorithm("fedavg", selector=Uniform(participation=3)), EngineSpec(workers=50)))
+    through(parts, 2)
+    pool = parts.engine.pool  # type: ignore[attr-defined]
+    assert 1 < len(pool.started) <= 3
+    parts.engine.close()
+
+
+def test_a_worker_that_cannot_start_is_a_fault_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    parts = assemble(recipe(algorithm("fedavg"), EngineSpec(workers=2)))
+    monkeypatch.setattr("polyfed.engines.shared_memory.os.memfd_create", refused)
+    with pytest.raises(RecipeError, match=r"worker process 1 of 2 could not start: .*Too many open files.*ulimit -n"):
+        through(parts, 1)

@@ -1,5 +1,7 @@
 """Laws of the model: one function of a Tree, whichever way it is run."""
 
+from threading import Thread
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.func import grad, vmap
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
-from polyfed.core.tree import block_of
+from polyfed.core.tree import block_of, digest
 from polyfed.model import ModelSpec, build_model
 
 ENCODERS = {
@@ -141,9 +143,30 @@ def test_other_trees_still_work_while_one_is_lent_out():
         with torch.no_grad():
             lent["shared.bias"].add_(1.0)
         assert not torch.equal(model.logits(lent, batch), model.logits(w, batch))
-        with pytest.raises(AssertionError, match="lent out"), model.live(w):
-            pass
+        with model.live(other) as second:  # copies, because the model's own tensors are lent already
+            assert torch.equal(model.logits(second, batch), expected)
+            with torch.no_grad():
+                second["shared.bias"].add_(2.0)
+            assert torch.equal(model.logits(other, batch), expected)
+        assert torch.equal(lent["shared.bias"], w["shared.bias"] + 1.0)
+        assert all(value.requires_grad for name, value in lent.items() if not model.is_buffer(name))
     assert torch.equal(model.logits(other, batch), expected)
+
+
+def test_threads_make_the_same_modules_as_one_thread() -> None:
+    encoders = {"x": {"kind": "mlp", "hidden": [400, 400]}}
+    model = build_model(ModelSpec(embedding=4, encoders=encoders), {"x": (16,)}, 3)
+    expected, found = digest(model.init(5)), list[str]()
+
+    def work() -> None:
+        found.extend(digest(model.init(5)) for _ in range(20))
+
+    threads = [Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 80
 
 
 def test_evaluation_leaves_the_tree_alone_and_training_updates_only_statistics():

@@ -1,5 +1,6 @@
 """A single client and a stack take the same rows with the same dropout keys, whatever their numbers of rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import SingleClientData, StackedClientData
+from polyfed.training import SingleClientData, StackedClientData, step_replay
 from polyfed.training.client_data import DROPOUT, stream_key
+from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import make_plan
 from stacks import stack_of
@@ -136,3 +138,73 @@ def test_only_chosen_blocks_are_trained() -> None:
     )
     moved = {name.split(".")[0] for name in w if not torch.equal(w[name], fit.params[name])}
     assert moved == {"a"}
+
+
+INITIAL = MODEL.init(0)
+
+
+def stack(counts: list[int]) -> tuple[list[SingleClientData], list[Tensor], list[int]]:
+    """The datasets of some clients, their rows and their keys."""
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    rows = [torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))]
+    client_keys = [keys.key("client", k) for k in range(len(counts))]
+    return [alone(own, key) for own, key in zip(rows, client_keys, strict=True)], rows, client_keys
+
+
+def both_ways(task: Callable[[Any], Tensor], counts: list[int], **options: Any) -> tuple[Tensor, Tensor]:
+    """The results of a task for each client: alone, and in a stack."""
+    singles, rows, client_keys = stack(counts)
+
+    def one(lane: Tensor) -> Tensor:
+        view = StackedClientData(COLUMNS, stack_of(rows), tuple(client_keys), lane, ("a", "b"), MODEL, 1, 1, **options)
+        return task(view)
+
+    return torch.stack([task(data) for data in singles]), torch.func.vmap(one)(torch.arange(len(counts)))
+
+
+def error(w: Any, batch: Batch) -> Tensor:
+    return cross_entropy(MODEL.logits(w, batch), batch)
+
+
+def test_a_direction_may_contain_another_training() -> None:
+    train = Train(lr=0.1, batch_size=8)
+
+    def task(data: Any) -> Tensor:
+        def direction(grads: Any, w: Any, aux: Any, kept: Any) -> Any:
+            fit = data.minimise(error, dict(w), train=Train(lr=0.05, batch_size=4, steps=3), stream=2)
+            moved = {name: value + (w[name] - fit.params[name]) for name, value in grads.items()}
+            return moved, {"loss": kept["loss"] + fit.loss}
+
+        start = {"loss": torch.zeros(())}
+        fit = data.minimise(error, INITIAL, train=train, direction=direction, carry=start)
+        return torch.cat([fit.params["shared.bias"], fit.carry["loss"].reshape(1)])
+
+    singly, stacked = both_ways(task, [20, 33, 12])
+    assert torch.allclose(singly, stacked, atol=1e-5)
+    assert (singly[:, -1] > 0.1).all()
+    plain, _ = both_ways(lambda data: data.minimise(error, INITIAL, train=train).params["shared.bias"], [20, 33, 12])
+    assert not torch.allclose(plain, singly[:, :-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["the same tensor", "a part", "also read"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_tensors_of_a_carry_share_no_memory(what: str, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_replay, "FEW", 2)
+
+    def task(data: Any) -> Tensor:
+        zero = data.num_rows * torch.zeros(3)
+        start = {"a": zero, "b": {"the same tensor": zero, "a part": zero[1:], "also read": torch.zeros(1)}[what]}
+
+        def direction(grads: Any, w: Any, aux: Any, kept: Any) -> Any:
+            kept["a"].add_(1.0)
+            extra = zero.sum() if what == "also read" else kept["b"].sum()
+            return {name: value + extra for name, value in grads.items()}, kept
+
+        fit = data.minimise(error, INITIAL, train=Train(lr=0.1, batch_size=8), direction=direction, carry=start)
+        assert zero.shape == (3,)
+        return torch.cat([fit.params["shared.bias"], fit.carry["a"], fit.carry["b"], zero])
+
+    singly, stacked = both_ways(task, [24, 24, 24], replays=replays)
+    assert torch.allclose(singly, stacked, atol=1e-5)
+    assert (singly[:, 3] == 3).all()
+    assert (singly[:, -3:] == 0).all()

@@ -7,7 +7,7 @@ kernels, streams and memory pools of CUDA. `tests/test_cuda.py` tests them on a 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 from laws.rows import ROWS
 from laws.test_laws import params, world
+from polyfed.algorithms import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.data import Columns
 from polyfed.engines.gpu_memory import _with_entries
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.selection import Uniform
 from polyfed.training import step_graph, step_program, step_replay
+from polyfed.training.optimisers import Train
 from polyfed.training.step_graph import StepGraph, forget_graphs, recordable
 from polyfed.training.step_trace import Form, makes_view
-from world import AWKWARD, PLAIN, played, same
+from world import AWKWARD, PLAIN, furthest, played, recipe, same
 
 NEVER = ("centralized", "split-learning", "splitfed")
 """Methods that train one client, or one batch in a request, so they use no programs."""
@@ -143,6 +145,27 @@ def test_graphs_read_the_rows_that_are_copied_before_each_task(
     assert same(params(whole), params(parts))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sorting(Averaging):
+    """FedAvg with a term that reads one of several results of operations on the received model."""
+
+    def loss(self, context: Any, w: Any, batch: Any, got: Any, local: Any) -> Tensor:
+        name = next(key for key, value in got.params.items() if value.dim() == 2)
+        first, *_ = got.params[name].split(3)
+        term = w[name] - got.params[name].sort(1).values + torch.topk(got.params[name], 2, dim=1).values.sum()
+        return super().loss(context, w, batch, got, local) + 0.01 * term.square().mean() + first.mean()
+
+
+def test_graphs_read_parts_of_operations_on_constants(recorded: list[Recorded]) -> None:
+    made = recipe(Sorting(train=Train(lr=0.1, batch_size=16, epochs=2)), GRAPHS)
+    _, state, _ = played(made)
+    assert recorded
+    _, plain, _ = played(directly(made))
+    assert same(params(state), params(plain))
+    _, single, _ = played(replace(made, engine=EngineSpec(name="sequential")))
+    assert furthest(params(single), params(state)) < 1e-5
+
+
 class Toyed:
     """A program of one step: `step` in place of the operations of a training."""
 
@@ -154,7 +177,7 @@ def taken(graph: StepGraph, state: Sequence[Tensor], outside: Sequence[Tensor], 
     """The state and the losses after a step with each of these inputs."""
     graph.begin(state, outside)
     losses = [graph.take([value], []) for value in inputs]
-    return [tensor.tolist() for tensor in graph.state], [loss.item() for loss in losses]
+    return [tensor.tolist() for tensor in graph.end()], [loss.item() for loss in losses]
 
 
 INPUTS = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
@@ -212,7 +235,7 @@ def test_a_graph_changes_neither_the_given_state_nor_an_earlier_result(recorded:
     graph, start, rate = StepGraph(Toyed(descend)), torch.tensor([10.0]), torch.tensor([1.0])
     graph.begin([start], [rate])
     losses = [graph.take([value], []) for value in INPUTS]
-    (after,) = graph.state
+    (after,) = graph.end()
     taken(graph, [torch.tensor([100.0])], [rate], INPUTS)
     assert (start.item(), after.item()) == (10.0, 4.0)
     assert [loss.item() for loss in losses] == [9.0, 14.0, 12.0]
@@ -229,6 +252,52 @@ def test_a_loss_may_be_a_part_of_the_state(recorded: list[Recorded]) -> None:
     graph = StepGraph(Toyed(lambda w, x: (w + x, w[0])))
     assert taken(graph, [torch.tensor([1.0])], [], INPUTS) == ([[7.0]], [1.0, 2.0, 4.0])
     assert len(recorded) == 1
+
+
+def test_copies_have_the_strides_of_their_tensors(recorded: list[Recorded]) -> None:
+    """With other strides, sums may round differently."""
+    state = torch.randn(7, 9)[:, ::2]
+    strides: list[tuple[int, ...]] = []
+
+    def step(w: Tensor, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        strides.append(w.stride())
+        return w.add_(x), w.sum()
+
+    graph = StepGraph(Toyed(step))
+    graph.begin([state], [])
+    for value in INPUTS:
+        graph.take([value], [])
+    assert recorded
+    assert {*strides, graph.end()[0].stride()} == {(9, 2)}
+
+
+def test_a_state_with_repeated_entries_has_no_graph(recorded: list[Recorded]) -> None:
+    def step(w: Tensor, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        return w * 2, w.sum()
+
+    graph = StepGraph(Toyed(step))
+    for _ in range(2):
+        ((after,), losses) = taken(graph, [torch.ones(1).expand(3)], [], INPUTS)
+        assert after == [8.0, 8.0, 8.0]
+        assert losses == [3.0, 6.0, 12.0]
+    assert not recorded
+
+
+def test_a_step_that_changes_the_strides_of_the_state_has_no_graph(recorded: list[Recorded]) -> None:
+    def step(w: Tensor, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        return (w + x).t().contiguous().t(), w.sum()
+
+    graph = StepGraph(Toyed(step))
+    ((after,), _) = taken(graph, [torch.zeros(2, 2)], [], INPUTS)
+    assert after == [[6.0, 6.0], [6.0, 6.0]]
+    assert graph._unfit
+
+
+def test_a_program_without_a_graph_keeps_no_state(recorded: list[Recorded]) -> None:
+    graph = StepGraph(Toyed(lambda w, x, *_: (w * 2, w.sum())))
+    state = torch.ones(1).expand(3)
+    taken(graph, [state], [], INPUTS)
+    assert graph._direct is None
 
 
 def test_a_state_whose_tensors_share_memory_has_no_graph(recorded: list[Recorded]) -> None:

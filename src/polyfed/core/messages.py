@@ -57,7 +57,6 @@ __all__ = [
     "carries",
     "crossings",
     "cut",
-    "malformed",
     "map_fields",
     "map_tensors",
     "map_value",
@@ -196,22 +195,6 @@ def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
 def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
     """Return the tensors of a field with their names in its tree, or with None if the field is a tensor."""
     return ((None, value),) if isinstance(value, Tensor) else value.items()
-
-
-def malformed(msg: Message) -> str:
-    """Describe the first field whose value does not have the annotated type, or return "" if all values have it."""
-    for name, declared in msg.declared.items():
-        value = getattr(msg, name)
-        if declared.bare:
-            fine = isinstance(value, Tensor)
-        else:
-            fine = isinstance(value, Mapping) and all(
-                isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
-            )
-        if not fine:
-            wanted = "a Tensor" if declared.bare else "a Tree, a dict of tensors by name"
-            return f"{type(msg).__name__}.{name} is declared as {wanted}; it is a {type(value).__name__}"
-    return ""
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:

@@ -18,7 +18,7 @@ from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
 from polyfed.engines.gpu_memory import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
-from polyfed.engines.task_results import describe_failure, inputs_unchanged, only_the_gate_refuses, reply_and_local
+from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -252,14 +252,14 @@ class Engine(ABC):
             # the task may change its dicts, so it gets dicts of its own
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
             own, secrets = secrets_apart(request, dict(self.local(request, client)))
-            unchanged = inputs_unchanged(request, context.initial, fields, own)
-            with guard.enforced(len(view.index)), only_the_gate_refuses(request), unchanged:
+            inputs = Inputs(request, context, fields, own)
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
             reply, local = masked(request, reply, local, secrets)
-            released = node.release(request, reply, stacked=False)
+            released = node.release(request, inputs.apart(reply), stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
                 released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
         except PolyfedError:
@@ -276,7 +276,7 @@ class Engine(ABC):
 
     def _failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
         """Put the reason for a client's failure into `missing`, and emit the event `client-failed`."""
-        reason = missing[client] = f"{type(error).__name__}: {error}"
+        reason = missing[client] = reason_of(error)
         trace = "".join(traceback.format_exception(error))
         self.emit("client-failed", client=client, task=request.name, reason=reason, trace=trace)
 

@@ -128,8 +128,7 @@ class InProcess(Engine):
             slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
             if self.pool is not None and (self.gpus or (work and (much or slow))):
                 shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0))
-                if shared is not None:
-                    return Answer(shared.parts, missing | shared.missing)
+                return Answer(shared.parts, missing | shared.missing)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
             threads = self.threads if single else 0
         parts: list[ReplyStack] = []

@@ -26,7 +26,7 @@ from polyfed.engines.gpu_memory import with_rows
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
-from polyfed.engines.task_results import describe_failure, inputs_unchanged, only_the_gate_refuses, reply_and_local
+from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -141,7 +141,7 @@ class Vectorised(InProcess):
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
         reply_type: list[type[Message]] = []
-        view = self._view(request, group)
+        view, inputs = self._view(request, group), Inputs(request, context, fields, locals_)
 
         def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
             data = self.metered(request, group, view(lane=lane))
@@ -151,7 +151,7 @@ class Vectorised(InProcess):
             return {name: getattr(reply, name) for name in reply.kinds}, after
 
         try:
-            with only_the_gate_refuses(request), inputs_unchanged(request, context.initial, fields, locals_):
+            with only_the_gate_refuses(request), inputs.unchanged():
                 lanes = torch.arange(len(group), device=self.device)
                 values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
@@ -162,7 +162,7 @@ class Vectorised(InProcess):
             if self.debug:
                 error.add_note(describe_failure(request, group, received[0]))
                 raise
-            self._note(request, f"{type(error).__name__}: {error}")
+            self._note(request, reason_of(error))
             if self.clock is not None:
                 self.clock.forget(request.number, group)
             return None
@@ -174,7 +174,7 @@ class Vectorised(InProcess):
         counts = tuple(self.registry.rows_of(group).values())
         _refuse_padding(request, made, counts)
         _refuse_kept_padding(request, after, locals_, counts)
-        reply = node.release(request, leaving, stacked=True)
+        reply = node.release(request, inputs.apart(leaving), stacked=True)
         self.keep(dict(zip(group, left, strict=True)))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()

@@ -1,8 +1,11 @@
 """A worker process: the jobs that it receives, the results that it returns, and how it runs a job."""
 
+import multiprocessing
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -126,6 +129,7 @@ def serve(
         torch.set_num_threads(threads)
     engine.pool = None
     engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
+    multiprocessing.current_process().daemon = False  # so that tasks may start processes, as they may without workers
     while True:
         try:
             job = connection.recv()
@@ -140,8 +144,19 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, dev
     engine.emit = lambda name, **facts: events.append((name, facts))
     try:
         _move(engine, device)
+        return _done(engine, job, broadcast, down, up, events)
     except Exception:
         return Done([], {}, {}, [], events, {}, _unexpected())
+    finally:
+        for stream in (sys.stdout, sys.stderr):  # the server's process kills the workers at the end of the run
+            with suppress(AttributeError, OSError, ValueError):  # there is no stream, or a task has closed it
+                stream.flush()
+
+
+def _done(
+    engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, events: list[tuple[str, dict[str, Any]]]
+) -> Done:
+    """Run a job on the engine's device, and write the results into the worker's memory."""
     request = Request(tasks_of(engine.algorithm)[job.task], job.task, **job.facts)
     source = broadcast if job.shared else down
     messages = {client: msg for k, e in job.sent for msg in [message_of(request.got, e, source)] for client in k}
@@ -150,7 +165,7 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, dev
     if engine.clock is not None:
         engine.clock.spent_flops.clear()
     before = {
-        c: dict(zip([n for n, _ in tree], [v.to(device) for v in down.read(p for _, p in tree)], strict=True))
+        c: dict(zip([n for n, _ in tree], [v.to(engine.device) for v in down.read(p for _, p in tree)], strict=True))
         for c, tree in job.locals.items()
     }
     engine.locals = dict(before)
@@ -159,10 +174,12 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, dev
     try:
         # the method of the class, because the server's process may have replaced the engine's own, to watch requests
         answer = type(engine).answer(engine, request, clients, send, units=job.units)
-    except (PolyfedError, SystemExit, KeyboardInterrupt) as ending:  # Ctrl-C does not reach this process
+    except PolyfedError as ending:
         error = _sendable(ending)
     except Exception:
         error = _unexpected()
+    except BaseException as ending:  # it ends the run, as without workers; Ctrl-C does not reach this process
+        error = _sendable(ending)
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
     flat = [value for part in answer.parts for value in values(part.message)]
     places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))

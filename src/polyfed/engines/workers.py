@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -71,20 +71,30 @@ class Workers:
         self.broadcast = Arena()
         self.started: list[_Worker] = []
         self.returned = 0
-        self._looped: list[dict[str, Any]] = []
+        self._told: list[tuple[str, dict[str, Any]]] = []
         self._close = weakref.finalize(self, _close_all, self.started)
 
-    def start(self) -> None:
-        """Start the worker processes that do not run yet."""
-        while len(self.started) < self.num:
-            self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
+    def start(self, num: int) -> None:
+        """Start worker processes until `num` of them run.
+
+        Raises:
+            RecipeError: the operating system refused to start a process.
+        """
+        while len(self.started) < num:
+            try:
+                self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
+            except OSError as error:
+                raise RecipeError(
+                    f"[engine] workers: worker process {len(self.started) + 1} of {self.num} could not start: {error}. "
+                    "Set workers to a smaller number, or raise the limits of this process (`ulimit -n`, `ulimit -u`)"
+                ) from error
 
     def close(self) -> None:
         """End all worker processes."""
         self._close()
         self._close = weakref.finalize(self, _close_all, self.started)
 
-    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer | None:
+    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
         """Run the units of a request on the workers.
 
         Args:
@@ -93,20 +103,13 @@ class Workers:
             send: one message for all clients, or a mapping with one message for each.
             work: an estimate of the work of each client, on any scale, to balance the load.
 
-        Returns:
-            The answer, or None if a message is not of the class that the task declares. Workers can rebuild only
-            messages of the declared class.
-
         Raises:
             PolyfedError: a worker's gate refused a reply, or a task breaks a rule.
         """
         clients = [client for unit in units for client in unit]
-        given = [send] if isinstance(send, Message) else [send[client] for client in clients]
-        if any(type(message) is not request.got for message in given):
-            return None
-        self.start()
-        end_idle_threads()
         todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
+        self.start(min(self.num, len(todo)))
+        end_idle_threads()
         sent = None
         if isinstance(send, Message):
             sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
@@ -128,8 +131,8 @@ class Workers:
                     tries[number] += 1
                     worker.give(self._job(worker, request, todo[number], send, sent))
                     busy[worker.connection] = worker, number
-            for ready in wait(list(busy)):
-                worker, number = busy.pop(cast(Connection, ready))
+            for ready in _ready([worker for worker, _ in busy.values()]):
+                worker, number = busy.pop(ready.connection)
                 done = worker.take()
                 if done is not None:
                     self._merge(request, worker, done, answer)
@@ -160,11 +163,12 @@ class Workers:
         self.returned += 1
         for entry in done.entries:
             self.engine.ledger.book(entry)
-        for name, facts in done.events:
-            if name != "looped" or facts not in self._looped:  # several workers emit the same event
+        for event in done.events:
+            name, facts = event
+            if event not in self._told:  # several workers emit the same event
                 self.engine.emit(name, **facts)
-            if name == "looped":
-                self._looped.append(facts)
+            if name in ("looped", "note"):
+                self._told.append(event)
         if self.engine.clock is not None:
             self.engine.clock.spent_flops.setdefault(request.number, {}).update(done.spent_flops)
         if done.error is not None:
@@ -209,6 +213,7 @@ class _Worker:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
+        self.exited = _exit_of(self.process.pid)
 
     def give(self, job: Job) -> None:
         """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
@@ -216,8 +221,10 @@ class _Worker:
             self.connection.send(job)
 
     def take(self) -> Done | None:
-        """Wait for the worker's results and return them, or None if the worker has died."""
+        """Return the worker's results, or None if the worker has died. The process has sent results or has ended."""
         try:
+            if not self.connection.poll():
+                return None
             done = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
@@ -229,8 +236,30 @@ class _Worker:
         self.connection.close()
         self.process.kill()
         self.process.join()
+        if self.exited is not None:
+            os.close(self.exited)
         self.down.close()
         self.up.close()
+
+
+def _ready(workers: list[_Worker]) -> list[_Worker]:
+    """Wait until some of these workers have sent results or have ended, and return them.
+
+    If a task has started a process, this process holds the worker's end of the pipe open. The pipe then does not end
+    when the worker ends, so this function also waits for the end of the worker's process (`pidfd_open`).
+    """
+    exits = [worker.exited for worker in workers if worker.exited is not None]
+    found = set(wait([*(worker.connection for worker in workers), *exits]))
+    return [worker for worker in workers if worker.connection in found or worker.exited in found]
+
+
+def _exit_of(process: int | None) -> int | None:
+    """Return a file descriptor that becomes readable when a process ends; None if the kernel has none (Linux < 5.3)."""
+    assert process is not None
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None
 
 
 _stdins: list[Any] = []

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import current_process
 
 import torch
 
@@ -11,6 +12,10 @@ from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment import machine
 from polyfed.experiment.recipe import Recipe
+
+MOST_WORKERS = 64
+"""Most worker processes with `workers = 0`. The server's own work keeps a round below 12 times the speed of one process
+on `food` (docs/results/speed.md), and each worker takes six open files of the server's process."""
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
@@ -41,6 +46,8 @@ def workers_of(recipe: Recipe) -> int:
     reason = ""
     if not hasattr(os, "memfd_create"):
         reason = "worker processes share memory by means that only Linux has"
+    elif current_process().daemon:
+        reason = "this Python process is a daemon, as in a multiprocessing.Pool, and cannot start other processes"
     elif spec.debug:
         reason = "[engine] debug raises a client's exception in this process"
     elif gpus_of(recipe) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -49,7 +56,7 @@ def workers_of(recipe: Recipe) -> int:
         raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
     if reason or device_of(recipe).type != "cpu":
         return 1
-    return spec.workers or max(1, machine.cores() // max(1, spec.threads))
+    return spec.workers or max(1, min(machine.cores() // max(1, spec.threads), MOST_WORKERS))
 
 
 def device_of(recipe: Recipe) -> torch.device:

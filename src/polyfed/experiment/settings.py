@@ -15,10 +15,11 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
-        workers: the number of processes that train clients. On a CPU, 0 means one process for each core, but small
-            requests run in this process alone, and the result does not depend on the number. With a GPU, 0 means that
-            this process uses one GPU. From 2 on, the processes use all GPUs in turn, this process stays on the CPU, and
-            the result depends on the number in its last bits unless `stack` is set. Worker processes need Linux.
+        workers: the number of processes that train clients. On a CPU, 0 means one process for each core, at most 64.
+            Small requests run in this process alone, and the result does not depend on the number. With a GPU, 0 means
+            that this process uses one GPU. From 2 on, the processes use all GPUs in turn, this process stays on the
+            CPU, and the result depends on the number in its last bits unless `stack` is set. Worker processes need
+            Linux.
         threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
             polyfed uses one thread, or PyTorch's default number for large operations that worker processes cannot
             share (docs/performance.md). On small operations, several threads lose more time by waiting than they save,

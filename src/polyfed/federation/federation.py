@@ -17,7 +17,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.openmp import threads_worth
-from polyfed.core.request import Accept, Request, Send, Task, contiguous
+from polyfed.core.request import Accept, Request, Send, Task, check_declared, contiguous
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
@@ -146,7 +146,7 @@ class Federation:
 
         Raises:
             EgressError: a client's policy refused to release its reply.
-            RecipeError: `clients` holds something that is not the number of a client.
+            RecipeError: a client does not exist, or a message has another class than the task declares.
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
@@ -195,14 +195,16 @@ class Federation:
                 raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Refuse NaN and infinity in a message for all clients. Return its largest magnitude; 0 for separate messages.
+        """Check the messages of a request. Return the largest magnitude in a message for all clients, otherwise 0.
 
         The first message after a merge of replies carries the new model. If no value in this message exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
 
         Raises:
-            Diverged: the message holds NaN or infinity.
+            Diverged: a message for all clients holds NaN or infinity.
+            RecipeError: a message has another class than the task declares.
         """
+        check_declared(request, send)
         if not isinstance(send, Message):
             return 0.0
         peak = largest_magnitude(send)

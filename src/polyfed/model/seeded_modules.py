@@ -1,6 +1,8 @@
 """Makes modules from a random key, and counts floating-point operations."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
+from threading import RLock
 from typing import TypeVar
 
 import torch
@@ -25,17 +27,33 @@ def leaves(w: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tenso
     return {name: leaf(value) if name in trained else value.detach().clone() for name, value in w.items()}
 
 
+_generator_lock = RLock()
+"""Held by the thread that uses PyTorch's global generator in `made`."""
+
+
+def _new_lock() -> None:
+    """Replace the lock in a forked process. Otherwise, if another thread held it, nobody would ever release it."""
+    global _generator_lock
+    _generator_lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks
+    os.register_at_fork(after_in_child=_new_lock)
+
+
 def made(make: Callable[[], M], key: int, block: str) -> M:
     """Make the module of a block. Its parameters depend only on the key and the block.
 
-    PyTorch's global generator is restored afterwards.
+    PyTorch's global generator is restored afterwards. Threads make their modules one after another. While this function
+    runs, other threads must not draw from the global generator in other ways.
     """
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(keys.key(key, "init", block))
-    try:
-        return make().train()
-    finally:
-        torch.default_generator.set_state(state)
+    with _generator_lock:
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(keys.key(key, "init", block))
+        try:
+            return make().train()
+        finally:
+            torch.default_generator.set_state(state)
 
 
 def flops_of(call: Callable[[], object]) -> int:

@@ -113,7 +113,8 @@ class WholeModel(Model):
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
         """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients."""
-        lent = [self._slots.own(name) for name in self._slots.names if name in w and not self.is_buffer(name)]
+        own = () if self._live is not None else self._slots.names
+        lent = [self._slots.own(name) for name in own if name in w and not self.is_buffer(name)]
         for parameter in lent:
             parameter.requires_grad_(True)
         try:

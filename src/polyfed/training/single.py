@@ -33,6 +33,7 @@ from polyfed.training.client_data import (
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.step_counts import steps_trained, usable_rows
+from polyfed.training.tensor_memory import snapshot
 
 
 @dataclass
@@ -85,7 +86,7 @@ class SingleClientData(ClientData):
         job = Job(loss=loss, params=params, **options)
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
-        kept: Tree = dict(job.carry or {})
+        kept = snapshot(dict(job.carry or {}))  # a direction may change it in place, and the task may read it elsewhere
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
@@ -94,7 +95,8 @@ class SingleClientData(ClientData):
         if self.privacy is not None:
             self.privacy.refuse(job)
             lent = nullcontext(clone(job.params))  # `vmap` differentiates tensors of a Tree, not those of a module
-        with lent as w, model.computing(train.precision):
+        # a direction may contain another training, and it runs without gradient tracking
+        with lent as w, model.computing(train.precision), torch.enable_grad():
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)
             if after is not None:

@@ -39,6 +39,7 @@ from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
 from polyfed.training.step_source import Source, Unreadable
+from polyfed.training.tensor_memory import snapshot
 
 Kind = tuple[bool, bool]
 """The two facts on which Python branches in a step: whether no row is padding, and whether every client trains."""
@@ -128,8 +129,8 @@ class StackedClientData(ClientData):
         train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
         w = {name: self._own(value) for name, value in job.params.items()}
-        moments = train.moments({name: w[name] for name in names}) if after is None else _snapshot(after.moments)
-        state = (w, moments, dict(job.carry or {}))
+        moments = train.moments({name: w[name] for name in names}) if after is None else snapshot(after.moments)
+        state = (w, moments, snapshot(dict(job.carry or {})))  # tensors that share no memory
         schedule = self._schedule(job, model)
         gradient = self._gradient_of(job, model)
         lr = train.lr_at(self.round, self.rounds)
@@ -278,7 +279,7 @@ def _step_of(
 
     def step(kind: Kind, state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
         (full, everybody), (*drawn, alive, number) = kind, own
-        before = None if everybody else _snapshot(state)
+        before = None if everybody else snapshot(state)
         w, moments, kept = state
         trained = {name: w[name] for name in names}
         rest = {name: value for name, value in w.items() if name not in trained}
@@ -297,10 +298,6 @@ def _step_of(
         return _where(alive, after, before), torch.where(alive, value, 0.0)
 
     return step
-
-
-def _snapshot(nest: Any) -> Any:
-    return pytree.tree_map(lambda value: value.clone(), nest)
 
 
 def _where(alive: Tensor, new: Any, old: Any) -> Any:

@@ -18,7 +18,16 @@ from torch import Tensor, fx
 
 from polyfed.training.step_check import same_bits
 from polyfed.training.step_memory import NO_TENSOR, args, form, is_operation
-from polyfed.training.tensor_memory import copies_of, fill, memory_of, overlap, same_memory, with_own_memory
+from polyfed.training.tensor_memory import (
+    copies_of,
+    copy_of,
+    fill,
+    memory_of,
+    overlap,
+    repeats,
+    same_memory,
+    with_own_memory,
+)
 
 WARM_UP = 3
 """How often a step runs before CUDA records it, so that libraries such as cuBLAS prepare themselves. PyTorch's notes on
@@ -169,6 +178,10 @@ class DirectSteps:
         *self.state, value = self._step(*self.state, *inputs, *found, *self._outside, *self._early)
         return value
 
+    def end(self) -> list[Tensor]:
+        """Return the state after the last step."""
+        return self.state
+
 
 class StepGraph:
     """Takes the steps of a program by a CUDA graph, or by direct calls if CUDA cannot record them.
@@ -183,6 +196,7 @@ class StepGraph:
     def __init__(self, program: Steps) -> None:
         self._program = program
         self._replay: Callable[[], None] | None = None
+        self._unfit = False
         self._direct: DirectSteps | None = None
         self._moving: set[int] = set()
         self._state: list[Tensor] = []
@@ -200,7 +214,7 @@ class StepGraph:
             outside: the tensors that the steps close over. The graph reads such a tensor where it lies. If it lies
                 elsewhere in a later local training, the graph is made again, and the tensor is copied from then on.
         """
-        if self._direct is not None:
+        if self._unfit:
             self._direct = DirectSteps(self._program, state, outside)
             return
         if self._replay is not None:
@@ -209,8 +223,11 @@ class StepGraph:
             self._moving |= moved
             self._replay = None if moved else self._replay
         if self._replay is None:
+            if any(map(repeats, [*state, *(outside[place] for place in self._moving)])):
+                self._unfit, self._direct = True, DirectSteps(self._program, state, outside)
+                return
             self._state = copies_of(state)
-            self._outside = [t.clone() if place in self._moving else t for place, t in enumerate(outside)]
+            self._outside = [copy_of(t) if place in self._moving else t for place, t in enumerate(outside)]
             self._early = list(self._program.once(*self._state, *self._outside))
             self._own = with_own_memory(self._early, [*self._state, *self._outside])
             return
@@ -234,10 +251,10 @@ class StepGraph:
         self._replay()
         return self._value.clone()
 
-    @property
-    def state(self) -> list[Tensor]:
-        """The state after the last step. Later local trainings do not change it."""
-        return copies_of(self._state) if self._direct is None else self._direct.state
+    def end(self) -> list[Tensor]:
+        """Return the state after the last step. Later local trainings do not change it."""
+        direct, self._direct = self._direct, None  # it holds the state
+        return copies_of(self._state) if direct is None else direct.end()
 
     def _first(self, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> Tensor:
         """Take a step by direct calls, and make the graph of the following steps."""
@@ -252,10 +269,12 @@ class StepGraph:
             self._replay()
             if not all(map(same_bits, [*self._state, self._value], [*direct.state, value])):
                 raise _Unfit
+            if any(kept.stride() != new.stride() for kept, new in zip(self._state, direct.state, strict=True)):
+                raise _Unfit  # the next step would round differently
         except (_Unfit, RuntimeError) as error:
             if not isinstance(error, _Unfit):
                 warnings.warn(f"[engine] cuda_graphs: some steps run without a CUDA graph: {error}", stacklevel=2)
-            self._replay, self._direct, self.size_bytes = None, direct, 0
+            self._unfit, self._replay, self._direct, self.size_bytes = True, None, direct, 0
             self._state, self._outside, self._early, self._inputs = [], [], [], []
             return value
         copies = [*self._state, *self._inputs, *self._early, *(self._outside[place] for place in self._moving)]
@@ -269,7 +288,7 @@ class StepGraph:
         made: Tensor = value.clone()
         old = set(map(memory_of, self._state))
         moved = [
-            new.clone() if memory_of(new) in old and not same_memory(kept, new) else new
+            copy_of(new) if memory_of(new) in old and not same_memory(kept, new) else new
             for kept, new in zip(self._state, after, strict=True)
         ]
         fill(self._state, moved)

@@ -111,8 +111,13 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     A node shares the memory of its first argument in two cases. Either the node is a view of this argument, or this
     argument is an operation with several results, and the node is one of these results.
     """
-    takes = node.op == "call_function" and (not is_operation(node) or makes_view(node.target))
+    takes = is_part(node) or (node.op == "call_function" and makes_view(node.target))
     return [node.args[0]] if takes else []  # type: ignore[list-item]
+
+
+def is_part(node: fx.Node) -> bool:
+    """Return whether a node is one result of an operation with several results, such as `topk`."""
+    return node.op == "call_function" and not is_operation(node)
 
 
 def args(node: fx.Node) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from polyfed.training.step_graph import DirectSteps, StepGraph, graph_of, recordable
-from polyfed.training.step_memory import Memory, args, calls, form, results
+from polyfed.training.step_memory import NO_TENSOR, Memory, args, calls, form, is_part, results
 from polyfed.training.step_trace import makes_view
 
 SMALL = 2**14
@@ -50,9 +50,10 @@ class Program:
         lookups = _lookups(graph, slices, outside)
         late = [n for n in graph.nodes if n.op == "call_function" and n not in early and n not in lookups]
         self._lookups = [(outside.index(table), slices.index(rows)) for table, rows in lookups.values()]
-        self.once = _function([*state, *outside], early, early)
+        found = [node for node in early if form(node) is not NO_TENSOR]  # not the tuple of an operation's results
+        self.once = _function([*state, *outside], early, found)
         self._used = [any(user not in lookups for user in node.users) for node in slices]
-        self.step = _function([*state, *slices, *lookups, *outside, *early], late, results(graph))
+        self.step = _function([*state, *slices, *lookups, *outside, *found], late, results(graph))
         self._recordable = recordable(graph, [outside[place] for place in numbers])
 
     def __call__(
@@ -88,7 +89,7 @@ class Program:
                 own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
                 found = (result.select(1, t - start) for result in looked)
                 values.append(taker.take(own, [*found]))
-        return taker.state, values
+        return taker.end(), values
 
 
 def _lookups(
@@ -137,13 +138,13 @@ def _early(graph: fx.Graph, state: Sequence[fx.Node], outside: Sequence[fx.Node]
     views = {before for before, after in zip(state, results(graph), strict=False) if memory.lies_in(after, before)}
     found = []
     for node in graph.nodes:
-        if not memory.repeatable(node):
+        if not (memory.repeatable(node) or is_part(node)):
             continue
         read = node.all_input_nodes
         if constants.issuperset(read) and memory.constant(node):
             constants.add(node)
             found.append(node)
-        elif makes_view(node.target) and views.issuperset(read):
+        elif (is_part(node) or makes_view(node.target)) and views.issuperset(read):
             views.add(node)
             found.append(node)
     return found

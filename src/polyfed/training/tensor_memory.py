@@ -4,12 +4,39 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def snapshot(nest: Any) -> Any:
+    """Return a nested structure with copies of its tensors. The copies share no memory, even if the tensors do."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, nest)
 
 
 def copies_of(tensors: Iterable[Any]) -> list[Any]:
     """Return copies of tensors; None stays None."""
-    return [None if tensor is None else tensor.clone() for tensor in tensors]
+    return [None if tensor is None else copy_of(tensor) for tensor in tensors]
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, because an operation may round differently for other strides.
+
+    Two entries of the tensor must not share memory; see `repeats`.
+    """
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def repeats(tensor: Tensor) -> bool:
+    """Return whether entries of the tensor may share memory, as in the result of `expand`."""
+    span = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride < span:
+                return True
+            span = stride * (length - 1) + span
+    return False
 
 
 def fill(kept: Iterable[Tensor | None], given: Iterable[Tensor | None]) -> None:
