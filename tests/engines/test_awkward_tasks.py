@@ -5,20 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import multiprocessing
+from torch.nn.functional import batch_norm
 
 import polyfed
 from engines.test_workers_awkward import TRAIN, _everything_is_worth_sharing, both
 from polyfed.algorithms import Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import carries, message
 from polyfed.core.tree import Tree, clone
 from polyfed.experiment.recipe import EngineSpec
@@ -47,7 +48,7 @@ class Normalising(Averaging):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_changes_running_statistics_of_its_inputs_is_refused(kind: Any, workers: int) -> None:
     made = recipe(Normalising(train=TRAIN, copies=False), EngineSpec(name=kind, workers=workers), AWKWARD)
-    with pytest.raises(RecipeError, match=r"changed a tensor of got.params in place.*BatchNorm changes the running"):
+    with pytest.raises(RecipeError, match=r"changed a tensor of got.params in place.*BatchNorm changes its running"):
         polyfed.run(made)
 
 
@@ -55,6 +56,26 @@ def test_a_task_that_changes_running_statistics_of_its_inputs_is_refused(kind: A
 def test_a_task_may_change_running_statistics_of_a_copy(kind: Any) -> None:
     one, two = both(recipe(Normalising(train=TRAIN, copies=True), encoders=AWKWARD, rounds=3), kind)
     assert one.result["state_sha256"] == two.result["state_sha256"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnStatistics(Averaging):
+    """FedAvg whose clients keep running statistics of a layer that the model does not have."""
+
+    def local(self, context: Any, key: int) -> Tree:
+        return {"own.running_mean": torch.zeros(3), "own.running_var": torch.ones(3)}
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        batch_norm(torch.eye(3), local["own.running_mean"], local["own.running_var"], training=True)
+        return Update(fit.params, fit.loss, data.num_rows), local
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_task_that_changes_running_statistics_of_its_own_is_refused(kind: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=r"changed a tensor of its local state in place.*BatchNorm changes its running"
+    ):
+        polyfed.run(recipe(OwnStatistics(train=TRAIN), EngineSpec(name=kind, workers=1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +115,11 @@ class Returning(Averaging):
     def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
         names = [*fit.params]
         same = {names[0]: got.params[names[0]], names[1]: context.initial[names[1]]}
-        return Update(fit.params | same, fit.loss, data.num_rows), {"kept": local["kept"], "sent": fit.params[names[2]]}
+        twice = {names[-1]: fit.params[names[-2]]} if fit.params[names[-1]].shape == fit.params[names[-2]].shape else {}
+        return Update(fit.params | same | twice, fit.loss, data.num_rows), {
+            "kept": local["kept"],
+            "sent": fit.params[names[2]],
+        }
 
     def merge(self, state: Any, replies: Any, fed: Any) -> Any:
         for value in state.params.values():
@@ -157,8 +182,22 @@ class Subclassed(Averaging):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_message_of_another_class_than_the_task_declares_is_refused(kind: Any) -> None:
-    with pytest.raises(RecipeError, match="declares that it receives Broadcast, and the server sends More"):
+    with pytest.raises(RecipeError, match="declares that it receives Broadcast, but the server sends More"):
         polyfed.run(recipe(Subclassed(train=TRAIN), EngineSpec(name=kind)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseServer(Averaging):
+    """FedAvg whose server sends a sparse tensor."""
+
+    def outgoing(self, state: Any, cohort: Any, fed: Any) -> Broadcast:
+        return Broadcast(state.params | {"shared.odd": torch.eye(3).to_sparse()})
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_sparse_tensor_of_the_server_is_refused(kind: Any) -> None:
+    with pytest.raises(RecipeError, match=r"task update that cannot be sent: Broadcast.params holds a tensor"):
+        polyfed.run(recipe(SparseServer(train=TRAIN), EngineSpec(name=kind)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +212,12 @@ class WithProcess(Averaging):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork")
-def test_a_task_may_start_a_process() -> None:
-    one, two = both(recipe(WithProcess(train=TRAIN)), "sequential")
-    assert one.result["state_sha256"] == two.result["state_sha256"]
-    assert [row["missing"] for row in two.rounds] == [{}] * len(two.rounds)
+def test_a_task_that_starts_a_process_needs_a_run_without_workers() -> None:
+    """Python refuses it in a worker, because nobody would end the process together with the worker."""
+    made = recipe(WithProcess(train=TRAIN), EngineSpec(name="sequential", workers=1), rounds=1)
+    assert polyfed.run(made).rounds[0]["missing"] == {}
+    with pytest.raises(TooFewReplies, match="daemonic processes are not allowed to have children"):
+        polyfed.run(replace(made, engine=replace(made.engine, workers=2)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +251,7 @@ def test_a_process_that_a_dead_worker_left_behind_does_not_stop_the_run(tmp_path
 
 PRINTING = """
 import multiprocessing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import polyfed
 from polyfed.algorithms import Averaging
 from polyfed.engines import in_process
@@ -270,3 +311,37 @@ class Silent(Exception):
 def test_an_exception_without_a_text_is_a_reason_too(kind: Any) -> None:
     for run in both(recipe(Untold(train=TRAIN), rounds=1), kind):
         assert run.rounds[0]["missing"] == {"3": "Silent, whose text cannot be shown"}
+
+
+WRITING = """
+import sys, threading
+sys.stdout = open(1, "w", closefd=False)
+
+def write():
+    while True:
+        sys.stdout.write("x" * 20000 + chr(10))
+        sys.stdout.flush()
+
+threading.Thread(target=write, daemon=True).start()
+import polyfed
+from polyfed.algorithms import Averaging
+from polyfed.engines import in_process
+from polyfed.experiment.recipe import EngineSpec
+from polyfed.training.optimisers import Train
+from world import recipe
+in_process.UNIT_FLOPS = 1.0
+for _ in range(5):
+    engine = EngineSpec(name="sequential", workers=2)
+    polyfed.run(recipe(Averaging(train=Train(lr=0.1, batch_size=16)), engine, rounds=2))
+print("all runs have ended", file=sys.stderr, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_a_worker_does_not_wait_for_a_thread_that_prints() -> None:
+    """The thread holds the lock of the standard output during some forks, and does not exist in the workers."""
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    command, env = [sys.executable, "-c", WRITING], os.environ | {"PYTHONPATH": paths}
+    ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
+    assert "all runs have ended" in ran.stderr

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.tasks import info_of, types_of
 from polyfed.core.tree import Tree
@@ -74,22 +73,6 @@ def client_key(request: Request, client: int) -> int:
 def noise_key(request: Request, client: int) -> int:
     """Return the key from which a simulated client draws the noise of its reply to this request."""
     return keys.fold_in(client_key(request, client), request.number)
-
-
-def check_declared(request: Request, send: Send) -> None:
-    """Refuse a message whose class is not the one that the task declares.
-
-    A client in another process rebuilds the message from the declared class, so it would lose other fields.
-
-    Raises:
-        RecipeError: a message has another class.
-    """
-    for message in [send] if isinstance(send, Message) else send.values():
-        if type(message) is not request.got:
-            raise RecipeError(
-                f"task {request.name} declares that it receives {request.got.__name__}, and the server sends "
-                f"{type(message).__name__}. Send the declared class, or declare the class that you send"
-            )
 
 
 def contiguous(send: Send) -> Any:

@@ -219,7 +219,7 @@ class Columns:
         )
 
     def with_modalities(self, modalities: Mapping[str, Column]) -> "Columns":
-        """Return the table with other columns for its modalities, which hold the same samples elsewhere."""
+        """Return the same table with these columns. They may hold only some rows, and in other memory."""
         made = copy.copy(self)  # the constructor would check all rows again
         object.__setattr__(made, "modalities", modalities)
         return made

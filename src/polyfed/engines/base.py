@@ -197,7 +197,7 @@ class Engine(ABC):
         return evaluated[client] if client < 0 else self.population.train[client]
 
     def test_rows(self, client: int) -> Tensor:
-        """Return the indices of the client's own test rows. There are none if `population.test` is None."""
+        """Return the indices of the client's own test rows. Evaluation clients have none."""
         own = self.population.test
         return torch.zeros(0, dtype=torch.int64) if own is None or client < 0 else own[client]
 

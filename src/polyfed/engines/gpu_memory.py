@@ -1,6 +1,6 @@
-"""The memory of a GPU, and where a run keeps its data set: on the GPU, or in main memory if it takes too much of it.
+"""Decides where a run keeps its data set: on the GPU or, if the features need too much GPU memory, in main memory.
 
-If the features of the data set stay in main memory, those of a task's rows are copied to the GPU before the task runs.
+If the features stay in main memory, `with_rows` copies the features of a task's rows to the GPU before the task.
 """
 
 import subprocess
@@ -37,7 +37,8 @@ def placed(columns: Columns, device: torch.device, emit: Callable[..., Any]) -> 
     if not fits:
         text = (
             f"the features of '{columns.name}' take {size / 2**30:.1f} GiB, and the GPU has {free / 2**30:.1f} GiB of "
-            "free memory. So they stay in main memory, and the rows of clients are copied to the GPU before each task"
+            "free memory. They therefore stay in main memory. polyfed copies the features of the clients' rows to the "
+            "GPU before each task, or those of each batch if the rows do not fit"
         )
         emit("note", text=text)
     return columns.to(device, features=fits)
@@ -46,8 +47,8 @@ def placed(columns: Columns, device: torch.device, emit: Callable[..., Any]) -> 
 def with_rows(columns: Columns, rows: Sequence[Tensor], names: Collection[str], device: torch.device) -> Columns:
     """Return the table for a task, with the features of the task's rows on the device.
 
-    If the features of the data set are on the device, this is the given table. It is also the given table if the
-    features of the rows take more than `LARGEST_SHARE` of the free memory; each step then copies its own batch.
+    The function returns the given table in two cases: the features of the data set are on the device, or those of the
+    rows take more than `LARGEST_SHARE` of the free memory. In the second case, each step copies its own batch.
 
     Args:
         columns: the table.
@@ -73,7 +74,13 @@ def _with_entries(column: Column, rows: Tensor, entries: Tensor, device: torch.d
     """Return a column with the values of some rows on the device.
 
     On a GPU, the values pass through pinned memory, in pieces. CUDA then copies one piece while this process gathers
-    the next one. PyTorch does not use the memory of a piece again before its copy has ended.
+    the next one. PyTorch does not reuse the memory of a piece before its copy has ended.
+
+    Args:
+        column: the column.
+        rows: the rows, (n,).
+        entries: the position of each of these rows in `column.values`, (n,).
+        device: the device.
     """
     distinct, places = torch.unique(entries, return_inverse=True)
     values = torch.empty((_room(len(distinct)), *column.shape), dtype=column.values.dtype, device=device)
@@ -89,7 +96,7 @@ def _with_entries(column: Column, rows: Tensor, entries: Tensor, device: torch.d
 
 
 def _room(num: int) -> int:
-    """Return for how many entries memory is allocated: the next power of two.
+    """Return the number of entries to allocate: the smallest power of two that is at least `num`.
 
     A step's program reads a table of fixed size. With exact sizes, most stacks of clients would need their own program.
     """
@@ -97,7 +104,7 @@ def _room(num: int) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory of a GPU that PyTorch can allocate, in bytes; infinity for a CPU, where the data set is."""
+    """Return how many bytes PyTorch can still allocate on a GPU; infinity for a CPU."""
     if device.type != "cuda":
         return float("inf")
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -108,8 +115,8 @@ def free_bytes(device: torch.device) -> float:
 def total_bytes(device: torch.device) -> int:
     """Return the size of a GPU's memory in bytes.
 
-    If this process does not use CUDA, it stays without CUDA, because it cannot fork workers that use CUDA otherwise.
-    Another process then asks for the size.
+    If this process has not started CUDA, the function asks in another process. Otherwise, workers that this process
+    forks later could not use CUDA.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return int(torch.cuda.get_device_properties(device).total_memory)

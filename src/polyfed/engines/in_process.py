@@ -48,9 +48,9 @@ class InProcess(Engine):
         workers: number of worker processes. If there is only one, or if a request has little work, clients run in this
             process.
         threads: threads that PyTorch uses for requests with enough work, in every worker or in this process. 0 leaves
-            the number unchanged. The rounding of the result depends on `threads`, but not on `workers`.
-        gpus: the GPUs that train, one for each worker in turn. This process then stays on the CPU. Without `gpus`,
-            workers use the device of this process.
+            the number unchanged. The rounding of the result depends on `threads` and, with `gpus`, on `workers`.
+        gpus: the GPUs on which workers train; worker i uses GPU i modulo their number. All requests then go to the
+            workers, and this process stays on the CPU. Without `gpus`, workers use the device of this process.
         kwargs: the other arguments of `Engine`.
 
     Raises:
@@ -91,7 +91,7 @@ class InProcess(Engine):
         """Divide the clients into units: stacks for `run_stack`, and single clients.
 
         Stacks of different sizes give slightly different results, because floating-point sums are rounded differently.
-        The units therefore depend only on the recipe, not on the machine.
+        On a CPU, the units therefore depend only on the recipe, not on the machine.
         """
 
     @abstractmethod

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, map_tensors
 from polyfed.core.request import Request
+from polyfed.core.sendable import DENSE, ODD, is_dense, malformed
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.training.step_check import same_bits
@@ -31,8 +31,8 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
         )
     reply: Message = returned[0]
     kept: Any = returned[1]
-    if flaw := _malformed(reply):
-        raise RecipeError(f"task {request.name} returned a message that is not as declared: {flaw}")
+    if flaw := malformed(reply):
+        raise RecipeError(f"task {request.name} returned a message that cannot be sent: {flaw}")
     if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
         what = type(kept).__name__
         if isinstance(kept, Mapping):
@@ -41,42 +41,20 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
             f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
             f"one has {what}. A number becomes a tensor by torch.tensor(...)"
         )
-    if odd := [name for name, value in kept.items() if not _is_plain(value)]:
+    if odd := [name for name, value in kept.items() if not is_dense(value)]:
         raise RecipeError(
-            f"task {request.name}: '{odd[0]}' in the client's local state is a {_ODD}, which cannot be saved. Keep a "
-            "dense tensor, such as x.to_dense()"
+            f"task {request.name}: '{odd[0]}' in the client's local state is a {ODD}, which cannot be saved. "
+            f"Keep {DENSE}"
         )
     return reply, cast(Tree, kept)
 
 
-_ODD = "tensor that is sparse, quantised, nested or without values (device 'meta')"
-
-
-def _malformed(msg: Message) -> str:
-    """Describe the first field whose value does not have the annotated type, or return "" if all values have it."""
-    for name, declared in msg.declared.items():
-        value = getattr(msg, name)
-        if declared.bare:
-            fine = isinstance(value, Tensor)
-        else:
-            fine = isinstance(value, Mapping) and all(
-                isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
-            )
-        if not fine:
-            wanted = "a Tensor" if declared.bare else "a Tree, a dict of tensors by name"
-            return f"{type(msg).__name__}.{name} is declared as {wanted}; it is a {type(value).__name__}"
-        if not all(map(_is_plain, [value] if declared.bare else value.values())):
-            return f"{type(msg).__name__}.{name} holds a {_ODD}. Send a dense tensor, such as x.to_dense()"
-    return ""
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor stores its numbers one by one in memory, so that it can be sent and saved."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+STATISTICS = ("running_mean", "running_var")
+"""Ends of the names of BatchNorm's running statistics."""
 
 
 class Inputs:
-    """The tensors that a task receives. It must not change them, and its results must not share memory with them.
+    """The tensors that a task receives. The task must not change them. `apart` copies those that its reply contains.
 
     The clients of a process share the tensors of a message, and each worker process has a copy of them. A change in
     place would therefore reach only the clients of one process, so the result would depend on the number of processes.
@@ -91,7 +69,7 @@ class Inputs:
     def __init__(
         self, request: Request, context: ClientContext, fields: Mapping[str, Tensor | Tree], local: Tree
     ) -> None:
-        self._task, self._model = request.name, context.model
+        self._task = request.name
         self._trees = {"context.initial": context.initial, "its local state": local}
         for name, value in fields.items():
             self._trees[f"got.{name}"] = {"": value} if isinstance(value, Tensor) else value
@@ -100,8 +78,8 @@ class Inputs:
     def unchanged(self) -> Iterator[None]:
         """Refuse a task that changes one of these tensors in place in the `with` block.
 
-        PyTorch counts the changes of a tensor's values, but not those of BatchNorm's running statistics. The values of
-        the model's buffers are therefore compared.
+        PyTorch counts the changes of a tensor's values, but not those of BatchNorm's running statistics. This method
+        therefore compares the values of these statistics before and after the block.
 
         Raises:
             RecipeError: the task changed a tensor.
@@ -110,7 +88,7 @@ class Inputs:
         # inference tensors have no version
         versions = [(where, tensor, tensor._version) for where, _, tensor in found if not tensor.is_inference()]
         flags = [(where, tensor, tensor.requires_grad) for where, _, tensor in found]
-        buffers = [(where, tensor, tensor.clone()) for where, name, tensor in found if self._model.is_buffer(name)]
+        buffers = [(where, tensor, tensor.clone()) for where, name, tensor in found if name.endswith(STATISTICS)]
         try:
             yield
         finally:
@@ -119,24 +97,31 @@ class Inputs:
             flagged = {where for where, tensor, before in flags if tensor.requires_grad != before}
             if changed | normed | flagged:
                 where = " and of ".join(sorted(changed | normed | flagged))
-                why = ". In a training batch, BatchNorm changes the running statistics of its Tree" if normed else ""
-                why += ". `requires_grad_` changes a tensor, too: PyTorch then adds gradients to it" if flagged else ""
+                why = ". With a training batch, BatchNorm changes its running statistics" if normed else ""
+                why += ". `requires_grad_` changes a tensor, too: PyTorch then fills its `.grad`" if flagged else ""
                 raise RecipeError(
                     f"task {self._task} changed a tensor of {where} in place, and other clients may share this tensor. "
                     f"Make a new tensor, as in `x + 1` instead of `x.add_(1)`, or clone the tensor first{why}"
                 )
 
     def apart(self, reply: Message) -> Any:
-        """Return a task's reply with copies of those tensors that share memory with these inputs.
+        """Return a task's reply in which copies replace tensors that share memory with these inputs or with each other.
 
-        The server may change a reply in place, which must not change its own model.
+        Otherwise, if the server changed a reply in place, it would also change its own model or another field.
         """
         taken = {memory_of(tensor) for tree in self._trees.values() for tensor in tree.values()}
-        return map_tensors(reply, lambda tensor: tensor.clone() if memory_of(tensor) in taken else tensor)
+
+        def own(tensor: Tensor) -> Tensor:
+            if (place := memory_of(tensor)) in taken:
+                return tensor.clone()
+            taken.add(place)
+            return tensor
+
+        return map_tensors(reply, own)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the class and the text of an exception of a task. The text may raise an exception itself."""
+    """Return the class and the text of a task's exception. Its `__str__` may raise another exception."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -65,7 +65,7 @@ class Vectorised(InProcess):
         self._noted: set[str] = set()
 
     def close(self) -> None:
-        """End the worker processes, and free the memory of CUDA graphs."""
+        """End the worker processes, and free the memory of this thread's CUDA graphs."""
         super().close()
         forget_graphs()
 
@@ -116,7 +116,7 @@ class Vectorised(InProcess):
     def _fastest(self, request: Request, group: list[int]) -> int:
         """Return into how many stacks these clients are divided so that a round takes the least time.
 
-        On GPUs, every worker process gets one stack, because every stack dispatches its operations.
+        On GPUs, each worker process gets one stack, because every further stack would dispatch the same operations.
         """
         if self.trains_on.type != "cpu":
             return 1 if self.pool is None else min(self.pool.num, len(group))
@@ -180,7 +180,7 @@ class Vectorised(InProcess):
         return ReplyStack(tuple(group), reply).ascending()
 
     def _view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
-        """Return the datasets of a stack of clients, for the task under `vmap`. Only the argument `lane` is missing."""
+        """Return a constructor of the clients' datasets under `vmap`. It lacks only the argument `lane`."""
         train, tests = self.population.train, self.population.test
         rows, own = Rows.of(train, group), None if tests is None else Rows.of(tests, group)
         read = [part.index for part in (rows, own) if part is not None]

@@ -1,15 +1,15 @@
 """A worker process: the jobs that it receives, the results that it returns, and how it runs a job."""
 
-import multiprocessing
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TextIO, cast
 
 import torch
 
@@ -129,7 +129,7 @@ def serve(
         torch.set_num_threads(threads)
     engine.pool = None
     engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
-    multiprocessing.current_process().daemon = False  # so that tasks may start processes, as they may without workers
+    own_streams()
     while True:
         try:
             job = connection.recv()
@@ -148,9 +148,29 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, dev
     except Exception:
         return Done([], {}, {}, [], events, {}, _unexpected())
     finally:
-        for stream in (sys.stdout, sys.stderr):  # the server's process kills the workers at the end of the run
-            with suppress(AttributeError, OSError, ValueError):  # there is no stream, or a task has closed it
+        for stream in _streams:  # the text would be lost when the server's process kills the worker
+            with suppress(OSError, ValueError):  # for example, a task has closed the stream
                 stream.flush()
+
+
+_streams: list[TextIO] = []
+"""The standard output and the standard error of a worker, if `own_streams` has made them."""
+
+
+def own_streams() -> None:
+    """Give the worker its own `sys.stdout` and `sys.stderr`, if they are ordinary files.
+
+    Another thread of the server's process may have held the lock of a stream during the fork. Nobody in the worker
+    would release this lock, so a task that prints would wait for it forever.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if type(old) is TextIOWrapper and not old.closed and isinstance(getattr(old.buffer, "raw", None), FileIO):
+            lines = 1 if old.line_buffering else -1
+            new = open(old.fileno(), "w", lines, old.encoding, old.errors, closefd=False)  # noqa: SIM115
+            new.reconfigure(write_through=old.write_through)
+            setattr(sys, name, new)
+            _streams.append(new)
 
 
 def _done(
@@ -178,7 +198,7 @@ def _done(
         error = _sendable(ending)
     except Exception:
         error = _unexpected()
-    except BaseException as ending:  # it ends the run, as without workers; Ctrl-C does not reach this process
+    except BaseException as ending:  # such as SystemExit, which a task raised; it ends the run
         error = _sendable(ending)
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
     flat = [value for part in answer.parts for value in values(part.message)]

@@ -47,8 +47,8 @@ class Workers:
         engine: the engine whose clients the workers run.
         num: number of processes, 2 or more.
         threads: number of threads that PyTorch uses in each process. 0 leaves the number unchanged.
-        devices: the devices of the workers, in turn. If there are fewer devices than workers, workers share a device.
-            Without devices, the workers use the engine's device.
+        devices: the devices on which workers run; worker i uses device i modulo their number. Without devices, the
+            workers use the engine's device.
 
     Attributes:
         started: the running workers.
@@ -104,7 +104,7 @@ class Workers:
             work: an estimate of the work of each client, on any scale, to balance the load.
 
         Raises:
-            PolyfedError: a worker's gate refused a reply, or a task breaks a rule.
+            PolyfedError: a worker's gate refused a reply, a task broke a rule, or a worker process could not start.
         """
         clients = [client for unit in units for client in unit]
         todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
@@ -221,7 +221,7 @@ class _Worker:
             self.connection.send(job)
 
     def take(self) -> Done | None:
-        """Return the worker's results, or None if the worker has died. The process has sent results or has ended."""
+        """Return the worker's results, or None if it has died. Call this method only for a worker of `_ready`."""
         try:
             if not self.connection.poll():
                 return None
@@ -245,8 +245,8 @@ class _Worker:
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until some of these workers have sent results or have ended, and return them.
 
-    If a task has started a process, this process holds the worker's end of the pipe open. The pipe then does not end
-    when the worker ends, so this function also waits for the end of the worker's process (`pidfd_open`).
+    If a task has started a process, the new process may hold the worker's end of the pipe open. The pipe then does not
+    end when the worker ends, so this function also waits for the end of the worker's process (`pidfd_open`).
     """
     exits = [worker.exited for worker in workers if worker.exited is not None]
     found = set(wait([*(worker.connection for worker in workers), *exits]))
@@ -254,7 +254,7 @@ def _ready(workers: list[_Worker]) -> list[_Worker]:
 
 
 def _exit_of(process: int | None) -> int | None:
-    """Return a file descriptor that becomes readable when a process ends; None if the kernel has none (Linux < 5.3)."""
+    """Return a file descriptor that becomes readable when a process ends; None if Linux lacks `pidfd_open` (< 5.3)."""
     assert process is not None
     try:
         return os.pidfd_open(process)

@@ -14,8 +14,8 @@ from polyfed.experiment import machine
 from polyfed.experiment.recipe import Recipe
 
 MOST_WORKERS = 64
-"""Most worker processes with `workers = 0`. The server's own work keeps a round below 12 times the speed of one process
-on `food` (docs/results/speed.md), and each worker takes six open files of the server's process."""
+"""Largest number of worker processes if `workers = 0`. On `food`, the server's own work makes a round less than 12
+times as fast as with one process (docs/results/speed.md). Each worker needs six file descriptors in this process."""
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
@@ -25,7 +25,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
         RecipeError: the recipe asks for worker processes or a GPU, but they cannot work here.
     """
     spec = recipe.engine
-    if spec.name == "flower":  # this engine only checks a recipe
+    if spec.name == "flower":  # the sequential engine only checks the recipe here, and Flower runs it
         return Sequential
     chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay, graphs=spec.cuda_graphs)
     return partial(
@@ -37,7 +37,9 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
 
 
 def workers_of(recipe: Recipe) -> int:
-    """Return the number of worker processes. If the recipe says 0, the number of cores decides. A GPU has one process.
+    """Return the number of processes that train clients; 1 means this process alone.
+
+    If the recipe says 0, the number of cores decides on a CPU, and this process trains alone on a GPU.
 
     Raises:
         RecipeError: the recipe asks for several worker processes, but they cannot work here.
@@ -51,9 +53,9 @@ def workers_of(recipe: Recipe) -> int:
     elif spec.debug:
         reason = "[engine] debug raises a client's exception in this process"
     elif gpus_of(recipe) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        reason = "this Python process already uses CUDA, so processes forked from it cannot. Start a new Python process"
+        reason = "this Python process already uses CUDA, so processes that it forks cannot use it. A new process can"
     if reason and spec.workers > 1:
-        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
+        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove `workers`, or use workers = 1")
     if reason or device_of(recipe).type != "cpu":
         return 1
     return spec.workers or max(1, min(machine.cores() // max(1, spec.threads), MOST_WORKERS))
@@ -75,7 +77,7 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def gpus_of(recipe: Recipe) -> tuple[torch.device, ...]:
-    """Return the GPUs on which worker processes train. Empty if this process trains, or if it has no GPU."""
+    """Return the GPUs on which worker processes train. Empty if this process trains, or if PyTorch finds no GPU."""
     spec = recipe.engine
     if spec.device == "cpu" or spec.workers < 2 or spec.name == "flower":
         return ()
@@ -83,7 +85,7 @@ def gpus_of(recipe: Recipe) -> tuple[torch.device, ...]:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that PyTorch can use. The question does not start CUDA in this process."""
+    """Return the number of GPUs that PyTorch can use. This call does not start CUDA in this process."""
     # otherwise PyTorch starts CUDA to answer, and no process that is forked later can use CUDA
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

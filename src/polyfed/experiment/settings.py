@@ -15,10 +15,11 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
-        workers: the number of processes that train clients. On a CPU, 0 means one process for each core, at most 64.
-            Small requests run in this process alone, and the result does not depend on the number. With a GPU, 0 means
-            that this process uses one GPU. From 2 on, the processes use all GPUs in turn, this process stays on the
-            CPU, and the result depends on the number in its last bits unless `stack` is set. Worker processes need
+        workers: the number of processes that train clients. On a CPU, 0 means one process for each core (fewer if
+            `threads` is above 1), at most 64. This process runs small requests alone, and the result does not depend on
+            the number. On a GPU, 0 or 1 means that this process trains on one GPU. With 2 or more, each worker process
+            trains on one GPU, several may share a GPU, and this process stays on the CPU. The last bits of the result
+            then depend on the number, unless `stack` is set and all GPUs are of the same kind. Worker processes need
             Linux.
         threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
             polyfed uses one thread, or PyTorch's default number for large operations that worker processes cannot
@@ -31,8 +32,8 @@ class EngineSpec:
             Results may differ in their last bits. With `replay`, a loss that you wrote may read only its two arguments
             (parameters and batch) and the variables that it closes over. Switch `replay` off if your loss reads other
             values.
-        cuda_graphs: whether a GPU takes each replayed step after one call, by a CUDA graph. Nobody has measured this
-            option on a GPU yet, so it is off.
+        cuda_graphs: whether polyfed runs each replayed step on a GPU as a CUDA graph, with one call instead of one call
+            for each operation. The default is off, because nobody has measured this option on a GPU.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.

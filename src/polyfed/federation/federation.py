@@ -17,7 +17,8 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.openmp import threads_worth
-from polyfed.core.request import Accept, Request, Send, Task, check_declared, contiguous
+from polyfed.core.request import Accept, Request, Send, Task, contiguous
+from polyfed.core.sendable import check_sent
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
@@ -146,7 +147,7 @@ class Federation:
 
         Raises:
             EgressError: a client's policy refused to release its reply.
-            RecipeError: a client does not exist, or a message has another class than the task declares.
+            RecipeError: a client does not exist, or a message is not as the task declares or cannot be sent.
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
@@ -202,9 +203,9 @@ class Federation:
 
         Raises:
             Diverged: a message for all clients holds NaN or infinity.
-            RecipeError: a message has another class than the task declares.
+            RecipeError: a message is not as the task declares or cannot be sent.
         """
-        check_declared(request, send)
+        check_sent(request, send)
         if not isinstance(send, Message):
             return 0.0
         peak = largest_magnitude(send)

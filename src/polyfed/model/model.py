@@ -159,8 +159,8 @@ class Model(Named):
         Inside the `with` block, calls with the yielded Tree run as fast as a plain PyTorch training loop. Calls with
         any other Tree also work. The yielded parameters require gradients. The next `live` overwrites the yielded
         tensors, so clone what you want to keep. In two cases, the method yields a copy of `w` instead: a tensor of `w`
-        has another shape than the model's own tensor, for example because of a smaller LoRA rank, or the model's own
-        tensors are lent already, because a training step contains another training.
+        has another shape than the model's own tensor, for example because of a smaller LoRA rank, or the block of an
+        earlier `live` has not ended, because a `direction` calls `minimise`.
         """
         self._slots.place(next(iter(w.values())).device)
         if self._live is not None or not self._slots.fit(w):

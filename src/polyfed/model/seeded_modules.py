@@ -32,7 +32,7 @@ _generator_lock = RLock()
 
 
 def _new_lock() -> None:
-    """Replace the lock in a forked process. Otherwise, if another thread held it, nobody would ever release it."""
+    """Replace the lock in a new process. If another thread holds it during the fork, nobody there can release it."""
     global _generator_lock
     _generator_lock = RLock()
 

@@ -86,7 +86,7 @@ class SingleClientData(ClientData):
         job = Job(loss=loss, params=params, **options)
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
-        kept = snapshot(dict(job.carry or {}))  # a direction may change it in place, and the task may read it elsewhere
+        kept = snapshot(dict(job.carry or {}))  # copies, because a `direction` may change them in place
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
@@ -95,7 +95,7 @@ class SingleClientData(ClientData):
         if self.privacy is not None:
             self.privacy.refuse(job)
             lent = nullcontext(clone(job.params))  # `vmap` differentiates tensors of a Tree, not those of a module
-        # a direction may contain another training, and it runs without gradient tracking
+        # a `direction` runs without gradient tracking, and may call `minimise`, which needs it
         with lent as w, model.computing(train.precision), torch.enable_grad():
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)

@@ -130,7 +130,7 @@ class StackedClientData(ClientData):
         names = job.trained(model)
         w = {name: self._own(value) for name, value in job.params.items()}
         moments = train.moments({name: w[name] for name in names}) if after is None else snapshot(after.moments)
-        state = (w, moments, snapshot(dict(job.carry or {})))  # tensors that share no memory
+        state = (w, moments, snapshot(dict(job.carry or {})))  # no two tensors of the state share memory
         schedule = self._schedule(job, model)
         gradient = self._gradient_of(job, model)
         lr = train.lr_at(self.round, self.rounds)

@@ -1,11 +1,12 @@
-"""CUDA graphs of training steps: a GPU takes a whole step of a program after a single call.
+"""CUDA graphs of training steps: one call starts all operations of a step on the GPU.
 
 A program (`step_program.py`) calls the operations of a step one after another. On a GPU, each call takes some
 microseconds of the processor's time, which is often longer than the operation. CUDA can record all operations of a step
-as a *graph* and repeat them with one call. A graph repeats its operations at fixed addresses. So the state of the
-training, the inputs of a step and the tensors that change between local trainings are copied to these addresses.
+as a *graph* and repeat them with one call. A graph repeats its operations at fixed addresses. polyfed therefore
+copies to these addresses: the state at the start of a local training, the inputs of each step, and those tensors that
+lie at another address in a later local training.
 
-A graph must pass a test before it is used: it must give the results of the program's first step bit for bit.
+A graph must pass a test before it is used: it must give the same numbers as the program's first step.
 """
 
 import threading
@@ -30,11 +31,12 @@ from polyfed.training.tensor_memory import (
 )
 
 WARM_UP = 3
-"""How often a step runs before CUDA records it, so that libraries such as cuBLAS prepare themselves. PyTorch's notes on
-CUDA graphs use the same number (pytorch.org/docs, "CUDA semantics", "Whole-network capture")."""
+"""How many times a step runs before CUDA records it, so that libraries such as cuBLAS prepare themselves. PyTorch's
+notes on CUDA graphs use the same number (pytorch.org/docs, "CUDA semantics", "Whole-network capture")."""
 
 SHARE = 0.125
-"""Largest share of the GPU's memory that the copies of all graphs take: half of what a stack of clients may take."""
+"""If the copies of a thread's graphs take more than this share of the GPU's memory, `graph_of` deletes these graphs
+before it makes another one. It is half of what a stack of clients may take."""
 
 _aten = torch.ops.aten
 
@@ -42,14 +44,14 @@ INDEXING = {_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_,
 """Operations that must wait for the values of an index if this index is a mask."""
 
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Marks of PyTorch for operations that must wait for values of their arguments."""
+"""PyTorch's tags of operations that must wait for values of their arguments."""
 
 Step = Callable[..., Any]
-"""`step(*state, *inputs, *found, *outside, *early)` -> (*state, value); see `Program`."""
+"""`step(*state, *slices, *lookups, *outside, *early)` -> (*state, value); see `Program`."""
 
 
 class Steps(Protocol):
-    """The two functions of a program that a graph repeats or calls."""
+    """The two functions of a program that `StepGraph` calls."""
 
     once: Step
     """`once(*state, *outside)` returns what all steps share."""
@@ -102,11 +104,11 @@ def memory_bytes(device: torch.device) -> int:
 def recordable(graph: fx.Graph, fixed: Iterable[fx.Node]) -> bool:
     """Return whether CUDA can record the operations of a step.
 
-    All tensors must be on one GPU, and neither a number nor a shape may depend on values of tensors.
+    All tensors must be on one GPU, and neither a Python number nor a shape may depend on the values of tensors.
 
     Args:
         graph: the graph of a step.
-        fixed: the inputs that are the same numbers in every local training. They may be on the CPU.
+        fixed: the inputs that a step makes from Python numbers. They may be on the CPU.
     """
     numbers, devices = set(fixed), set()
     for node in graph.nodes:
@@ -161,7 +163,7 @@ class DirectSteps:
 
     Args:
         program: the program.
-        state: the state before the first step; may be changed in place.
+        state: the state before the first step; the steps may change it in place.
         outside: the tensors that the steps close over.
 
     Attributes:
@@ -184,7 +186,7 @@ class DirectSteps:
 
 
 class StepGraph:
-    """Takes the steps of a program by a CUDA graph, or by direct calls if CUDA cannot record them.
+    """Takes the steps of a program with a CUDA graph, or by direct calls if there is no graph or its test fails.
 
     Args:
         program: the program.
@@ -210,9 +212,10 @@ class StepGraph:
         """Start a local training.
 
         Args:
-            state: the state before the first step; may be changed in place.
-            outside: the tensors that the steps close over. The graph reads such a tensor where it lies. If it lies
-                elsewhere in a later local training, the graph is made again, and the tensor is copied from then on.
+            state: the state before the first step; the steps may change it in place.
+            outside: the tensors that the steps close over. The graph reads each of them at its address. If a later
+                local training passes one at another address, this object makes the graph again, and copies the tensor
+                from then on.
         """
         if self._unfit:
             self._direct = DirectSteps(self._program, state, outside)
@@ -241,7 +244,7 @@ class StepGraph:
 
         Args:
             inputs: the inputs of the step; None for those that the step does not read.
-            found: the rows that the step looks up.
+            found: the rows that the program has looked up for this step.
         """
         if self._direct is not None:
             return self._direct.take(inputs, found)
@@ -253,11 +256,11 @@ class StepGraph:
 
     def end(self) -> list[Tensor]:
         """Return the state after the last step. Later local trainings do not change it."""
-        direct, self._direct = self._direct, None  # it holds the state
+        direct, self._direct = self._direct, None  # otherwise this object would keep the state
         return copies_of(self._state) if direct is None else direct.end()
 
     def _first(self, inputs: Sequence[Tensor | None], found: Sequence[Tensor]) -> Tensor:
-        """Take a step by direct calls, and make the graph of the following steps."""
+        """Take a step by direct calls, and make the graph for the following steps."""
         direct = DirectSteps(self._program, copies_of(self._state), self._outside)
         before, self._inputs = copies_of(self._state), copies_of([*inputs, *found])
         value = direct.take(inputs, found)

@@ -17,8 +17,8 @@ SMALL = 2**14
 step begins."""
 
 GRAPHED = 4
-"""A CUDA graph takes at least this many steps in a row. Around them, the state is copied twice, which takes about as
-many calls as one step."""
+"""Least number of successive steps for which a program uses a CUDA graph. The state is copied before and after them,
+which takes about as many calls as one step."""
 
 TOGETHER = 64
 """Most steps for which a program looks up rows at once. The results then take at most 8 MiB."""
@@ -35,11 +35,12 @@ class Program:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
         num_state: number of tensors of the state.
         num_slices: number of slices.
-        numbers: positions of the outside tensors that are the same numbers in all local trainings.
+        numbers: positions of the outside tensors that a step makes from Python numbers.
 
     Attributes:
-        once: `once(*state, *outside)` performs the operations that run once, and returns their results.
-        step: `step(*state, *slices, *lookups, *outside, *once)` takes a step, and returns the new state and the loss.
+        once: `once(*state, *outside)` performs the operations that run once before the steps. It returns their results.
+        step: `step(*state, *slices, *lookups, *outside, *early)` takes a step, where `early` is the result of `once`.
+            It returns the new state and the loss.
     """
 
     def __init__(self, graph: fx.Graph, num_state: int, num_slices: int, numbers: Iterable[int] = ()) -> None:
@@ -72,7 +73,8 @@ class Program:
             columns: inputs of all steps, with the step on axis 1.
             steps: numbers of the steps.
             outside: tensors that the step closes over.
-            graphs: whether a CUDA graph takes the steps, if there are at least `GRAPHED` of them.
+            graphs: whether a CUDA graph takes the steps, if there are at least `GRAPHED` of them and CUDA can record
+                them.
 
         Returns:
             The state after the last step, and the value of each step.

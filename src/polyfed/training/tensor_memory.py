@@ -40,14 +40,14 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def fill(kept: Iterable[Tensor | None], given: Iterable[Tensor | None]) -> None:
-    """Copy the given tensors to the memory of the kept ones."""
+    """Copy the given tensors to the memory of the kept ones. Skip None, and tensors that are there already."""
     for old, new in zip(kept, given, strict=True):
         if old is not None and new is not None and not same_memory(old, new):
             old.copy_(new)
 
 
 def with_own_memory(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[int]:
-    """Return the positions of the tensors that are no views of `others` or of an earlier one of `tensors`."""
+    """Return the positions of the tensors that share no memory with `others` or with an earlier tensor."""
     seen, found = {memory_of(tensor) for tensor in others}, []
     for place, tensor in enumerate(tensors):
         if memory_of(tensor) not in seen:
@@ -58,11 +58,14 @@ def with_own_memory(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list
 
 def memory_of(tensor: Tensor) -> int:
     """Return the address of the memory in which a tensor, and perhaps other tensors, lie."""
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor of a subclass that has no memory of its own
+        return id(tensor)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same numbers at the same addresses."""
+    """Return whether two tensors have the same type, shape, strides and address."""
     if one is other:
         return True
     alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
@@ -70,7 +73,10 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether two of these tensors share memory. A step that changes one of them then changes the other one."""
+    """Return whether two of these tensors may share memory, because their ranges of addresses overlap.
+
+    A step that changes one of them may then change the other one.
+    """
     spans = []
     for tensor in tensors:
         if tensor.numel():
