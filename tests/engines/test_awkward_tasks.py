@@ -165,6 +165,20 @@ def test_a_tensor_that_cannot_be_stored_is_refused(what: str, sent: bool, worker
         polyfed.run(made)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OddStart(Averaging):
+    """FedAvg whose clients start with a tensor that cannot be stored."""
+
+    def local(self, context: Any, key: int) -> Tree:
+        return {"odd": torch.eye(3).to_sparse()}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_first_local_state_that_cannot_be_stored_is_refused(kind: Any) -> None:
+    with pytest.raises(RecipeError, match=r"the first local state: 'odd' in the client's local state is a tensor"):
+        polyfed.run(recipe(OddStart(train=TRAIN), EngineSpec(name=kind)))
+
+
 @message
 class More(Broadcast):
     """A broadcast with another field."""

@@ -74,7 +74,7 @@ def test_the_features_of_a_tasks_rows_move_to_the_device() -> None:
 
 
 def test_the_features_of_a_tasks_rows_stay_if_they_take_more_than_half_of_the_free_memory() -> None:
-    rows, size = torch.arange(8), 4 * 8 * FEATURES
+    rows, size = torch.arange(8), 4 * 8 * FEATURES + 8 * ROWS  # and the index
     for free, moves in ((2 * size, True), (2 * size - 1, False)):
         with elsewhere(), patch("polyfed.engines.gpu_memory.free_bytes", lambda device, free=free: float(free)):
             columns = placed(table(), DEVICE, ignore)

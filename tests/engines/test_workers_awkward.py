@@ -186,6 +186,9 @@ class Changing(Averaging):
                 got.params[name].mul_(2)
             case "tensor of initial":
                 context.initial[name].mul_(2)
+            case "tensor, and ends":
+                local["count"].add_(1)
+                raise KeyboardInterrupt
             case "tensor, and fails":
                 local["count"].add_(1)
                 raise ValueError("lost")
@@ -216,6 +219,13 @@ def test_a_task_may_change_its_dicts(what: str, kind: str) -> None:
 def test_a_task_that_changes_a_tensor_in_place_is_refused(what: str, where: str, kind: str, workers: int) -> None:
     made = recipe(Changing(train=TRAIN, what=what), EngineSpec(name=kind, workers=workers))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=rf"task update changed a tensor of (.* and of )?{where}.* in place"):
+        polyfed.run(made)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_remains_what_it_is(workers: int) -> None:
+    made = recipe(Changing(train=TRAIN, what="tensor, and ends"), EngineSpec(name="sequential", workers=workers))
+    with pytest.raises(KeyboardInterrupt):
         polyfed.run(made)
 
 

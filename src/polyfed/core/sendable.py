@@ -1,7 +1,7 @@
 """Checks of messages and local states before they are sent or saved."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
+from polyfed.core.tree import Tree
 
 ODD = "tensor that is sparse, quantised, nested or without values (device 'meta')"
 DENSE = "a dense tensor: x.to_dense() of a sparse tensor, or x.dequantize() of a quantised one"
@@ -54,3 +55,28 @@ def check_sent(request: Request, send: Send) -> None:
             )
         if flaw := malformed(message):
             raise RecipeError(f"the server sends a message for task {request.name} that cannot be sent: {flaw}")
+
+
+def checked_local(kept: Any, where: str) -> Tree:
+    """Return a client's local state, or refuse it if it cannot be saved.
+
+    Args:
+        kept: the local state.
+        where: what made it, for the error text.
+
+    Raises:
+        RecipeError: the local state is not a dict of dense tensors.
+    """
+    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
+        what = type(kept).__name__
+        if isinstance(kept, Mapping):
+            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
+        raise RecipeError(
+            f"{where}: a client's local state is a dict of tensors by name, so that it can be saved; this one has "
+            f"{what}. A number becomes a tensor by torch.tensor(...)"
+        )
+    if odd := [name for name, value in kept.items() if not is_dense(value)]:
+        raise RecipeError(
+            f"{where}: '{odd[0]}' in the client's local state is a {ODD}, which cannot be saved. Keep {DENSE}"
+        )
+    return cast(Tree, kept)

@@ -12,6 +12,7 @@ from polyfed.core import keys
 from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
+from polyfed.core.sendable import checked_local
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
@@ -313,4 +314,5 @@ def registry_of(population: Population) -> ClientRegistry:
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
     """Make a client's first local state, on the device. The local state of an evaluation client is empty."""
     made = algorithm.first_local(context, keys.key(seed, "local", client)) if client >= 0 else {}
+    made = checked_local(made, "the first local state")
     return {name: value.to(device) for name, value in made.items()}

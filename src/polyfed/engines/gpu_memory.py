@@ -63,7 +63,7 @@ def with_rows(columns: Columns, rows: Sequence[Tensor], names: Collection[str], 
         return columns
     read = torch.unique(torch.cat([torch.zeros(1, dtype=torch.int64), *(part.flatten() for part in rows)]))
     picked = {name: read if column.index is None else column.index[read] for name, column in far.items()}
-    size = sum(_room(len(picked[name])) * column.values[0].nbytes for name, column in far.items())
+    size = sum(_room(len(picked[name])) * column.values[0].nbytes + 8 * len(column) for name, column in far.items())
     if size > LARGEST_SHARE * free_bytes(device):
         return columns
     near = {name: _with_entries(column, read, picked[name], device) for name, column in far.items()}

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, map_tensors
 from polyfed.core.request import Request
-from polyfed.core.sendable import DENSE, ODD, is_dense, malformed
+from polyfed.core.sendable import checked_local, malformed
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.training.step_check import same_bits
 from polyfed.training.tensor_memory import memory_of
+
+STATISTICS = ("running_mean", "running_var")
+"""Ends of the names of BatchNorm's running statistics."""
 
 
 def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
@@ -30,27 +33,9 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
             f"`return Update(...), local`; it returned {type(returned).__name__}"
         )
     reply: Message = returned[0]
-    kept: Any = returned[1]
     if flaw := malformed(reply):
         raise RecipeError(f"task {request.name} returned a message that cannot be sent: {flaw}")
-    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
-        what = type(kept).__name__
-        if isinstance(kept, Mapping):
-            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
-        raise RecipeError(
-            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
-            f"one has {what}. A number becomes a tensor by torch.tensor(...)"
-        )
-    if odd := [name for name, value in kept.items() if not is_dense(value)]:
-        raise RecipeError(
-            f"task {request.name}: '{odd[0]}' in the client's local state is a {ODD}, which cannot be saved. "
-            f"Keep {DENSE}"
-        )
-    return reply, cast(Tree, kept)
-
-
-STATISTICS = ("running_mean", "running_var")
-"""Ends of the names of BatchNorm's running statistics."""
+    return reply, checked_local(returned[1], f"task {request.name}")
 
 
 class Inputs:
@@ -89,9 +74,8 @@ class Inputs:
         versions = [(where, tensor, tensor._version) for where, _, tensor in found if not tensor.is_inference()]
         flags = [(where, tensor, tensor.requires_grad) for where, _, tensor in found]
         buffers = [(where, tensor, tensor.clone()) for where, name, tensor in found if name.endswith(STATISTICS)]
-        try:
-            yield
-        finally:
+
+        def refuse() -> None:
             changed = {where for where, tensor, version in versions if tensor._version != version}
             normed = {where for where, tensor, before in buffers if not same_bits(tensor, before)}
             flagged = {where for where, tensor, before in flags if tensor.requires_grad != before}
@@ -103,6 +87,13 @@ class Inputs:
                     f"task {self._task} changed a tensor of {where} in place, and other clients may share this tensor. "
                     f"Make a new tensor, as in `x + 1` instead of `x.add_(1)`, or clone the tensor first{why}"
                 )
+
+        try:
+            yield
+        except Exception:
+            refuse()
+            raise
+        refuse()
 
     def apart(self, reply: Message) -> Any:
         """Return a task's reply in which copies replace tensors that share memory with these inputs or with each other.

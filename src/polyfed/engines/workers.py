@@ -10,6 +10,7 @@ threads, so the result of a unit does not depend on the process that runs it. So
 on the number of workers.
 """
 
+import errno
 import math
 import os
 import signal
@@ -258,7 +259,9 @@ def _exit_of(process: int | None) -> int | None:
     assert process is not None
     try:
         return os.pidfd_open(process)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
 
 
