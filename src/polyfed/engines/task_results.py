@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.core.messages import Message, map_tensors
+from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request
 from polyfed.core.sendable import checked_local, malformed
 from polyfed.core.tree import Tree
@@ -101,6 +101,9 @@ class Inputs:
         Otherwise, if the server changed a reply in place, it would also change its own model or another field.
         """
         taken = {memory_of(tensor) for tree in self._trees.values() for tensor in tree.values()}
+        sent = [memory_of(tensor) for *_, tensor in tensors(reply)]
+        if len(taken.union(sent)) == len(taken) + len(sent):
+            return reply
 
         def own(tensor: Tensor) -> Tensor:
             if (place := memory_of(tensor)) in taken:

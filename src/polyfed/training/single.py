@@ -86,7 +86,8 @@ class SingleClientData(ClientData):
         job = Job(loss=loss, params=params, **options)
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
-        kept = snapshot(dict(job.carry or {}))  # copies, because a `direction` may change them in place
+        # copies, because a `direction` may change them in place
+        kept: Tree = snapshot(dict(job.carry)) if job.carry else {}
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
