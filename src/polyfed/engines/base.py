@@ -200,7 +200,7 @@ class Engine(ABC):
     def test_rows(self, client: int) -> Tensor:
         """Return the indices of the client's own test rows. Evaluation clients have none."""
         own = self.population.test
-        return torch.zeros(0, dtype=torch.int64) if own is None or client < 0 else own[client]
+        return self.population.test_rows[:0] if own is None or client < 0 else own[client]
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """Make the egress gate of these clients, which share a context."""

@@ -57,8 +57,8 @@ def with_rows(columns: Columns, rows: Sequence[Tensor], names: Collection[str], 
         names: the modalities that the task may read.
         device: the device.
     """
-    far = {name: columns.modalities[name] for name in names}
-    far = {name: column for name, column in far.items() if column.values.device.type != device.type}
+    own = ((name, columns.modalities[name]) for name in names)
+    far = {name: column for name, column in own if column.values.device.type != device.type}
     if not far:
         return columns
     read = torch.unique(torch.cat([torch.zeros(1, dtype=torch.int64), *(part.flatten() for part in rows)]))

@@ -70,24 +70,26 @@ class Inputs:
             RecipeError: the task changed a tensor.
         """
         found = [(where, name, tensor) for where, tree in self._trees.items() for name, tensor in tree.items()]
-        # inference tensors have no version
-        versions = [(where, tensor, tensor._version) for where, _, tensor in found if not tensor.is_inference()]
-        flags = [(where, tensor, tensor.requires_grad) for where, _, tensor in found]
-        buffers = [(where, tensor, tensor.clone()) for where, name, tensor in found if name.endswith(STATISTICS)]
+        statistics = [(where, tensor, tensor.clone()) for where, name, tensor in found if name.endswith(STATISTICS)]
+
+        def marks() -> list[tuple[int, bool]]:  # inference tensors have no version
+            return [(0 if tensor.is_inference() else tensor._version, tensor.requires_grad) for *_, tensor in found]
 
         def refuse() -> None:
-            changed = {where for where, tensor, version in versions if tensor._version != version}
-            normed = {where for where, tensor, before in buffers if not same_bits(tensor, before)}
-            flagged = {where for where, tensor, before in flags if tensor.requires_grad != before}
-            if changed | normed | flagged:
-                where = " and of ".join(sorted(changed | normed | flagged))
-                why = ". With a training batch, BatchNorm changes its running statistics" if normed else ""
-                why += ". `requires_grad_` changes a tensor, too: PyTorch then fills its `.grad`" if flagged else ""
-                raise RecipeError(
-                    f"task {self._task} changed a tensor of {where} in place, and other clients may share this tensor. "
-                    f"Make a new tensor, as in `x + 1` instead of `x.add_(1)`, or clone the tensor first{why}"
-                )
+            normed = {where for where, tensor, old in statistics if not same_bits(tensor, old)}
+            if (after := marks()) == before and not normed:
+                return
+            pairs = [(where, was, now) for (where, *_), was, now in zip(found, before, after, strict=True)]
+            flagged = {where for where, (_, was), (_, now) in pairs if was != now}
+            where = " and of ".join(sorted(normed | {where for where, was, now in pairs if was != now}))
+            why = ". With a training batch, BatchNorm changes its running statistics" if normed else ""
+            why += ". `requires_grad_` changes a tensor, too: PyTorch then fills its `.grad`" if flagged else ""
+            raise RecipeError(
+                f"task {self._task} changed a tensor of {where} in place, and other clients may share this tensor. "
+                f"Make a new tensor, as in `x + 1` instead of `x.add_(1)`, or clone the tensor first{why}"
+            )
 
+        before = marks()
         try:
             yield
         except Exception:
