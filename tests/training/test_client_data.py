@@ -29,20 +29,26 @@ def alone(rows: Tensor, key: int) -> SingleClientData:
     return SingleClientData(COLUMNS, rows, ("a", "b"), MODEL, key, 1, 1)
 
 
-def collected(counts: list[int], train: Train, stream: int = 0) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-    """Rows of every step of every client: as each client takes them alone, and as the stack plans them."""
+def stack(counts: list[int]) -> tuple[list[SingleClientData], list[Tensor], list[int]]:
+    """The datasets of some clients, their rows and their keys."""
     starts = torch.tensor([0, *counts]).cumsum(0)
     rows = [torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))]
     client_keys = [keys.key("client", k) for k in range(len(counts))]
+    return [alone(own, key) for own, key in zip(rows, client_keys, strict=True)], rows, client_keys
+
+
+def collected(counts: list[int], train: Train, stream: int = 0) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """Rows of every step of every client: as each client takes them alone, and as the stack plans them."""
+    singles, rows, client_keys = stack(counts)
     singly: list[list[list[int]]] = []
-    for k, own in enumerate(rows):
+    for data in singles:
         steps: list[list[int]] = []
 
         def loss(w: Any, batch: Batch, steps: list[list[int]] = steps) -> Tensor:
             steps.append(batch.rows.tolist())
             return MODEL.logits(w, batch).sum() * 0.0
 
-        alone(own, client_keys[k]).minimise(loss, MODEL.init(0), train=train, stream=stream)
+        data.minimise(loss, MODEL.init(0), train=train, stream=stream)
         singly.append(steps)
     plan = make_plan(client_keys, stack_of(rows), train, skip_single=False, stream=stream)
     stacked = [
@@ -141,14 +147,6 @@ def test_only_chosen_blocks_are_trained() -> None:
 
 
 INITIAL = MODEL.init(0)
-
-
-def stack(counts: list[int]) -> tuple[list[SingleClientData], list[Tensor], list[int]]:
-    """The datasets of some clients, their rows and their keys."""
-    starts = torch.tensor([0, *counts]).cumsum(0)
-    rows = [torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))]
-    client_keys = [keys.key("client", k) for k in range(len(counts))]
-    return [alone(own, key) for own, key in zip(rows, client_keys, strict=True)], rows, client_keys
 
 
 def both_ways(task: Callable[[Any], Tensor], counts: list[int], **options: Any) -> tuple[Tensor, Tensor]:
