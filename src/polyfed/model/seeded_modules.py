@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Collection, Mapping
 from threading import RLock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from polyfed.core import keys
+from polyfed.core.operations import SeesOperations
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,6 +59,27 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
 def flops_of(call: Callable[[], object]) -> int:
     """Count the floating-point operations of a call's matrix products and convolutions, two per multiply-add."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter = _Counter()
+    with torch.no_grad(), counter:
         call()
-    return int(counter.get_total_flops())
+    return counter.total
+
+
+class _Counter(SeesOperations):
+    """Adds up the floating-point operations of all operations for which PyTorch has a formula.
+
+    PyTorch's `FlopCounterMode` gives the same numbers, but imports `torch._dynamo`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Perform an operation and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyfed.core.operations import SeesOperations
 
 
 class Form(NamedTuple):
@@ -135,7 +136,7 @@ class Unrecordable(Exception):
     """
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(SeesOperations):
     """While active, records the operations on plain tensors into which `vmap` and `grad` translate a step."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
