@@ -85,6 +85,8 @@ def test_mlflow_logs_a_round_that_runs_again_once(tmp_path: Path) -> None:
     (found,) = client.search_runs([client.get_experiment_by_name("polyfed").experiment_id])
     assert [entry.step for entry in client.get_metric_history(found.info.run_id, "train_loss")] == [1, 2, 3]
     assert found.info.status == "KILLED"
+    listener("run-stopped", round=4, reason="Diverged: at 4 of 5 clients")
+    assert client.get_run(found.info.run_id).info.status == "FAILED"
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages themselves

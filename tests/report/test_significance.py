@@ -62,7 +62,7 @@ def test_mean_ranks_and_friedmans_test_agree_with_scipy():
     assert found.ranks == pytest.approx(stats.rankdata(-scores, axis=1).mean(axis=0))
     assert found.p == pytest.approx(stats.friedmanchisquare(*scores.T).pvalue)
     assert found.ranks.index(min(found.ranks)) == 2
-    assert mean_ranks(scores.tolist(), lowest=True).ranks == pytest.approx([5 - rank for rank in found.ranks])
+    assert mean_ranks((-scores).tolist()).ranks == pytest.approx([5 - rank for rank in found.ranks])
 
 
 def test_cliques_are_the_largest_sets_without_a_difference():

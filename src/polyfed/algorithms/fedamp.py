@@ -147,7 +147,7 @@ class FedAmp(Algorithm):
         installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
         trained = fed.ask(self.train_own, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
-        count = exchange.num_uploads(self.uploads, len(fed.clients))
+        count = exchange.num_uploads(self.uploads, len(fed.clients.eligible))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
         uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, layout))
         lost = downloads.keys() - installed.keys()
@@ -164,7 +164,8 @@ class FedAmp(Algorithm):
             if block in state.clouds and len((late := state.clouds[block].of(lost - {*members.tolist()})).members):
                 clouds[block] = late
             if len(members):
-                made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
+                # clients train towards these cloud models in the next round, so its alpha counts
+                made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round + 1) @ rows)
                 clouds[block] = made.union(clouds[block]) if block in clouds else made
         loss = mean_loss(trained, fed)
         pull = sum(terms.values()) / len(terms) / loss if terms and loss > 0 else None
@@ -194,7 +195,7 @@ class FedAmp(Algorithm):
 
         Args:
             w_SP: flattened parameters of a block, one row for each upload.
-            round: the number of the round, from 1.
+            round: the number of the round in which clients train towards the cloud models, from 1.
         """
         size, eye = len(w_SP), torch.eye(len(w_SP), dtype=torch.bool, device=w_SP.device)
         if size == 1:

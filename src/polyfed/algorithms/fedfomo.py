@@ -124,7 +124,7 @@ class FedFomo(Algorithm):
         """Let all clients train, collect the uploads, send every client its candidates, and let it mix them."""
         trained = fed.ask(self.train_own, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
-        count = exchange.num_uploads(self.uploads, len(fed.clients))
+        count = exchange.num_uploads(self.uploads, len(fed.clients.eligible))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
         uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, layout))
         offers = self._offers(state, fed, uploads, layout)

@@ -176,8 +176,8 @@ class FedMSplit(Averaging):
     def _scores(self, rows_SP: Tensor) -> Tensor:
         if self.similarity == "dot":
             return rows_SP @ rows_SP.T / math.sqrt(max(rows_SP.shape[1], 1))
-        cosine: Tensor = torch.cosine_similarity(rows_SP.unsqueeze(1), rows_SP.unsqueeze(0), dim=-1)
-        return cosine / self.temperature
+        unit_SP = torch.nn.functional.normalize(rows_SP, dim=1)
+        return unit_SP @ unit_SP.T / self.temperature
 
     def _own(self, state: SplitState, client: int, fed: Federation) -> Tree:
         if client in state.models:

@@ -135,7 +135,9 @@ class Scaffold(Averaging):
         mean = aggregate(replies, "control", dict.fromkeys(replies, 1.0), like(state.control), self.server)
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}
         owners = dict(zip(fed.clients.modalities, fed.clients.holds.sum(0).tolist(), strict=True))
-        share = {m: took_part[m] / max(owners[m], 1) for m in owners} | {SHARED: len(replies) / len(fed.clients)}
+        share = {m: took_part[m] / max(owners[m], 1) for m in owners} | {
+            SHARED: len(replies) / len(fed.clients.eligible)
+        }
         control = {
             name: c + share[block_of(name)] * mean[name] if name in mean else c for name, c in state.control.items()
         }

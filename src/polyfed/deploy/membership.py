@@ -58,13 +58,15 @@ class Membership:
         if enrolment.client in self.left_out:
             return f"client {enrolment.client} was left out: {self.left_out[enrolment.client]}"
         number = str(enrolment.client)
-        if self._devices.setdefault(number, device) != device:
+        if number not in self._devices:
+            self._devices[number] = device
+            self._write()
+        elif self._devices[number] != device:
             return (
                 f"client {number} belongs to the device with key {self._devices[number]}, and this one has {device}. "
                 f"Give this device another client number; if it replaces the other one, write its key into {MEMBERS} "
                 "in the run folder"
             )
-        self._write()
         return ""
 
     def _read(self) -> tuple[int, dict[str, str]]:

@@ -22,7 +22,7 @@ from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.defaults import with_encoders
-from polyfed.experiment.events import Emitter
+from polyfed.experiment.events import INTERRUPTED, Emitter
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
@@ -183,8 +183,11 @@ def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
         failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
         _tell(out, failed, status)
         raise failed from error
-    except Exception as error:  # an error in polyfed: its traceback follows in the log
-        _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
+    except BaseException as error:  # an error in polyfed, or an interruption: its traceback follows in the log
+        if isinstance(error, Exception):
+            _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
+        if status is not None:
+            status.failed(INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
         raise
     (out / ERROR).unlink(missing_ok=True)  # another server, which could not lock the folder, may have written this file
 

@@ -194,8 +194,9 @@ class InProcess(Engine):
 
     def _step_flops(self, unit: Unit) -> float:
         """Return an estimate of the floating-point operations of a step of all clients of a unit."""
-        last = unit[-1]
-        return len(unit) * self.work([last])[last] / self.steps(last)
+        work = self.work(unit)
+        largest = max(unit, key=work.__getitem__)
+        return len(unit) * work[largest] / self.steps(largest)
 
     def _evaluation_flops(self, unit: Unit) -> float:
         """Return the floating-point operations of one batch of an evaluation."""

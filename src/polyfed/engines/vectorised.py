@@ -22,7 +22,7 @@ from torch.func import vmap
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
-from polyfed.core.tree import SHARED, Tree, size_bytes
+from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.gpu_memory import with_rows
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
@@ -94,10 +94,11 @@ class Vectorised(InProcess):
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
             group = [client for _, client in by_length]
             if self.stack:
-                yield from (group[start : start + self.stack] for start in range(0, len(group), self.stack))
-                continue
-            stacks = max(math.ceil(len(group) / self._fitting(group)), self._fastest(request, group))
-            yield from (part.tolist() for part in np.array_split(group, stacks))
+                parts = [group[start : start + self.stack] for start in range(0, len(group), self.stack)]
+            else:
+                stacks = max(math.ceil(len(group) / self._fitting(group)), self._fastest(request, group))
+                parts = [part.tolist() for part in np.array_split(group, stacks)]
+            yield from map(sorted, parts)
 
     def convolutions_fill_a_core(self) -> bool:
         """Return whether each client has so much work in 2-d convolutions that a stack is slower than a loop."""
@@ -159,7 +160,9 @@ class Vectorised(InProcess):
                 lanes = torch.arange(len(group), device=self.device)
                 values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
-            leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
+            leaving, left = made, None
+            if request.reply.masks is not None or not same_tensors(after, locals_):
+                leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
         except PolyfedError:
             raise
         except Exception as error:
@@ -179,9 +182,9 @@ class Vectorised(InProcess):
         _refuse_padding(request, made, counts)
         _refuse_kept_padding(request, after, locals_, counts)
         reply = node.release(request, inputs.apart(leaving), stacked=True)
-        self.keep(dict(zip(group, left, strict=True)))
-        # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
-        return ReplyStack(tuple(group), reply).ascending()
+        if left is not None:
+            self.keep(dict(zip(group, left, strict=True)))
+        return ReplyStack(tuple(group), reply)
 
     def _view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
         """Return a constructor of the clients' datasets under `vmap`. It lacks only the argument `lane`."""

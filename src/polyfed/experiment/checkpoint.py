@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text, sync
 from polyfed.core.json_and_toml import parse_json, refuse_extremes
 from polyfed.core.tasks import parts
+from polyfed.training.tensor_memory import with_own_memory
 
 LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"
 
@@ -60,7 +61,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_file(tensors, draft / TENSORS)
+        save_file(_apart(tensors), draft / TENSORS)
         (draft / SKELETON).write_text(json.dumps(skeleton))
         sums = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
@@ -153,8 +154,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
     Args:
         value: the nested values.
-        tensors: the dictionary to which the function adds the tensors. The key of a tensor is its number in the
-            skeleton. The keys are strings: "0", "1", and so on.
+        tensors: the dictionary to which the function adds the tensors, which may share memory with those of `value`.
+            The key of a tensor is its number in the skeleton. The keys are strings: "0", "1", and so on.
         modules: `value` may contain dataclasses of polyfed and of these modules. If None, it may contain any dataclass.
 
     Raises:
@@ -162,7 +163,7 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     """
     if isinstance(value, Tensor):
         name = str(len(tensors))
-        tensors[name] = value.detach().cpu().clone().contiguous()
+        tensors[name] = value.detach().cpu().contiguous()
         return {"tensor": name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
@@ -189,6 +190,12 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
         f"the state holds a {type(value).__name__}, which a checkpoint cannot hold. Use only tensors, numbers, "
         "strings, booleans, None, and lists, tuples, dictionaries and dataclasses of these"
     )
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors. Those that share memory with an earlier one become copies, because safetensors needs this."""
+    own = {*with_own_memory([*tensors.values()], [])}
+    return {name: value if i in own else value.clone() for i, (name, value) in enumerate(tensors.items())}
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
@@ -231,7 +238,7 @@ def digest(content: Any) -> str:
 
 
 def num_numbers(content: Any) -> int:
-    """Return how many numbers the tensors of nested values hold. A tensor that occurs several times is counted once."""
+    """Return how many numbers the tensors of nested values hold. If a tensor occurs twice, it is counted twice."""
     tensors: dict[str, Tensor] = {}
     pack(content, tensors)
     return sum(value.numel() for value in tensors.values())

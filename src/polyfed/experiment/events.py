@@ -11,6 +11,10 @@ Listener = Callable[..., None]
 """Called as `listener(event, **facts)`; see docs/outputs.md for the events and their facts."""
 
 
+INTERRUPTED = "interrupted"
+"""The reason in the event `run-stopped` after Ctrl-C. After an error, the reason is its class and its text."""
+
+
 class Emitter:
     """Passes each event to all listeners, in the order of the list."""
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
-from polyfed.experiment.events import Emitter
+from polyfed.experiment.events import INTERRUPTED, Emitter
 from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
 from polyfed.experiment.protection import privacy_after, privacy_facts
@@ -66,13 +66,14 @@ def execute(
             emit("note", text=text)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
-        for round in range(first, loop.recipe.rounds + 1):
-            with loop.interruptible(round):
-                state, row = loop.train(round, state)
-                loop.summarise(row, state)
-                loop.evaluate(row, state)
-                loop.save(row, state)
-        return loop.finish(state)
+        with loop.told():
+            for round in range(first, loop.recipe.rounds + 1):
+                with loop.booked(round):
+                    state, row = loop.train(round, state)
+                    loop.summarise(row, state)
+                    loop.evaluate(row, state)
+                    loop.save(row, state)
+            return loop.finish(state)
 
 
 class _Loop:
@@ -91,16 +92,26 @@ class _Loop:
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
 
     @contextmanager
-    def interruptible(self, round: int) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
+        """Emit `run-stopped` if an exception ends the block. A listener that fails does not hide this exception."""
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            with suppress(Exception):
+                reason = INTERRUPTED if interrupted else f"{type(error).__name__}: {error}"
+                self.emit("run-stopped", round=self.fed.round, reason=reason)
+            raise
+
+    @contextmanager
+    def booked(self, round: int) -> Iterator[None]:
         """Enclose a round. If an exception ends the round, the ledger's entries of the round are still written."""
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             self._book(round)
-            if isinstance(error, KeyboardInterrupt):
-                self.emit("run-stopped", round=round, reason="interrupted")
             raise
 
     def finish(self, state: Any) -> Run:

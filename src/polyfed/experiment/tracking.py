@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import check_ranges
-from polyfed.experiment.events import Listener
+from polyfed.experiment.events import INTERRUPTED, Listener
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -157,7 +157,7 @@ class _Logged:
             for name, value in numbers(facts["row"]):
                 self.client.log_metric(self.run, name, value, step=facts["row"]["round"])
         elif event == "run-stopped":
-            self.client.set_terminated(self.run, status="KILLED")
+            self.client.set_terminated(self.run, status="KILLED" if facts["reason"] == INTERRUPTED else "FAILED")
         elif event == "run-finished":
             for name, value in _last(facts["result"]):
                 self.client.log_metric(self.run, name, value, step=facts["result"]["rounds"])

@@ -27,7 +27,10 @@ of a tree."""
 
 @dataclass(frozen=True)
 class ReplyStack:
-    """Stacked replies of several clients. The leading axis of every tensor in `message` has the order of `clients`."""
+    """Stacked replies of several clients. The leading axis of every tensor in `message` has the order of `clients`.
+
+    The clients are in ascending order, so that the order of sums over clients does not depend on how they are divided.
+    """
 
     clients: tuple[int, ...]
     message: Message
@@ -44,16 +47,11 @@ class ReplyStack:
             return self
         return self.at(wanted) if wanted else None
 
-    def ascending(self) -> "ReplyStack":
-        """Return the stack with its clients in ascending order."""
-        order = sorted(range(len(self.clients)), key=self.clients.__getitem__)
-        return self if order == [*range(len(order))] else self.at(order)
-
     def at(self, places: Sequence[int]) -> "ReplyStack":
         """Return the replies at these positions of the stack, in this order."""
         index = torch.tensor(places)
         clients = tuple(self.clients[i] for i in places)
-        return ReplyStack(clients, map_tensors(self.message, lambda t: t[index.to(t.device)]))
+        return ReplyStack(clients, map_tensors(self.message, lambda t: t.index_select(0, index.to(t.device))))
 
 
 def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
@@ -243,6 +241,6 @@ def _ascending(pieces: list[Piece], shares: Shares) -> Iterator[tuple[tuple[floa
     """Yield the shares and tensors of at most `MOST` clients at a time, with the clients in ascending order."""
     whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])
     if shares.order is not None:
-        whole = whole[shares.order.to(whole.device)]
+        whole = whole.index_select(0, shares.order.to(whole.device))
     for start in range(0, len(whole), MOST):
         yield shares.ascending[start : start + MOST], whole[start : start + MOST]

@@ -236,7 +236,7 @@ def largest_magnitude(msg: Message) -> float:
     with threads_worth(sum(value.nbytes for value in held)):
         peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors on the CPU and on a GPU
         for value in held:
-            peaks.setdefault(value.device, []).append(value.abs().amax().float())
+            peaks.setdefault(value.device, []).extend(bound.abs().float() for bound in value.aminmax())
         return torch.tensor([0.0, *(float(torch.stack(group).amax()) for group in peaks.values())]).amax().item()
 
 

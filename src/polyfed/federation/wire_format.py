@@ -2,8 +2,7 @@
 
 The header holds the name of the message class, the kind of every field, and the name, type and shape of every tensor.
 The body holds the tensors' bytes one after another, little-endian. `decode` does not trust the sender. It checks class,
-fields, kinds, names, types, shapes and sizes against the message class that the receiver expects. On request, it also
-refuses NaN and infinity.
+fields, kinds, names, types, shapes and sizes against the message class that the receiver expects.
 """
 
 import math
@@ -70,14 +69,13 @@ def encode(msg: Message) -> Packet:
     return Packet(header, b"".join(parts))
 
 
-def decode(packet: Packet, expected: type[Message], *, limit: int, finite: bool = False) -> Any:
+def decode(packet: Packet, expected: type[Message], *, limit: int) -> Any:
     """Check a packet and decode its message.
 
     Args:
         packet: the packet that arrived.
         expected: the class that the message must have.
         limit: largest allowed size of the body, in bytes.
-        finite: whether to refuse NaN and infinity.
 
     Raises:
         BadReply: the packet does not hold a valid message of this class. The text gives the reason.
@@ -97,8 +95,6 @@ def decode(packet: Packet, expected: type[Message], *, limit: int, finite: bool 
             raise BadReply(f"{field} runs past the end of the message")
         value = _tensor(body, place, dtype, shape)
         place += size
-        if finite and value.is_floating_point() and not bool(value.isfinite().all()):
-            raise BadReply(f"{field}{f'.{name}' if name else ''} is not finite")
         _put(values, field, name, value)
     if place != len(body):
         raise BadReply(f"holds {len(body) - place} bytes more than its header says")

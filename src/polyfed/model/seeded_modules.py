@@ -14,9 +14,6 @@ from polyfed.core.operations import SeesOperations
 
 M = TypeVar("M", bound=nn.Module)
 
-Factory = Callable[[], nn.Module]
-"""Makes a module with PyTorch's global generator, which `made` seeds and restores."""
-
 
 def leaf(value: Tensor) -> Tensor:
     """Return a trainable copy of a tensor that belongs to a method and to no module, such as a projection head."""

@@ -14,8 +14,6 @@ from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders import encoder_spec
 from polyfed.model.fusion import FUSIONS, Fusion
 
-_ENCODERS = ("model", "encoders")
-
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
 

@@ -108,18 +108,17 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def mean_ranks(scores: Sequence[Sequence[float]], *, lowest: bool = False) -> MeanRanks:
-    """Rank methods in each block, and average the ranks; equal scores share their ranks.
+def mean_ranks(scores: Sequence[Sequence[float]]) -> MeanRanks:
+    """Rank methods in each block, and average the ranks. The highest score is the best; equal scores share their ranks.
 
     Args:
         scores: (N, K), a row for each block and a column for each method, N at least 2 and K at least 3.
-        lowest: whether the smallest score is the best.
     """
     from scipy import stats
 
     table = np.asarray(scores, dtype=np.float64)
     blocks, methods = table.shape
-    ranks = stats.rankdata(table if lowest else -table, axis=1).mean(axis=0)
+    ranks = stats.rankdata(-table, axis=1).mean(axis=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # if all methods are equal in all blocks, the p-value is NaN
         p = float(stats.friedmanchisquare(*table.T).pvalue)

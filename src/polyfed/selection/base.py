@@ -60,18 +60,19 @@ class Selector(ABC):
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:
-        """Return the cohort size: `max(1, round(participation * K))`, limited to the clients with training rows.
+        """Return the cohort size: a count, or `max(1, round(participation * K))`, where K clients have training rows.
+
+        If `participation` is a count above K, the cohort has K clients. A device that is left out has no rows.
 
         Raises:
             RecipeError: `participation` is a count above the number of clients.
         """
-        value, total = self.participation, len(fed.clients)
+        value, total, able = self.participation, len(fed.clients), len(fed.clients.eligible)
         if isinstance(value, int) and value > total:
             raise RecipeError(
                 f"[clients] participation = {value}, but there are {total} clients: set a count of at most {total}"
             )
-        wanted = value if isinstance(value, int) else max(1, round(value * total))
-        return min(wanted, len(fed.clients.eligible))
+        return min(value, able) if isinstance(value, int) else max(1, round(value * able))
 
     def start(self, params: Tree) -> Any:
         """Return the memory before round 1: a Tree, or nested containers and dataclasses of tensors and numbers."""

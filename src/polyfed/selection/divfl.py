@@ -10,7 +10,7 @@ Page: docs/algorithms/selection.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -51,10 +51,12 @@ class Diversity:
     Attributes:
         similarity: the clients' vectors and their distances; None before the first round.
         chosen: the last cohort.
+        distance: distances of all clients with a vector to the members of `chosen`, when the cohort was chosen, (n, b).
     """
 
     similarity: Similarity | None = None
     chosen: list[int] = field(default_factory=list)
+    distance: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +96,11 @@ class DivFl(Selector):
             size = sum(value.numel() for value in fed.context.model.trainable(params).values())
             similarity = Similarity.empty(len(fed.clients), size, self.sketch, keys.key(fed.seed, "sketch"))
             similarity = self._refresh(similarity, list(fed.clients.eligible), params, fed)
-        chosen = self._greedy(similarity, fed)
+        chosen = sorted(self._greedy(similarity, fed))
+        distance = similarity.distance[similarity.known][:, chosen] if self.weights == "clusters" else None
         if self.grad == "at_global":
             similarity = self._refresh(similarity, chosen, params, fed)
-        return sorted(chosen), Diversity(similarity, sorted(chosen))
+        return chosen, Diversity(similarity, chosen, distance)
 
     @property
     def single_replies(self) -> str:
@@ -115,7 +118,7 @@ class DivFl(Selector):
         for client, reply in replies.items():
             trained = {name: value for name, value in reply.params.items() if name in own}
             fresh[client] = flat_vector(subtract(trained, own), own)
-        return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
+        return replace(memory, similarity=memory.similarity.refreshed(fresh))
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
@@ -124,10 +127,10 @@ class DivFl(Selector):
         never sent a vector are not counted. When the server computes the weighted mean of the replies, it divides each
         weight by the sum of the weights. The result is the weight of the paper, gamma_i = |C_i| / K.
         """
-        if self.weights == "samples" or memory.similarity is None:
+        if memory.distance is None:
             return weights
         answered = sorted(weights)
-        nearest = memory.similarity.distance[memory.similarity.known][:, answered].argmin(1)
+        nearest = memory.distance[:, [memory.chosen.index(client) for client in answered]].argmin(1)
         sizes = torch.bincount(nearest, minlength=len(answered)).tolist()
         return dict(zip(answered, map(float, sizes), strict=True))
 
@@ -135,7 +138,7 @@ class DivFl(Selector):
         size, pool = self.size(fed), list(fed.clients.eligible)
         if self.greedy != "stochastic":
             return (lazy_greedy if self.greedy == "lazy" else greedy)(similarity, size, pool)
-        of, key = sample_size(size, len(fed.clients)), keys.key(fed.seed, "greedy", fed.round)
+        of, key = sample_size(size, len(pool)), keys.key(fed.seed, "greedy", fed.round)
         return stochastic_greedy(similarity, size, pool, of=of, key=key)
 
     def _refresh(self, similarity: Similarity, clients: list[int], params: Tree, fed: Federation) -> Similarity:

@@ -263,7 +263,8 @@ def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[
     never increase.
     """
     cover = Cover(similarity.distance, similarity.known)
-    able = [client for client in sorted(pool) if bool(similarity.known[client])]
+    known = similarity.known.tolist()
+    able = [client for client in sorted(pool) if known[client]]
     chosen = [_take(cover, cover.best(able))] if able and size else []
     current = float(cover.nearest.sum(dtype=torch.float64))
     rest = [client for client in able if client not in chosen]
@@ -277,7 +278,7 @@ def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[
             continue
         chosen.append(_take(cover, client))
         current = after
-    unknown = [client for client in sorted(pool) if client not in able]
+    unknown = [client for client in sorted(pool) if not known[client]]
     return chosen + unknown[: size - len(chosen)]
 
 
@@ -285,11 +286,11 @@ def _passes(
     similarity: Similarity, size: int, pool: Sequence[int], look: Callable[[list[int], int], list[int]]
 ) -> list[int]:
     cover = Cover(similarity.distance, similarity.known)
-    rest, chosen = sorted(pool), list[int]()
+    rest, chosen, known = sorted(pool), list[int](), similarity.known.tolist()
     while rest and len(chosen) < size:
-        candidates = look(rest, len(chosen))
+        candidates = look([client for client in rest if known[client]] or rest, len(chosen))
         best = cover.best(candidates)
-        # if no candidate is known, take the first one
+        # if no client that is left is known, take the first candidate
         chosen.append(_take(cover, candidates[0] if best is None else best))
         rest.remove(chosen[-1])
     return chosen

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from polyfed.algorithms.cmsfed.selection import Choice
-from polyfed.core.tree import Tree, select
+from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -34,15 +34,15 @@ def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[
     return gamma
 
 
-def mean_by_clusters(
+def cluster_weights(
     replies: Replies,
     choice: Choice,
     d1: AnySimilarity,
     d2: AnySimilarity | None,
     rows: Mapping[int, float],
     clients: ClientRegistry,
-) -> Tree:
-    """Average the trained blocks. The weight of a client is its gamma, which `represented` computes from distances.
+) -> dict[str, dict[int, float]]:
+    """Return the weights of the clients for each block: their gamma, which `represented` computes from distances.
 
     For the block of the weak modality, gamma is computed from the distances D_2. For the other blocks, gamma is
     computed from the distances D_1. Clients of S_w also send the shared block, but have no gamma from D_1. In the mean
@@ -52,24 +52,38 @@ def mean_by_clusters(
     under_1 = represented(d1, whole, rows)
     under_2 = represented(d2, list(replies), rows) if d2 is not None else {}
     nothing = dict.fromkeys(replies, 0.0)
-    mean = replies.mean("params", nothing | under_2 | under_1)
-    if choice.weak and under_2:
-        mean |= select(replies.mean("params", nothing | under_2), [choice.weak])
+    weights = dict.fromkeys((*clients.modalities, SHARED), nothing | under_2 | under_1)
+    return weights | ({choice.weak: nothing | under_2} if choice.weak and under_2 else {})
+
+
+def mean_by_clusters(replies: Replies, weights: Mapping[str, Mapping[int, float]]) -> Tree:
+    """Average the trained blocks with the weights of `cluster_weights`."""
+    mean: Tree = {}
+    for block, own in weights.items():
+        mean |= select(replies.mean("params", own), [block])
     return mean
 
 
-def shares_that_trained(replies: Replies, weights: Mapping[int, float], fed: Federation) -> dict[str, float]:
+def shares_that_trained(
+    replies: Replies, weights: Mapping[str, Mapping[int, float]], fed: Federation
+) -> dict[str, float]:
     """Return the share of the cohort that trained each modality, between 0 and 1.
 
     The share is the weight of the clients that sent the modality's classifier columns, divided by the weight of all
     clients that replied.
+
+    Args:
+        replies: the replies of the cohort.
+        weights: for each modality, the weights of the clients in the mean of its block.
+        fed: the federation.
     """
-    total = sum(weights[client] for client in replies)
     shares = {}
     for modality in fed.clients.modalities:
+        own = weights[modality]
+        total = sum(own[client] for client in replies)
         for name in fed.context.model.head_slice(modality):
             senders = [c for part in replies.parts if name in part.message.params for c in part.clients]  # type: ignore[attr-defined]
-            shares[modality] = sum(weights[client] for client in senders) / total if total else 1.0
+            shares[modality] = sum(own[client] for client in senders) / total if total else 1.0
     return shares
 
 

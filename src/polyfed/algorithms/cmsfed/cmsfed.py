@@ -95,7 +95,7 @@ class CmsFed(CmsFedOptions):
 
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
         """Choose the sets S_M and S_w of this round (Eq. 13-14), and return them with the selector's memory."""
-        ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
+        ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients.eligible)
         weak = ratios.weak(state.choice.weak)
         if weak and self.placebo == "random-modality":
             own = keys.key(fed.seed, "placebo", fed.round)
@@ -148,14 +148,17 @@ class CmsFed(CmsFedOptions):
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         private = fed.private_mean(state.moments)
         rule = None if private is None else private.over(state.choice.trained(fed.clients.modalities))
-        mean = aggregate(replies, "params", weights, state.params, self.server, rule)
+        weights_of: Mapping[str, Mapping[int, float]] = dict.fromkeys(fed.clients.modalities, weights)
         if self.client_weights == "clusters" and state.gradients is not None:
             rows = self.represented_rows(fed)
             weak = state.encoders.get(state.choice.weak)
-            mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
+            weights_of = aggregation.cluster_weights(replies, state.choice, state.gradients, weak, rows, fed.clients)
+            mean = aggregation.mean_by_clusters(replies, weights_of)
+        else:
+            mean = aggregate(replies, "params", weights, state.params, self.server, rule)
         if self.classifier_average == "cohort":
             asked = state.choice.shares(fed.clients.modalities)
-            shares = aggregation.shares_that_trained(replies, weights, fed) if private is None else asked
+            shares = aggregation.shares_that_trained(replies, weights_of, fed) if private is None else asked
             mean = aggregation.with_whole_classifier(mean, state.params, shares, fed)
         trainable = fed.context.model.trainable(state.params)
         moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)

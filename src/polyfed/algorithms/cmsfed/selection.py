@@ -100,8 +100,10 @@ class SelectionProblem:
         first = Cover(self.gradients.distance, self.gradients.known)
         second = Cover(self.encoder.distance, self.encoder.known) if self.encoder else None
         choice, pool, passes = Choice(self.weak), list(clients.eligible), 0
+        known = self.gradients.known.tolist()
         while pool and len(choice.picked) < self.size:
-            candidates = sample(pool, self.sample, keys.key(key, passes))
+            able = [client for client in pool if known[client]] or pool  # clients without a vector are chosen last
+            candidates = sample(able, self.sample, keys.key(key, passes))
             k1 = self._best(first, candidates, keys.key(key, passes, "k1"))
             k2 = self._best(second, candidates, keys.key(key, passes, "k2")) if second else None
             for client, alone in self._resolve(k1, k2, candidates):

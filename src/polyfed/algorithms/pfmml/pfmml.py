@@ -240,7 +240,7 @@ class Pfmml(Algorithm):
     def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
         """Run step 2, block by block. Later blocks wait in the queue behind earlier ones."""
         cost_s, queued_bits = self._seconds_before_upload(state, fed), torch.zeros(len(fed.clients)).double()
-        count = exchange.num_uploads(self.uploads, len(fed.clients))
+        count = exchange.num_uploads(self.uploads, len(fed.clients.eligible))
         chosen: dict[str, Tensor] = {}
         for block, layout in layouts(fed, state.params).items():
             entry, bits = state.blocks[block], layout.num_bits

@@ -6,7 +6,7 @@ gradients return to the client. On both sides, a step is one call of `ClientData
 continues from the step before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -231,7 +231,7 @@ class Cut:
             `missing` of the replies. This method requires no quorum; the caller checks the quorum once per round.
         """
         started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
-        there, lost = list(started), dict(started.missing)
+        there, lost = set(started), dict(started.missing)
         lengths = {
             k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=fed.context.model.has_batchnorm)
             for k in order
@@ -242,19 +242,23 @@ class Cut:
             active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
             smashed = fed.ask(self.forward, active, StepNumber(number), quorum=False, accept=self._as_cut(fed))
-            heads = self._head_gradients(fed, smashed, halves, number)
+            heads = {} if COMMON in halves else self._head_gradients(fed, smashed, halves, number, lost)
             gradients = {}
-            for k in [k for k in active if k in (heads if self.u_shaped else smashed)]:
+            for k in [k for k in active if k in smashed]:
                 sent, place = smashed[k], k if k in halves else COMMON
+                if place == COMMON:  # the half that trained with the clients before k computes the input of k's head
+                    heads = self._head_gradients(fed, {k: sent}, halves, number, lost)
+                if self.u_shaped and k not in heads:
+                    continue
                 halves[place], fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
                 cut = {m: fit.carry[f"{m}.cut"] for m in sent.activations}
                 gradients[k] = CutGradients(cut, number, sent.num_rows)
                 loss = heads[k].loss if self.u_shaped else last_loss(fit)
                 total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
             trained = fed.ask(self.backward, list(gradients), gradients, quorum=False)
-            there = [k for k in there if k not in active or k in trained]
-            lost |= smashed.missing | heads.missing | trained.missing
-        done = fed.ask(self.finish, there, StepNumber(torch.tensor(0)), quorum=False)
+            there.difference_update(k for k in active if k not in trained)
+            lost |= smashed.missing | trained.missing
+        done = fed.ask(self.finish, sorted(there), StepNumber(torch.tensor(0)), quorum=False)
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
@@ -271,14 +275,20 @@ class Cut:
         return flaw
 
     def _head_gradients(
-        self, fed: Federation, smashed: Replies, halves: dict[int, ServerHalf], step: Tensor
-    ) -> Replies:
+        self,
+        fed: Federation,
+        smashed: Mapping[int, Smashed],
+        halves: dict[int, ServerHalf],
+        step: Tensor,
+        lost: dict[int, str],
+    ) -> Mapping[int, HeadGradient]:
         """In a U-shaped model, send each client the input of its head. The replies contain the gradient of this input.
 
-        In any other model, the server holds the head. The method then asks no client and returns no replies.
+        In any other model, the server holds the head. The method then asks no client and returns no replies. It puts
+        clients that fail into `lost`, with the reasons.
         """
         if not self.u_shaped:
-            return Replies([])
+            return {}
         sends = {}
         for k, sent in smashed.items():
             half = halves[k if k in halves else COMMON]
@@ -290,7 +300,9 @@ class Cut:
         def flaw(client: int, reply: HeadGradient) -> str:
             return "" if reply.gradient.shape == sends[client].joint.shape else "sent a gradient of another shape"
 
-        return fed.ask(self.train_head, list(sends), sends, quorum=False, accept=flaw)
+        replies = fed.ask(self.train_head, list(sends), sends, quorum=False, accept=flaw)
+        lost |= replies.missing
+        return replies
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:

@@ -16,10 +16,13 @@ def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
     """Send messages and return their ids, with an empty text for each message that the SuperLink did not accept.
 
     Raises:
-        TransportError: the SuperLink failed.
+        TransportError: the SuperLink failed, or did not say which messages it accepted.
     """
     with _sentence("send messages"):
-        return [identity or "" for identity in grid.push_messages(messages)] if messages else []
+        sent = [identity or "" for identity in grid.push_messages(messages)] if messages else []
+        if len(sent) != len(messages):
+            raise OSError(f"the SuperLink returned {len(sent)} ids for {len(messages)} messages")
+    return sent
 
 
 def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:

@@ -127,7 +127,7 @@ class GridTransport:
         self._skip -= Counter(dict.fromkeys(packets, 1))
         absent = [client for client in packets if client not in self.node_of]
         run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
-        run.waiting = self._push(packets, patience.seconds)
+        self._send(run, packets, patience.seconds)
         sent(list(run.waiting.values()))
         looked = now
         while not (why := self._closed(run)):
@@ -182,20 +182,23 @@ class GridTransport:
         """Record which nodes are offline, and send lost requests again to nodes that are online again."""
         left = run.end - time.monotonic()
         if run.again:
-            run.waiting |= self._push(self._reachable(run.packets, run.again, run.patience.seconds), left)
+            self._send(run, self._reachable(run.packets, run.again, run.patience.seconds), left)
         now, there = time.monotonic(), set(online(self.grid))
         absent = [client for client in run.pending() if self.node_of.get(client) not in there]
         run.away = {client: run.away.get(client, now) for client in absent}
 
-    def _push(self, packets: Mapping[int, Packet], seconds: float) -> dict[str, int]:
-        """Send packets, and return a mapping from the ids of the messages to the clients."""
+    def _send(self, run: OpenRequest, packets: Mapping[int, Packet], seconds: float) -> None:
+        """Send packets. If the SuperLink does not accept a message, `_look` sends it again."""
         clients = [client for client in packets if client in self.node_of]
         messages = [
             Message(records(packets[client]), self.node_of[client], "train", ttl=max(TTL * seconds, 1.0))
             for client in clients
         ]
-        sent = push(self.grid, messages)
-        return {identity: client for identity, client in zip(sent, clients, strict=True) if identity}
+        for identity, client in zip(push(self.grid, messages), clients, strict=True):
+            if identity:
+                run.waiting[identity] = client
+            else:
+                run.again[client] = "the SuperLink did not accept the request"
 
     def _pull(self, run: OpenRequest) -> bool:
         """Fetch the replies that have arrived. The transport accepts only one reply to each message."""

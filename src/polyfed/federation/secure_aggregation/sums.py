@@ -81,7 +81,7 @@ class SummedReplies(Replies):
         return float(self.sums[name, None]) / max(total, 1)
 
     def total(self, name: str) -> Any:
-        """Return the sum of a field without weights; see `Replies.total`."""
+        """Return the sum of a field without weights."""
         return self.sums[name, None]
 
     def _total(self, name: str, clients: tuple[int, ...], weights: Mapping[int, float]) -> float:
