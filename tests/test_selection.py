@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.selection import SELECTORS, DivFl, PowD, Selector, Uniform
-from polyfed.selection.submodular import Similarity
+from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, stochastic_greedy
 from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe, same
 
@@ -171,11 +172,49 @@ def test_only_the_cohort_is_refreshed_and_missing_blocks_are_zero() -> None:
 
 def test_cluster_weights_count_the_clients_that_each_one_represents() -> None:
     points = {c: torch.tensor([float(x)]) for c, x in enumerate([0, 1, 2, 50, 51, 90])}
-    memory = replace(DivFl(participation=2).start({}), similarity=Similarity.empty(6, 1).refreshed(points))
+    distance = Similarity.empty(6, 1).refreshed(points).distance
+    memory = replace(DivFl(participation=2).start({}), chosen=[1, 3], distance=distance[:, [1, 3]])
     plain = {1: 7.0, 3: 9.0}
     assert DivFl(weights="clusters").weigh(memory, plain) == {1: 3.0, 3: 3.0}
-    assert DivFl(weights="samples").weigh(memory, plain) == plain
+    assert DivFl(weights="clusters").weigh(memory, {3: 9.0}) == {3: 6.0}  # client 1 has not answered
+    assert DivFl(weights="samples").weigh(replace(memory, distance=None), plain) == plain
     assert Uniform().weigh({}, plain) == plain
+
+
+@pytest.mark.parametrize("grad", ["delta", "at_global"])
+def test_cluster_weights_come_from_the_distances_that_chose_the_cohort(
+    grad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[Similarity] = []
+    greedy = DivFl._greedy
+
+    def remembered(self: DivFl, similarity: Similarity, fed: Any) -> list[int]:
+        before.append(similarity)
+        return greedy(self, similarity, fed)
+
+    found: list[dict[int, float]] = []
+    weigh = DivFl.weigh
+
+    def seen(self: DivFl, memory: Any, weights: Any) -> Any:
+        found.append(dict(weigh(self, memory, weights)))
+        return found[-1]
+
+    monkeypatch.setattr(DivFl, "_greedy", remembered)
+    monkeypatch.setattr(DivFl, "weigh", seen)
+    played(made(DivFl(participation=3, weights="clusters", grad=grad)))
+    assert len(found) == len(before) > 1
+    for sizes, similarity in zip(found, before, strict=True):
+        chosen = sorted(sizes)
+        nearest = similarity.distance[:, chosen].argmin(1)
+        assert sizes == {c: float((nearest == i).sum()) for i, c in enumerate(chosen)}
+
+
+@pytest.mark.parametrize("choose", [greedy, lazy_greedy, partial(stochastic_greedy, of=2, key=3)])
+def test_clients_without_a_vector_are_chosen_last(choose: Any) -> None:
+    points = {c: torch.tensor([float(c)]) for c in range(20) if c % 4 == 0}
+    chosen = choose(Similarity.empty(20, 1).refreshed(points), 7, range(20))
+    assert {*chosen[:5]} == {*points}
+    assert len({*chosen}) == 7
 
 
 def test_cluster_weights_reach_the_mean() -> None:

@@ -359,6 +359,31 @@ def test_a_selector_beside_its_own_selection_is_refused() -> None:
         algorithm("cmsfed", selector=DivFl(participation=4))
 
 
+def test_the_whole_classifier_is_averaged_with_the_weights_of_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, Any] = {}
+    merge = CmsFed.merge
+
+    def seen(self: CmsFed, state: Any, replies: Any, fed: Any) -> Any:
+        kept.update(before=state, replies=replies, after=merge(self, state, replies, fed))
+        return kept["after"]
+
+    monkeypatch.setattr(CmsFed, "merge", seen)
+    options = {"client_weights": "clusters", "classifier_average": "cohort", "gradient_split": "exact"}
+    parts, _, _ = played(made("sequential", ratio_rule="threshold", dominance_threshold=-9e9, rounds=1, **options))
+    before, replies, choice = kept["before"], kept["replies"], kept["before"].choice
+    assert choice.train_all, "no client trains all modalities, so the test would show nothing"
+    assert choice.train_alone
+    rows = parts.fed.clients.rows_of(parts.fed.clients)
+    gamma = represented(before.encoders[choice.weak], list(replies), rows)
+    gamma |= represented(before.gradients, choice.train_all, rows)
+    (strong,) = {"a", "b"} - {choice.weak}
+    name = f"{strong}.fusion.weight"
+    sent = before.params[name]
+    trained = sum(gamma[c] * (replies[c].params[name] - sent) for c in choice.train_all)
+    expected = sent + trained / sum(gamma.values())
+    torch.testing.assert_close(kept["after"].params[name], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_robust_rule_beside_the_weights_of_clusters_is_refused() -> None:
     with pytest.raises(RecipeError, match=r'aggregate = "median" has no effect .*"clusters"'):
         algorithm("cmsfed", client_weights="clusters", server=ServerOptimiser(aggregate="median"))

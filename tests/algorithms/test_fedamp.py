@@ -9,7 +9,7 @@ import torch
 from algorithms.test_pfmml import unreached
 from oracles import personal as oracle
 from polyfed.algorithms.blocks import layouts
-from polyfed.algorithms.fedamp import CLOUD
+from polyfed.algorithms.fedamp import CLOUD, FedAmp
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import block_of, under
 from polyfed.selection import Uniform
@@ -73,6 +73,21 @@ def test_without_the_proximal_term_clients_train_alone(engine: str) -> None:
     parts, _, _ = played(recipe(algorithm("fedamp", train=train, lam=0.0), engine, AWKWARD))
     for client, tree in alone.engine.locals.items():
         assert furthest(tree, {n: parts.engine.locals[client][n] for n in tree}) < 1e-6
+
+
+def test_a_cloud_model_is_built_with_the_alpha_of_the_round_that_trains_towards_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[int] = []
+    attention = FedAmp.attention
+
+    def seen(self: FedAmp, w_SP: torch.Tensor, round: int) -> torch.Tensor:
+        used.append(round)
+        return attention(self, w_SP, round)
+
+    monkeypatch.setattr(FedAmp, "attention", seen)
+    played(recipe(algorithm("fedamp"), rounds=3))
+    assert {*used} == {2, 3, 4}
 
 
 def test_only_uploaded_blocks_get_a_new_cloud() -> None:

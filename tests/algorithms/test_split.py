@@ -74,6 +74,34 @@ def test_splitfed_v2_with_one_client_is_split_learning() -> None:
     assert furthest(theirs.params, ours.params) < 1e-6
 
 
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_u_shaped_splitfed_v2_serves_client_after_client_with_the_newest_server_half(num: int) -> None:
+    lr, clients = 0.5, ClientsSpec(partition="iid", num=num)
+    options = {"version": 2, "selector": ALL, "train": Train(lr=lr, batch_size=0)}
+    made = split("splitfed", u=True, clients=clients, rounds=1, options=options)
+    parts, state, _ = played(made)
+    columns, index = parts.population.columns, parts.population.train
+    first = {name: value.clone() for name, value in parts.initial.items()}
+    upper = {name: first[name] for name in ("a.fusion.weight", "b.fusion.weight", "shared.bias")}
+    lowers, total = [], 0
+    for k in keys.permutation(keys.key(made.seed, "turns", 1), num).tolist():
+        x, y = {m: columns.modalities[m].take(index[k]) for m in "ab"}, columns.label[index[k]]
+        w = {name: value.clone().requires_grad_() for name, value in (first | upper).items()}
+        joint = w["shared.bias"]
+        for m in "ab":
+            hidden = torch.relu(x[m] @ w[f"{m}.encoder.0.weight"].T + w[f"{m}.encoder.0.bias"])
+            z = hidden @ w[f"{m}.encoder.2.weight"].T + w[f"{m}.encoder.2.bias"]
+            joint = joint + z @ w[f"{m}.fusion.weight"].T
+        logits = torch.relu(joint) @ w["shared.head.1.weight"].T + w["shared.head.1.bias"]
+        nn.functional.cross_entropy(logits, y).backward()
+        after = {name: (value - lr * value.grad).detach() for name, value in w.items()}
+        upper = {name: after[name] for name in upper}
+        lowers.append((len(y), after))
+        total += len(y)
+    lower = {n: sum(rows / total * after[n] for rows, after in lowers) for n in first if n not in upper}
+    assert furthest(state.params, upper | lower) < 1e-5
+
+
 def test_split_learning_equals_a_plain_cut_client_after_client() -> None:
     train = Train(lr=0.01, batch_size=16, epochs=2, optimiser="adam")
     clients = ClientsSpec(partition="dirichlet", num=3, alpha=1.0)
