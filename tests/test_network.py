@@ -101,6 +101,34 @@ def test_clock_adds_download_work_and_upload_and_leaves_out_what_was_refused() -
     assert clock.spent_flops == {}
 
 
+@pytest.mark.parametrize("enough", [None, 2])
+def test_each_entry_of_a_round_is_timed_once_and_the_times_stay_the_same(
+    enough: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, net = Ledger("x-1"), Network(deadline_s=1e9, compute_flops_per_s=10.0)
+    clock, num = Clock(net.links(4, 0), ledger), 30
+    ledger.book(Entry(0, 0, (0, 1), "M", (crossing(16),), TO_CLIENT, (True,)))  # of the set-up
+    clock.begin(1)
+    read: list[tuple[int, int]] = []
+    size = Entry.bytes_each.fget
+    assert size is not None
+    monkeypatch.setattr(Entry, "bytes_each", property(lambda e: read.append((e.round, e.request)) or size(e)))
+    for request in range(num):
+        clients = (request % 4, (request + 1) % 4, (request + 2) % 4)
+        ledger.book(Entry(1, request, clients, "M", (crossing(4 * request + 4),), TO_CLIENT, (True,)))
+        clock.counter(request, clients)(1.0, [1.0, 2.0, 3.0])
+        ledger.book(Entry(1, request, clients, "M", (crossing(8),), "server", (True,)))
+        assert clock.late(request, clients) == {}
+        if enough is not None:
+            assert len(clock.closed_before(request, clients, enough)) == 1
+    assert len([entry for entry in read if entry[0] == 1]) <= num * 8  # two entries, booked once, timed three times
+    again = Clock(clock.links, ledger)
+    again.begin(1)
+    again.spent_flops, again.unawaited = clock.spent_flops, clock.unawaited
+    assert clock.times() == again.times()
+    assert [*clock.times().seconds] == [*range(num)]
+
+
 def test_a_deadline_ends_the_wait() -> None:
     times = Timetable({0: {0: 1.0, 1: 9.0}, 1: {0: 1.0}}, deadline_s=4.0)
     assert times.barriers() == times.chains([0, 1]) == 4.0

@@ -288,7 +288,7 @@ class Federation:
         if self.clock is None:
             return parts
         replied = [client for part in parts for client in part.clients]
-        late = self.clock.late(replied)
+        late = self.clock.late(request.number, replied)
         if request.enough is not None:
             replied = [client for client in replied if client not in late]
             late |= self.clock.closed_before(request.number, replied, request.enough)

@@ -181,12 +181,16 @@ class Timetable:
         """Return the seconds of each client, summed over all requests."""
         total: dict[int, float] = {}
         for of in self.seconds.values():
-            for client, seconds in of.items():
-                total[client] = total.get(client, 0.0) + seconds
+            _add(total, of)
         return total
 
     def _limited(self, seconds: float) -> float:
         return seconds if self.deadline_s is None else min(seconds, self.deadline_s)
+
+
+def _add(total: dict[int, float], of: Mapping[int, float]) -> None:
+    for client, seconds in of.items():
+        total[client] = total.get(client, 0.0) + seconds
 
 
 @dataclass
@@ -207,9 +211,17 @@ class Clock:
     spent_flops: dict[int, dict[int, float]] = field(default_factory=dict)
     unawaited: dict[int, set[int]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Start without any request."""
+        self.begin(self.round)
+
     def begin(self, round: int) -> None:
         """Start timing a round, with no work counted yet."""
         self.round, self.spent_flops, self.unawaited = round, {}, {}
+        # Requests that no longer change are timed only once. A round of split learning has thousands of requests.
+        self._settled: dict[int, dict[int, float]] = {}  # like `Timetable.seconds`
+        self._total: dict[int, float] = {}  # the seconds of each client in the settled requests
+        self._first = 0  # the position in the ledger of the first entry that may belong to another request
 
     def finish(self) -> Timetable:
         """Return the times of the round and stop timing. Call it before the round's evaluation."""
@@ -234,10 +246,31 @@ class Clock:
 
     def times(self) -> Timetable:
         """Return the times of the round so far, from the entries that the ledger still holds."""
-        entries = [entry for entry in self.ledger.entries if entry.round == self.round]
+        seconds = {**self._settled, **self._unsettled()}
+        return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
+
+    def _by_client(self, request: int) -> dict[int, float]:
+        """Return the seconds of each client so far. This is the newest request, so earlier requests become settled."""
+        seconds = self._unsettled()
+        for number in sorted(number for number in seconds if number < request):
+            self._settled[number] = seconds.pop(number)
+            _add(self._total, self._settled[number])
+        entries, place = self.ledger.entries, self._first
+        while place < len(entries) and (entries[place].round, entries[place].request) != (self.round, request):
+            place += 1
+        self._first = place
+        total = dict(self._total)
+        for _, of in sorted(seconds.items()):
+            _add(total, of)
+        return total
+
+    def _unsettled(self) -> dict[int, dict[int, float]]:
+        """Return the seconds of each client in each request that is not settled, like `Timetable.seconds`."""
+        entries = [entry for entry in self.ledger.entries[self._first :] if entry.round == self.round]
         # only of the clients of the round: lists of a million numbers would take longer than the round
         asked = {client for entry in entries for client in entry.clients}
-        known = sorted(asked.union(*self.spent_flops.values()))
+        spent = [of for request, of in self.spent_flops.items() if request not in self._settled]
+        known = sorted(asked.union(*spent))
         places = torch.tensor(known, dtype=torch.int64)
         rates = self.links.rates(self.round, places)
         up, down, speed = (
@@ -256,8 +289,9 @@ class Clock:
             for client, flops in self.spent_flops.get(request, {}).items():
                 of[client] = of.get(client, 0.0) + flops / speed[client]
         for request, clients in self.unawaited.items():
-            seconds[request] = {c: s for c, s in seconds.get(request, {}).items() if c not in clients}
-        return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
+            if request not in self._settled:
+                seconds[request] = {c: s for c, s in seconds.get(request, {}).items() if c not in clients}
+        return seconds
 
     def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
         """Close a request when `enough` of the clients have replied, in the order of their simulated times.
@@ -275,7 +309,7 @@ class Clock:
         """
         if self.round == 0 or len(clients) <= enough:
             return {}
-        total = self.times().by_client()
+        total = self._by_client(request)
         order = sorted(clients, key=lambda client: (total.get(client, 0.0), client))
         last = total.get(order[enough - 1], 0.0)
         slower = {client for client, seconds in total.items() if seconds > last}
@@ -283,12 +317,17 @@ class Clock:
         why = f"{LATE}: the request was closed when {enough} clients had replied, after {last:.3g} s simulated"
         return dict.fromkeys(order[enough:], why)
 
-    def late(self, clients: Iterable[int]) -> dict[int, str]:
-        """Return which of these clients have exceeded the round's deadline, each with the reason."""
+    def late(self, request: int, clients: Iterable[int]) -> dict[int, str]:
+        """Return which of these clients have exceeded the round's deadline, each with the reason.
+
+        Args:
+            request: the number of the newest request.
+            clients: the clients that replied to it.
+        """
         deadline = self.links.network.deadline_s
         if deadline is None or self.round == 0:
             return {}
-        total = self.times().by_client()
+        total = self._by_client(request)
         return {
             client: f"{LATE}: {total[client]:.3g} s simulated, [network] deadline_s = {deadline:g}"
             for client in clients
