@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +56,9 @@ class InProcess(Engine):
     Raises:
         RecipeError: some rows lack a modality that their client has, and the algorithm does not handle such rows.
     """
+
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules that tasks import late. Worker processes share them, because the server's process imports them first."""
 
     def __init__(
         self,

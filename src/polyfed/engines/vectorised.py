@@ -7,7 +7,6 @@ by one. If a task declares `loop_because` or raises an exception in a stack, its
 engine emits the event `looped`.
 """
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -59,14 +58,12 @@ class Vectorised(InProcess):
     """
 
     name = "vectorised"
+    imports = ("torch._dynamo",)  # of `torch.func.grad` at its first call, which takes seconds
 
     def __init__(self, *args: Any, stack: int = 0, replay: bool = True, graphs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stack, self.replay, self.graphs = stack, replay, graphs
         self._noted: set[str] = set()
-        if self.pool is not None:
-            # `torch.func.grad` imports it at its first call, which takes seconds; forked workers share this import
-            importlib.import_module("torch._dynamo")
 
     def close(self) -> None:
         """End the worker processes, and free the memory of this thread's CUDA graphs."""

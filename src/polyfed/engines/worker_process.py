@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, ClassVar, Protocol, TextIO, cast
 
 import torch
 
@@ -43,6 +43,7 @@ class Served(Protocol):
     """The part of an engine that a worker uses."""
 
     algorithm: Any
+    imports: ClassVar[tuple[str, ...]]
     device: torch.device
     locals: dict[int, Tree]
     ledger: Ledger

@@ -11,6 +11,7 @@ on the number of workers.
 """
 
 import errno
+import importlib
 import math
 import os
 import signal
@@ -81,6 +82,8 @@ class Workers:
         Raises:
             RecipeError: the operating system refused to start a process.
         """
+        for name in self.engine.imports:
+            importlib.import_module(name)
         while len(self.started) < num:
             try:
                 self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
