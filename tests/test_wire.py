@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import BadReply
-from polyfed.core.messages import Message, carries, message
+from polyfed.core.messages import Message, carries, crossings, message
 from polyfed.core.tree import Tree
 from polyfed.federation.wire_format import DTYPES, Packet, decode, encode
 
@@ -107,3 +108,20 @@ def test_noise_never_gets_further_than_a_refusal(body: bytes, noise: Any) -> Non
     for forged in (header | {"tensors": [noise]}, header | {"tensors": noise}, {"message": noise}):
         with pytest.raises(BadReply):
             decode(Packet(forged, body), Parcel, limit=100)
+
+
+def test_a_header_with_more_tensors_than_the_receiver_expects_is_refused_before_any_is_read(monkeypatch: Any) -> None:
+    read = list[Any]()
+    monkeypatch.setattr("polyfed.federation.wire_format._entry", read.append)
+    entries = [["params", f"a.{n}", "bool", [0]] for n in range(11)]
+    header = {"message": "Update", "kinds": dict(Update.kinds), "tensors": entries}
+    with pytest.raises(BadReply, match="too many tensors: 11, allowed are 10"):
+        decode(Packet(header), Update, limit=2**20, most=10)
+    assert not read
+
+
+def test_the_parts_of_a_message_cost_as_much_for_each_tensor_however_many_there_are() -> None:
+    """With 600,000 tensors in a block, a quadratic loop would not end before the test's timeout."""
+    nothing, one = torch.empty(0), torch.tensor(1)
+    update = Update({f"a.{n}": nothing for n in range(600_000)}, one.float(), one)
+    assert [part.block for part in crossings(update)] == ["a", "shared", "shared"]

@@ -72,6 +72,10 @@ BAD = {
     "no header": (lambda request, reply: Packet({}), "no request id"),
     "other kinds": (lambda request, reply: with_header(reply, kinds={"params": "statistic"}), "declares other kinds"),
     "another message": (lambda request, reply: with_header(reply, message="OwnScore"), "expected Update"),
+    "many tensors": (
+        lambda request, reply: with_header(reply, tensors=[["params", f"a.{n}", "bool", [0]] for n in range(39_990)]),
+        "too many tensors: 39990, allowed are ",
+    ),
     "a crash": (lambda request, reply: 1 // 0, "Flower says"),
 }
 

@@ -123,12 +123,13 @@ def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written:
 
 
 def sheet_table(sheet: "Sheet") -> "Group":
-    """A table of text for the terminal, below its title."""
+    """A table of text for the terminal, below its title. Names come from files of runs, so they are escaped."""
     from rich.text import Text
 
+    from polyfed.core.log_lines import escaped
     from polyfed.report.text_layout import plain_table, titled
 
-    table = plain_table(*sheet.headings)
+    table = plain_table(*map(escaped, sheet.headings))
     for number, row in enumerate(sheet.rows):
-        table.add_row(*(Text(cell, "bold" if (number, n) in sheet.best else "") for n, cell in enumerate(row)))
-    return titled(sheet.title, table)
+        table.add_row(*(Text(escaped(cell), "bold" if (number, n) in sheet.best else "") for n, cell in enumerate(row)))
+    return titled(escaped(sheet.title), table)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from polyfed.core.log_lines import escaped
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -20,6 +22,9 @@ def print_json(content: Any) -> None:
 def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> None:
     """Print an error on standard error. If `as_json` is true, also print it as a JSON object on standard output.
 
+    On standard error, unprintable characters except line breaks become escapes, so that text from a file cannot control
+    the terminal.
+
     Args:
         kind: the name of the exception's class.
         text: where the error is, what is wrong, what is allowed.
@@ -28,7 +33,7 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
         shown: whether standard error already shows the text.
     """
     if not shown:
-        typer.echo(f"polyfed: {text}", err=True)
+        typer.echo("polyfed: " + "\n".join(map(escaped, text.split("\n"))), err=True)
     if as_json:
         typer.echo(json.dumps({"error": {"kind": kind, "exit_code": code, "message": text}}, indent=1))
 
@@ -43,12 +48,12 @@ def standard_output() -> "Console":
 
 
 def show(*parts: "RenderableType") -> None:
-    """Print tables and lines on standard output. A string is a line."""
+    """Print tables and lines on standard output. A string is a line; its unprintable characters become escapes."""
     from rich.text import Text
 
     console = standard_output()
     for part in parts:
-        line = Text(part) if isinstance(part, str) else part
+        line = Text(escaped(part)) if isinstance(part, str) else part
         console.print(line, soft_wrap=isinstance(line, Text))
 
 

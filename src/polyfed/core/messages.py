@@ -273,7 +273,7 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple
     """Return the parts of a message of this class and form. Cached, because most messages have one of a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
-        groups: dict[str, _Form] = {}
+        groups: dict[str, list[tuple[str | None, tuple[int, ...], torch.dtype]]] = {}
         for entry in tensors_:
             key = entry[0]
             if key is None:
@@ -281,9 +281,9 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple
             else:
                 owner = block_of(key) if kind in OF_THE_MODEL else key
             block = LABELS if kind == "labels" else owner
-            groups[block] = (*groups.get(block, ()), entry)
+            groups.setdefault(block, []).append(entry)
         masked = kind_of_message.declared[name].masked
-        parts.extend(_crossing(name, kind, block, group, masked) for block, group in groups.items())
+        parts.extend(_crossing(name, kind, block, tuple(group), masked) for block, group in groups.items())
     return tuple(parts)
 
 

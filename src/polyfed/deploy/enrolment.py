@@ -1,9 +1,11 @@
 """Admission: decide which clients take part in a deployment, and check the facts that they report in their enrolments.
 
-The server cannot see the clients' data, so it cannot verify an enrolment. No single client may therefore determine a
-setting of the run. Shapes and the number of classes come from the recipe, the server's own rows or more than half of
-the clients. The server limits each client's number of rows to a multiple of the median. The server leaves out a client
-whose shapes or classes contradict the others, and reports the reason. The run continues with the other clients.
+The server cannot see the clients' data, so it cannot verify an enrolment. The number of classes comes from the recipe,
+the server's own rows or more than half of the clients. The shape of a modality comes from the recipe, the server's own
+rows or more than half of the clients that have the modality. If only one client has the modality, this client alone
+determines the shape; `claimed_shapes.py` bounds what the shape can make the server build. The server limits each
+client's number of rows to a multiple of the median. The server leaves out a client whose shapes or classes contradict
+the others, and reports the reason. The run continues with the other clients.
 """
 
 import statistics
@@ -18,6 +20,7 @@ import torch
 from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
+from polyfed.deploy.claimed_shapes import flaws_of
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -162,6 +165,8 @@ class Admission:
     def population(self, emit: Emitter) -> Population:
         """Return the server's knowledge about the clients. An unused client number becomes a client without rows."""
         columns = self._table()
+        for name in self.recipe.model.encoders.keys() - columns.modalities.keys():
+            emit("note", text=f"WARNING: no client that takes part has '{name}', so the model has no encoder for it")
         size = max(told.client for told in self.clients) + 1
         rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
@@ -231,9 +236,16 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
             )
         source.setdefault(name, "the server's own rows")
     agreed: dict[str, tuple[int, ...]] = {}
-    for name in sorted({name for told in known for name in told.modalities} | {*pinned}):
-        holders = [told for told in known if name in told.shapes]
-        shape = pinned.get(name) or (None if own is not None else majority(told.shapes[name] for told in holders))
+    names = sorted({name for told in known for name in told.modalities} | {*pinned})
+    holding = {name: [told for told in known if name in told.shapes] for name in names}
+    found = {name: majority(told.shapes[name] for told in holders) for name, holders in holding.items()}
+    claimed = [(name, shape) for name, shape in found.items() if own is None and name not in pinned and shape]
+    flaws = flaws_of(recipe, sorted(claimed, key=lambda claim: -len(holding[claim[0]])))
+    for name, holders in holding.items():
+        if name in flaws:
+            out.update({told.client: flaws[name] for told in holders if told.client not in out})
+            continue
+        shape = pinned.get(name) or (None if own is not None else found[name])
         if shape is not None:
             agreed[name] = shape
         by = source.get(name, "most clients that have it")

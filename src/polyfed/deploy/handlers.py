@@ -12,6 +12,7 @@ from polyfed.core.errors import BadReply, EgressError, NotAllowed
 from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
+from polyfed.deploy.claimed_shapes import without_absent
 from polyfed.deploy.client_runtime import ClientRuntime, enrolment
 from polyfed.deploy.device import (
     WHERE,
@@ -203,6 +204,7 @@ def runtime_of(
         limits: the limits that a device sets.
         required: the protection that a device demands.
     """
+    recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
     own = relay is not None

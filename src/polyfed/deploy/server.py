@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
 from polyfed.data import Population
+from polyfed.deploy.claimed_shapes import without_absent
 from polyfed.deploy.enrolment import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
@@ -158,6 +159,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             population = enrolled(recipe, transport, emit, members.left_out)
+            recipe = without_absent(recipe, population.columns.modalities)
             engine = engine_by(transport, recipe.engine, members.session, deployed=True)
             execute(recipe, records, emit, population=population, engine=engine)
 

@@ -34,6 +34,9 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.contents import contents
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
+NAMES_PER_NAME = 8
+"""The trees of a valid reply hold far fewer tensors than this number for each name of the model (inferred)."""
+
 
 @dataclass(frozen=True)
 class ReplyTerms:
@@ -227,12 +230,20 @@ class Remote(Engine):
             raise BadReply(why)
         if verdict != REPLY:
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
-        reply: Message = decode(answer, request.reply, limit=self.terms.limit)
+        reply: Message = decode(answer, request.reply, limit=self.terms.limit, most=self._most_tensors(request.reply))
         announcement = self.announcement(self.registry.owned(client))
         for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply
+
+    def _most_tensors(self, reply: type[Message]) -> int:
+        """Return an upper bound of the number of tensors in a valid reply.
+
+        Some methods add names to those of the model, so each field may have `NAMES_PER_NAME` tensors for each name.
+        """
+        names = len(self.model.template) + len(self.population.columns.modalities) + 2
+        return NAMES_PER_NAME * names * len(reply.declared)
 
     def _book(self, request: Request, client: int, msg: Message, destination: str, seal: str = "") -> None:
         parts = crossings(msg)

@@ -69,13 +69,14 @@ def encode(msg: Message) -> Packet:
     return Packet(header, b"".join(parts))
 
 
-def decode(packet: Packet, expected: type[Message], *, limit: int) -> Any:
+def decode(packet: Packet, expected: type[Message], *, limit: int, most: int = MAX_TENSORS) -> Any:
     """Check a packet and decode its message.
 
     Args:
         packet: the packet that arrived.
         expected: the class that the message must have.
         limit: largest allowed size of the body, in bytes.
+        most: largest allowed number of tensors. It is checked before the first tensor is read.
 
     Raises:
         BadReply: the packet does not hold a valid message of this class. The text gives the reason.
@@ -89,7 +90,7 @@ def decode(packet: Packet, expected: type[Message], *, limit: int) -> Any:
         raise BadReply(f"declares other kinds than {expected.__name__}: {header.get('kinds')!r:.300}")
     values = _empty(expected)
     place = 0
-    for field, name, dtype, shape in _entries(header):
+    for field, name, dtype, shape in _entries(header, min(most, MAX_TENSORS)):
         size = math.prod(shape) * dtype.itemsize
         if place + size > len(body):
             raise BadReply(f"{field} runs past the end of the message")
@@ -112,10 +113,12 @@ def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:
     return {field: None if said.bare else {} for field, said in expected.declared.items()}
 
 
-def _entries(header: Header) -> list[_Entry]:
+def _entries(header: Header, most: int) -> list[_Entry]:
     listed = header.get("tensors")
-    if not isinstance(listed, list) or len(listed) > MAX_TENSORS:
-        raise BadReply("its header lists no tensors, or too many")
+    if not isinstance(listed, list):
+        raise BadReply("its header lists no tensors")
+    if len(listed) > most:
+        raise BadReply(f"its header lists too many tensors: {len(listed)}, allowed are {most}")
     return [_entry(item) for item in listed]
 
 

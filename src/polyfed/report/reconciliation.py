@@ -19,6 +19,7 @@ from typing import Any
 from polyfed.core.errors import DataError
 from polyfed.core.files import AUDIT, EGRESS
 from polyfed.core.json_and_toml import parse_json
+from polyfed.core.log_lines import escaped
 from polyfed.report.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
@@ -198,7 +199,8 @@ def _shown(rows: Sequence[Row]) -> str:
     (round, ask), what = min(rows)
     row = dict(zip(WHAT, what, strict=True))
     place = f"round {round}, request {ask}"
-    return f"the first is {row['message']}.{row['field']} of {row['block']} to the {row['destination']} in {place}"
+    words = f"the first is {row['message']}.{row['field']} of {row['block']} to the {row['destination']} in {place}"
+    return escaped(words)  # a device wrote these values
 
 
 def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ Shape letters: `B_m` rows of the edge's mini-batch, `E` entries of an embedding,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,11 @@ def whole_batch(asked: Mapping[int, Sample]) -> Accept:
         return "" if all(n == wanted for n in sent.values()) else f"sent embeddings of {sent} rows, not of {wanted}"
 
     return flaw
+
+
+def some_rows(client: int, reply: Any) -> str:
+    """Accept ids only if there are some. A device without rows, or without test rows, is not asked."""
+    return "" if int(reply.num_rows) else "sent no sample ids"
 
 
 def mean_tree(trees: Sequence[Tree]) -> Tree:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.algorithms.hfm.alignment import devices_of_silos
 from polyfed.algorithms.hfm.devices import Devices
-from polyfed.algorithms.hfm.exchange import Exchange
+from polyfed.algorithms.hfm.exchange import Exchange, some_rows
 from polyfed.algorithms.hfm.samples import SiloSamples
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
@@ -76,7 +76,7 @@ class SiloScores(Devices):
         """
         silos, tested = self.devices(fed), set(fed.clients.tested)
         asked = [client for members in silos.values() for client in members if client in tested]
-        own = fed.ask(self.embed_own, asked, Evaluated(encoders), quorum=False)
+        own = fed.ask(self.embed_own, asked, Evaluated(encoders), quorum=False, accept=some_rows)
         send = {}
         for silo, members in silos.items():
             if not all(client in own for client in members):

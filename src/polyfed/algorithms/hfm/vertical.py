@@ -32,6 +32,7 @@ from polyfed.algorithms.hfm.exchange import (
     bytes_up,
     mean_tree,
     shuffled_peers,
+    some_rows,
     whole_batch,
 )
 from polyfed.algorithms.hfm.samples import SiloSamples, no_usable_sample
@@ -98,7 +99,7 @@ class Vertical(SiloScores):
         unknown = [c for members in self.devices(fed).values() for c in members if c not in state.ids]
         if not unknown:
             return state
-        told = fed.ask(self.identify, unknown, Question(), quorum=fed.round == 0)
+        told = fed.ask(self.identify, unknown, Question(), quorum=fed.round == 0, accept=some_rows)
         return state.with_(ids=state.ids | {client: reply.ids.clone() for client, reply in told.items()})
 
     def samples(self, state: SiloState, fed: Federation) -> dict[int, SiloSamples]:

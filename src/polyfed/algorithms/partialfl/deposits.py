@@ -17,6 +17,11 @@ PRESENT = "present"
 """Prefix of the masks that belong to the deposited rows. A mask marks the rows that the client has."""
 
 
+def flaw(client: int, given: Deposit) -> str:
+    """Return the reason to drop a deposit, or "". A client without shareable modalities may deposit nothing."""
+    return "deposited modalities without rows" if given.vectors | given.samples and not int(given.num_rows) else ""
+
+
 def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
     """Return the deposited rows (n, ...) by modality. Modalities whose shape the model cannot read are left out.
 

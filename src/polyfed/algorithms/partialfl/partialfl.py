@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.partialfl import teacher_rows
-from polyfed.algorithms.partialfl.deposits import PRESENT, logged, usable_embeddings, usable_rows
+from polyfed.algorithms.partialfl.deposits import PRESENT, flaw, logged, usable_embeddings, usable_rows
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.partialfl.options import PartialOptions
 from polyfed.algorithms.second_model import embed, embedding_size
@@ -96,7 +96,7 @@ class PartialFL(PartialOptions):
         start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
-        given = fed.ask(self.deposit, donors, Call())
+        given = fed.ask(self.deposit, donors, Call(), accept=flaw)
         deposits = {k: rows for k in given if (rows := usable_rows(given[k], fed.context.model.shapes))}
         # the tower has no classifier, because the server has no labels
         tower = {name: value for name, value in select(tower, shared).items() if ".encoder." in name}

@@ -262,7 +262,7 @@ class Cut:
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
-        """Return a check for `fed.ask`: a reply must have the activations of all modalities of the client.
+        """Return a check for `fed.ask`: a reply must have rows, with the activations of all modalities of the client.
 
         It must also have labels, unless the labels stay on the client (`u_shaped`).
         """
@@ -270,6 +270,8 @@ class Cut:
 
         def flaw(client: int, reply: Smashed) -> str:
             whole = reply.activations.keys() == {*fed.clients.owned(client)} and reply.labels.keys() == labels
+            if not int(reply.num_rows):
+                return "sent no rows"
             return "" if whole else "sent other activations or labels than the cut has"
 
         return flaw

@@ -15,11 +15,15 @@ from polyfed.federation.wire_format import Packet
 HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 
 MAX_HEADER, MAX_OPENED, MAX_DEPTH = 2**22, 100_000, 8
-"""Bounds of a header, checked before parsing: number of characters, number of opening brackets, and depth of nesting.
-A tensor takes about a hundred characters, so `MAX_TENSORS` tensors fit. With these bounds, the parser needs less than
-about 100 MB and one second."""
+"""Bounds of a header, checked before parsing: number of characters, number of opening and of closing brackets, and
+depth of nesting. A tensor takes about a hundred characters, so `MAX_TENSORS` tensors fit. Within these bounds, the
+parser needs less than about 100 MB and a few seconds (the most of 23 kinds of headers of the full length: 88 MB and 1.9
+seconds on a busy core)."""
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string. An unfinished string extends to the end of the text, so no attempt to match fails, and a search for strings
+reads each character once. If an attempt failed at the end of the text, a search could repeat it from every quote."""
+
 _NO_BRACKET = re.compile(r"[^\[\]{}]+")
 
 
@@ -54,7 +58,7 @@ def _flaw(text: str) -> str:
     """Return the reason why the text of a header must not be parsed, or "" if it may be parsed."""
     if len(text) > MAX_HEADER:
         return f"its header is too long: {len(text)} characters, allowed are {MAX_HEADER}"
-    if text.count("[") + text.count("{") > MAX_OPENED:
+    if sum(map(text.count, "[{")) > MAX_OPENED or sum(map(text.count, "]}")) > MAX_OPENED:
         return "its header has too many lists and tables"
     brackets = _NO_BRACKET.sub("", _STRING.sub("", text))
     depth = max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)

@@ -1,0 +1,115 @@
+"""Bounds what a sample shape that clients claim can make the server build.
+
+With `[engine] shapes`, or with rows of its own, the server knows the shape of a sample. Otherwise it takes the shape
+from the clients that have the modality. If only one client has the modality, this client alone determines the shape.
+The server therefore first tries the encoder on PyTorch's device `meta`, where tensors have a shape but no memory.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polyfed.core.errors import BadReply, ModelError
+from polyfed.experiment.check import MEGABYTE
+from polyfed.experiment.recipe import Recipe
+from polyfed.model.user_classes import fusion_class
+
+SHARE = 4
+"""Encoders whose sample shape only clients claim may take one part in `SHARE` of `message_megabytes` (inferred)."""
+
+MAX_OPERATIONS = 100_000
+"""Largest number of tensor operations of an encoder for two rows (inferred). A recurrent encoder needs a few operations
+for each step of a sequence."""
+
+
+class _Bounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops a computation with `BadReply` if it takes too many operations or makes a tensor that is too large."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit, self.count = limit, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, count it, and check the sizes of its results."""
+        self.count += 1
+        if self.count > MAX_OPERATIONS:
+            raise BadReply(f"it would take more than {MAX_OPERATIONS:,} operations")
+        made = func(*args, **(kwargs or {}))
+        most = max((leaf.nbytes for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)), default=0)
+        if most > self.limit:
+            raise BadReply(f"it would need a tensor of {most:,} bytes")
+        return made
+
+
+def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """Return, for each modality whose encoder the server does not build, the reason.
+
+    No tensor may be larger than `[engine] message_megabytes`. The parameters of all these encoders together may take a
+    part of it, one in `SHARE`, because a message of some methods holds several copies of the parameters. An encoder
+    that does not run on the device `meta`, such as some encoders of the user, is not limited. A model that is one
+    module of the user is not limited either.
+
+    Args:
+        recipe: the recipe.
+        claims: modalities with the shape of a sample that clients claim. Earlier modalities use up the limit first.
+    """
+    flaws: dict[str, str] = {}
+    room = recipe.engine.message_megabytes * MEGABYTE // SHARE
+    for name, shape in claims:
+        if recipe.model.module is None and name in recipe.model.encoders:
+            try:
+                room -= _size_of(recipe, name, shape, room)
+            except BadReply as error:
+                flaws[name] = (
+                    f"for samples of '{name}' with shape {shape}, the encoder is not built: {error}. If this shape is "
+                    f"right, set [engine] shapes = {{ {name} = [...] }}"
+                )
+    return flaws
+
+
+def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> int:
+    """Return the size of an encoder's parameters in bytes, or 0 if it is not known.
+
+    Raises:
+        BadReply: the encoder cannot read such samples, or is too large.
+    """
+    encoder, sequence = recipe.model.encoders[name], fusion_class(recipe.model.fusion).sequential
+    megabytes = recipe.engine.message_megabytes
+    try:
+        with torch.device("meta"), torch.no_grad(), _Bounded(megabytes * MEGABYTE):
+            net = encoder.build(shape, recipe.model.embedding, sequence).eval()
+            net(torch.zeros(2, *shape))
+    except (ModelError, BadReply) as error:
+        raise BadReply(f"{str(error).rstrip('.')} ([engine] message_megabytes = {megabytes})") from None
+    except Exception:  # a module of the user, or of a library, may do what is impossible on `meta`
+        return 0
+    size: int = sum(value.nbytes for value in net.state_dict().values())
+    if size > room:
+        raise BadReply(
+            f"its parameters would take {size:,} bytes, and of [engine] message_megabytes = {megabytes} there are "
+            f"{room:,} bytes left for shapes that only clients claim"
+        )
+    return size
+
+
+def without_absent(recipe: Recipe, present: Collection[str]) -> Recipe:
+    """Return the recipe without the encoders and policy rows of modalities that the federation lacks.
+
+    A modality is absent if no client that takes part has it, and neither the recipe nor the server's own rows give the
+    shape of its samples. The server and every device call this function with the same modalities, so that they build
+    the same model. If all modalities of the recipe are absent, the recipe is returned unchanged.
+
+    Args:
+        recipe: the recipe.
+        present: the modalities of the federation.
+    """
+    absent = recipe.model.encoders.keys() - {*present}
+    if not absent or not recipe.model.encoders.keys() & {*present}:
+        return recipe
+    encoders = {name: encoder for name, encoder in recipe.model.encoders.items() if name not in absent}
+    egress = {block: rows for block, rows in recipe.egress.items() if block not in absent}
+    return replace(recipe, model=replace(recipe.model, encoders=encoders), egress=egress)

@@ -1,0 +1,153 @@
+"""A device that alone has a modality claims a sample shape, and the server builds the encoder from it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from attacks.test_hostile_device import blind
+from engines.devices import Devices
+from polyfed.core.errors import PolyfedWarning
+from polyfed.deploy import claimed_shapes
+from polyfed.deploy.claimed_shapes import flaws_of, without_absent
+from polyfed.deploy.enrolment import Admission
+from polyfed.deploy.server import serve
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.protocol import Enrolment
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.loop import execute
+from polyfed.federation.wire_format import Packet
+from polyfed.model.encoders import ENCODERS
+
+LONER = 3
+"""The device that lies; it alone holds modality `b`."""
+
+RECIPE = """
+seed = 3
+rounds = 1
+[data]
+name = "toy"
+rows = 240
+classes = 4
+[clients]
+partition = "iid"
+num = 4
+holdings = [["a"], ["a"], ["a"], ["b"]]
+[model]
+embedding = 6
+[model.encoders]
+a = { kind = "mlp", hidden = [8] }
+b = { kind = "mlp", hidden = [8] }
+[algorithm]
+name = "scaffold"
+[egress.b]
+server = ["parameters", "gradients", "statistic"]
+[engine]
+enrol_seconds = 2.0
+min_nodes = 2
+message_megabytes = 1
+"""
+
+
+def said(folder: Path, shape: list[int], capsys: Any) -> str:
+    """The log of a server without rows of its own, where the loner claims this shape."""
+    devices, out = Devices(folder, RECIPE), folder / "out"
+    text = (devices.app / "recipe.toml").read_text()
+    data = '[data]\nname = "npz"\npath = "/nowhere.npz"\nmodalities = ["a", "b"]\n[clients]\nnum = 4\n'
+    text = text[: text.index("[data]")] + data + text[text.index("[model]") :]
+    (devices.app / "recipe.toml").write_text(text)
+
+    def lying(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        reply = devices(packet, config)
+        lies = config["partition-id"] == LONER and reply.header.get("verdict") == "enrolled"
+        return Packet(reply.header | {"shapes": {"b": shape}}, reply.body) if lies else reply
+
+    with pytest.warns(PolyfedWarning, match="measures nothing"):
+        serve(devices.app / "recipe.toml", GridTransport(DirectGrid(client_app(lying), 4)), {"out": str(out)}, execute)
+    assert json.loads((out / "result.json").read_text())["rounds"] == 1, "the run came to its end"
+    return str(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (
+            [2**24],
+            "it would need a tensor of 536,870,912 bytes ([engine] message_megabytes = 1). If this shape is right",
+        ),
+        ([25_000], "its parameters would take 800,"),  # it would fit, but SCAFFOLD sends control variates too
+    ],
+)
+def test_the_only_holder_of_a_modality_cannot_make_the_server_build_an_enormous_encoder(
+    shape: list[int], words: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    largest = [0]
+    empty_like = torch.empty_like
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty_like(*args, **kwargs)
+        largest[0] = max(largest[0], 0 if made.is_meta else made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    told = said(tmp_path, shape, capsys)
+    assert "client 3: for samples of 'b' with shape" in told
+    assert words in told
+    assert "set [engine] shapes = { b = [...] }" in told
+    assert "no client that takes part has 'b', so the model has no encoder for it" in told
+    assert "starting with 3 of 4 clients" in told
+    assert largest[0] < 2**18
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        ("mlp", (2**23,), "a tensor of 2,147,483,648 bytes"),
+        ("cnn4", (4096, 4096), "a tensor of"),  # few parameters, large activations
+        ("conv-gru", (2**22, 4), "a tensor of"),
+        ("cnn4", (5,), "the samples have shape (5,)"),
+        ("mlp", (6,), ""),
+        ("cnn4", (3, 64, 64), ""),
+        ("resnet18", (3, 32, 32), ""),
+        ("conv-gru", (50, 6), ""),
+    ],
+)
+def test_the_cost_of_an_encoder_is_known_before_it_is_built(kind: str, shape: tuple[int, ...], words: str) -> None:
+    made = blind()
+    made = replace(made, model=replace(made.model, encoders={"a": ENCODERS[kind]()}, embedding=64))
+    flaws = flaws_of(made, [("a", shape)])
+    assert words in flaws.get("a", "")
+    assert bool(flaws) == bool(words)
+
+
+def test_parameters_of_all_claims_count_together_and_so_do_operations(monkeypatch: Any) -> None:
+    made = blind("message_megabytes = 1\n")
+    small = ENCODERS["mlp"](hidden=(128,) * 4)  # type: ignore[call-arg]
+    made = replace(made, model=replace(made.model, encoders={"a": small, "b": small}))
+    assert flaws_of(made, [("a", (6,))]) == {}
+    assert [*flaws_of(made, [("b", (6,)), ("a", (6,))])] == ["a"]
+    monkeypatch.setattr(claimed_shapes, "MAX_OPERATIONS", 50)
+    recurrent = replace(made, model=replace(made.model, encoders={"a": ENCODERS["conv-gru"]()}))
+    assert "it would take more than 50 operations" in flaws_of(recurrent, [("a", (500, 6))])["a"]
+
+
+def test_the_shape_that_many_clients_report_uses_up_the_limit_before_the_shape_of_a_single_client() -> None:
+    made = blind("message_megabytes = 1\n")
+    small = ENCODERS["mlp"](hidden=(128,) * 4)  # type: ignore[call-arg]
+    made = replace(made, model=replace(made.model, encoders={"a": small, "b": small}))
+    known = [Enrolment(k, 9, (m,), None, False, {m: (6,)}, 4) for k, m in enumerate(["a", "b", "b"])]
+    found = Admission.of(made, known, 3, Emitter())
+    assert ([*found.left_out], [*found.shapes]) == ([0], ["b"])
+
+
+def test_a_recipe_keeps_all_encoders_of_modalities_that_are_there() -> None:
+    made = blind()
+    assert without_absent(made, ("a", "b")) is made
+    assert without_absent(made, ()) is made
+    assert [*without_absent(made, ("b",)).model.encoders] == ["b"]
