@@ -20,7 +20,7 @@ from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.privacy_budget import admit_state, spend
 from polyfed.deploy.request_limits import admit, admit_release
-from polyfed.deploy.secrets_once import admit_secrets
+from polyfed.deploy.secrets_once import admit_secrets, bind_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
@@ -49,6 +49,7 @@ class ClientRuntime:
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
         audit: the device's audit log, or None in a simulation.
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
+        conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
     """
 
     engine: Sequential
@@ -58,6 +59,7 @@ class ClientRuntime:
     discreet: bool = False
     audit: AuditLog | None = None
     release: Release | None = None
+    conditions: str = ""
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -96,7 +98,7 @@ class ClientRuntime:
             self._spend(request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)
-            admit_secrets(folder, request, local, packet.body, request_id.client)
+            admit_secrets(folder, request, local, packet, request_id.client, self.conditions)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}
@@ -106,6 +108,7 @@ class ClientRuntime:
                 reply = engine.alone(request, request_id.client, got, missing)
                 if reply is not None:
                     content = encode(reply)
+                    bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)
                     self._keep(store, request_id, local, int(packet.header.get("kept", 0)))
                     sent = True
             finally:

@@ -26,6 +26,7 @@ from polyfed.deploy.device import (
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.privacy_budget import refuse_spent
+from polyfed.deploy.secrets_once import conditions_of
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import initial_of, model_of, population_of
@@ -156,6 +157,7 @@ class Deployed:
             runtime = runtime_of(
                 recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
             )
+            runtime.conditions = conditions_of(self.recipe_path, node)
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
