@@ -92,6 +92,7 @@ class ClientRuntime:
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
+            store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             admit(engine.limits, folder, request, request_id.client)
             admit_release(engine.privacy, folder, request, request_id.client)
             admit_state(self.release, folder, store.has_state, request_id.client)
