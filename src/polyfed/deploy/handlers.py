@@ -12,7 +12,7 @@ from polyfed.core.errors import BadReply, EgressError, NotAllowed
 from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
-from polyfed.deploy.client_runtime import ClientRuntime, enrolment
+from polyfed.deploy.client_runtime import ClientRuntime, enrolment, enrolment_refusal
 from polyfed.deploy.device import (
     WHERE,
     NodeConfig,
@@ -152,6 +152,8 @@ class Deployed:
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             return enrolment(population, policy, node.client, limits)
+        if why := enrolment_refusal(population, policy, node.client, limits):
+            raise EgressError(why)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
