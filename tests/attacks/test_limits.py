@@ -24,7 +24,7 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
 from polyfed.deploy.request_limits import REQUESTS, admit
-from polyfed.engines.protocol import REFUSED
+from polyfed.engines.protocol import FAILED, REFUSED
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.privacy.limits import Limits
@@ -294,3 +294,18 @@ def test_a_refusal_tells_no_number_of_rows(
         assert f"[limits] {key} = {value} of the device" in told
         assert re.search(rf"\b{rows}\b", caplog.text), "the owner reads the number in the device's log"
     assert not left(server.devices)
+
+
+@pytest.mark.parametrize("content", ["", "# half written\n", "[limits]\n", "[egress]\n[require]\n[allow]\n", "\ufeff"])
+def test_a_policy_file_without_an_entry_opens_no_device(content: str, tmp_path: Path) -> None:
+    """An editor that truncates the file before it writes would let a request meet a device without its policy."""
+    server = Hostile(requiring(tmp_path, "secure_aggregation = true", text("")))
+    assert server.ask().header["verdict"] == REFUSED
+    policy = server.devices.places[1] / "policy.toml"
+    policy.write_text(content, encoding="utf-8")
+    for answer in (server.enrol(), server.ask(round=2)):
+        assert answer.header["verdict"] == FAILED
+        assert "its policy file is not valid" in str(answer.header["reason"])
+    assert not left(server.devices)
+    with pytest.raises(RecipeError, match=r"has no entry in .* leave out policy in --node-config to use the default"):
+        limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
