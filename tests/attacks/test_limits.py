@@ -24,7 +24,7 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
 from polyfed.deploy.request_limits import REQUESTS, admit
-from polyfed.engines.protocol import FAILED, REFUSED
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.privacy.limits import Limits
@@ -296,8 +296,8 @@ def test_a_refusal_tells_no_number_of_rows(
     assert not left(server.devices)
 
 
-@pytest.mark.parametrize("content", ["", "# half written\n", "[limits]\n", "[egress]\n[require]\n[allow]\n", "\ufeff"])
-def test_a_policy_file_without_an_entry_opens_no_device(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", "# half written\n", "\ufeff"])
+def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path: Path) -> None:
     """An editor that truncates the file before it writes would let a request meet a device without its policy."""
     server = Hostile(requiring(tmp_path, "secure_aggregation = true", text("")))
     assert server.ask().header["verdict"] == REFUSED
@@ -307,5 +307,27 @@ def test_a_policy_file_without_an_entry_opens_no_device(content: str, tmp_path: 
         assert answer.header["verdict"] == FAILED
         assert "its policy file is not valid" in str(answer.header["reason"])
     assert not left(server.devices)
-    with pytest.raises(RecipeError, match=r"has no entry in .* leave out policy in --node-config to use the default"):
+    with pytest.raises(
+        RecipeError, match=r"has none of the sections .* leave out policy in --node-config to use the default"
+    ):
         limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [("max_rounds = 1", "max_rounds = 1"), ("max_requests = 1", "max_requests"), ("min_batch_size = 99", "min_batch")],
+)
+def test_a_refusal_before_a_reply_is_in_the_log_of_the_device_and_not_in_its_ledger(
+    limits: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/deploy.md says so. Whoever reads only the ledger misses that a server tried."""
+    server = Hostile(requiring(tmp_path, "", text("")))
+    place = server.devices.places[1]
+    assert server.ask().header["verdict"] == REPLY
+    with (place / "policy.toml").open("a") as file:
+        file.write(f"\n[limits]\n{limits}\n")
+    answers = [server.ask(round=2), server.ask(round=2)]
+    assert answers[-1].header["verdict"] == REFUSED
+    assert words in caplog.text
+    rows = [json.loads(row) for path in place.rglob("egress.jsonl") for row in path.read_text().splitlines()]
+    assert {row["verdict"] for row in rows} == {"allowed"}
