@@ -443,7 +443,7 @@ def test_a_client_refuses_a_key_that_is_no_key() -> None:
 
 
 SMALL_ORDER = [0, 1, 2**255 - 20, 2**255 - 19, 2**255 - 18]
-"""Points of Curve25519 of order 1, 2 and 4, three of them in encodings that no honest client uses."""
+"""Points of Curve25519 of order 2 and 4, two of them in encodings that no honest client uses."""
 
 
 @pytest.mark.parametrize("which", [0, 1])
