@@ -1,17 +1,21 @@
 """Recipes that train on so few rows, or ask so often, that rows can be read off what leaves: a device's [limits]."""
 
 import json
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from attacks.smuggling import ENGINES, up
+from attacks.test_requirements import Hostile, left, text
+from attacks.test_requirements import device as requiring
 from attacks.test_shared_block import CLIENTS, exposed, recovered
 from engines.devices import RECIPE, Devices
 from polyfed.algorithms.averaging import Averaging
@@ -20,6 +24,7 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
 from polyfed.deploy.request_limits import REQUESTS, admit
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.privacy.limits import Limits
@@ -44,6 +49,7 @@ def test_one_step_on_one_row_gives_the_row_away_and_a_floor_keeps_it() -> None:
     made = exposed("fedavg", {})
     assert recovered(assemble(made)) == CLIENTS, "the default policy allows it"
     line = r"client 0 refused task update: \[limits\] min_batch_size = 8 of the device, and a step of local training "
+    refused(made, FLOOR, line + r"uses a smaller batch\. The client's own log gives the number")
     refused(made, FLOOR, line + r"uses a batch of 1 rows. It would be .* said: \[limits\] min_batch_size = 1")
 
 
@@ -251,3 +257,77 @@ def test_a_simulated_client_with_fewer_rows_than_the_recipe_wants_is_refused_bef
 def test_engines_are_without_limits_in_a_simulation() -> None:
     for engine in ENGINES:
         assert assemble(recipe(algorithm("fedavg"), engine)).engine.limits == Limits()
+
+
+NO_STATISTIC = '[egress."*"]\nserver = ["parameters"]\n[egress.shared]\nserver = ["parameters"]\n'
+
+
+@pytest.mark.parametrize(
+    ("limits", "train"),
+    [
+        ("min_rows = 1000", "batch_size = 16"),
+        ("min_batch_size = 1000", "batch_size = 0"),
+        ("min_steps = 1000", "batch_size = 1"),
+    ],
+)
+@pytest.mark.parametrize("enrols", [True, False])
+def test_a_refusal_tells_no_number_of_rows(
+    limits: str, train: str, enrols: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that reads the refusals, or asks a device that would not enrol, learns which limit, and no count."""
+    server = Hostile(requiring(tmp_path, "", text("").replace("batch_size = 16", train)))
+    place = server.devices.places[1]
+    rows = int((dict(np.load(place / "data.npz"))["split"] == 0).sum())
+    statistic = '["parameters", "statistic"]'
+    egress = NO_STATISTIC.replace('["parameters"]', statistic) if enrols else NO_STATISTIC
+    (place / "policy.toml").write_text(f"{egress}[limits]\n{limits}\n")
+    answer = server.ask()
+    assert answer.header["verdict"] == REFUSED
+    told = str(answer.header["reason"])
+    assert not {str(rows), str(rows - 1)} & set(re.findall(r"\d+", told)), told
+    key, _, value = limits.partition(" = ")
+    if not enrols:
+        assert "refused to enrol" in told
+        assert server.enrol().header["reason"] == told
+        assert key not in told, "whether the device has fewer rows than its limit is a statistic too"
+    elif key != "min_rows":
+        assert f"[limits] {key} = {value} of the device" in told
+        assert re.search(rf"\b{rows}\b", caplog.text), "the owner reads the number in the device's log"
+    assert not left(server.devices)
+
+
+@pytest.mark.parametrize("content", ["", "# half written\n", "\ufeff"])
+def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path: Path) -> None:
+    """An editor that truncates the file before it writes would let a request meet a device without its policy."""
+    server = Hostile(requiring(tmp_path, "secure_aggregation = true", text("")))
+    assert server.ask().header["verdict"] == REFUSED
+    policy = server.devices.places[1] / "policy.toml"
+    policy.write_text(content, encoding="utf-8")
+    for answer in (server.enrol(), server.ask(round=2)):
+        assert answer.header["verdict"] == FAILED
+        assert "its policy file is not valid" in str(answer.header["reason"])
+    assert not left(server.devices)
+    with pytest.raises(
+        RecipeError, match=r"has none of the sections .* leave out policy in --node-config to use the default"
+    ):
+        limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [("max_rounds = 1", "max_rounds = 1"), ("max_requests = 1", "max_requests"), ("min_batch_size = 99", "min_batch")],
+)
+def test_a_refusal_before_a_reply_is_in_the_log_of_the_device_and_not_in_its_ledger(
+    limits: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/deploy.md says so. Whoever reads only the ledger misses that a server tried."""
+    server = Hostile(requiring(tmp_path, "", text("")))
+    place = server.devices.places[1]
+    assert server.ask().header["verdict"] == REPLY
+    with (place / "policy.toml").open("a") as file:
+        file.write(f"\n[limits]\n{limits}\n")
+    answers = [server.ask(round=2), server.ask(round=2)]
+    assert answers[-1].header["verdict"] == REFUSED
+    assert words in caplog.text
+    rows = [json.loads(row) for path in place.rglob("egress.jsonl") for row in path.read_text().splitlines()]
+    assert {row["verdict"] for row in rows} == {"allowed"}

@@ -232,7 +232,7 @@ def test_a_repeated_round_does_not_tell_the_update_of_the_client_that_was_lost(t
     def use(step: str, round: int, number: int, secrets: int | None) -> None:
         request = Request(getattr(secure, step), f"secure_aggregation.{step}", round, 100, number, 0, 0)
         local = {} if secrets is None else nested(SECRETS, {"seeds": torch.tensor([secrets])})
-        admit_secrets(tmp_path, request, local, b"", 0)
+        admit_secrets(tmp_path, request, local, Packet({}), 0)
 
     use("advertise", 1, 0, None)
     use("unmask", 1, 4, 7)
@@ -254,7 +254,7 @@ def test_a_device_remembers_all_secrets_that_it_can_still_be_asked_for(tmp_path:
     request = Request(secure.unmask, "secure_aggregation.unmask", 2, 100, 0, 0, 0)
 
     def use(secret: int, body: bytes) -> None:
-        admit_secrets(tmp_path, request, nested(SECRETS, {"seeds": torch.tensor([secret])}), body, 0)
+        admit_secrets(tmp_path, request, nested(SECRETS, {"seeds": torch.tensor([secret])}), Packet({}, body), 0)
 
     use(0, b"survivors: everyone")
     with pytest.raises(EgressError):

@@ -346,7 +346,7 @@ def test_a_device_imports_nothing_that_its_owner_has_not_allowed(section: str, d
     name = OF_CLIENTS[section]
     made = devices(section, name)
     line = f'[allow] imports = ["{name}"]'
-    for policy in ("", '[allow]\nimports = ["face:Other", "faces.*"]\n'):
+    for policy in ("[allow]\n", '[allow]\nimports = ["face:Other", "faces.*"]\n'):
         allow(made, 1, policy)
         answer = made.handler(HELLO, made.configs[1])
         assert answer.header["verdict"] == "refused"
@@ -385,7 +385,7 @@ def test_what_only_the_server_uses_is_neither_imported_nor_read_on_a_device(
     section: str, devices: Any, trace: Path
 ) -> None:
     made = devices(section, OF_THE_SERVER[section])
-    allow(made, 1, "")
+    allow(made, 1, "[allow]\n")
     answer = made.handler(HELLO, made.configs[1])
     assert answer.header["verdict"] == "enrolled"
     assert answer.header["rows"] > 0
@@ -411,7 +411,7 @@ def test_a_saved_model_is_read_on_a_device_only_if_its_owner_allowed_it(saved: P
     made = devices("encoder", "mlp")
     recipe = made.app / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("kind = 'mlp'", f"kind = 'hf', path = '{saved}'"))
-    allow(made, 1, "")
+    allow(made, 1, "[allow]\n")
     answer = made.handler(HELLO, made.configs[1])
     assert answer.header["verdict"] == "refused"
     assert f'[allow] models = ["{saved}"]' in answer.header["reason"]
@@ -423,7 +423,7 @@ def test_a_saved_model_is_read_on_a_device_only_if_its_owner_allowed_it(saved: P
 
 def test_a_refusal_ends_the_run_in_the_words_of_the_device(devices: Any, tmp_path: Path) -> None:
     made = devices("algorithm", "face:Mean")
-    allow(made, 1, "")
+    allow(made, 1, "[allow]\n")
     with pytest.raises(EgressError, match=r"client 1 refused the recipe: .*imports = \[\"face:Mean\"\]"):
         made.serve(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "error.json").read_text())["exit_code"] == 3
@@ -440,7 +440,7 @@ def test_checking_a_device_imports_no_more_than_the_device_would(
     name = (OF_CLIENTS | OF_THE_SERVER)[section]
     made = devices(section, name)
     place, recipe = made.places[1], str(made.app / "recipe.toml")
-    allow(made, 1, "")
+    allow(made, 1, "[allow]\n")
     config = f'data="{place}/data.npz" client=1 modalities="a,b" policy="{place}/policy.toml"'
     for node in (config, f"{place}/policy.toml"):
         code, text = told(("check", recipe, "--node", node), capsys)

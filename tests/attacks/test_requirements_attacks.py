@@ -11,6 +11,8 @@ from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hos
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
 from polyfed.deploy.privacy_budget import SPENT, spend
+from polyfed.deploy.request_limits import RELEASES, REQUESTS
+from polyfed.deploy.state_store import JOURNAL
 from polyfed.engines.protocol import REFUSED, REPLY
 from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.requirements import Release, Requirements
@@ -138,3 +140,19 @@ def test_nobody_drives_the_adaptive_clip_norm_to_zero_or_infinity() -> None:
 def test_a_tiny_noise_of_the_count_is_refused() -> None:
     with pytest.raises(RecipeError, match="count_noise"):
         AdaptiveClipping.of(0.5, 0.2, 1e-200, 10.0).update_noise(1.0)
+
+
+def test_a_stale_request_spends_nothing(tmp_path: Path) -> None:
+    """It gets no reply. A server, or whoever repeats its old packets, would use up the budget and the requests."""
+    limits = "max_epsilon = 50.0\ndelta = 1e-3\n[limits]\nmax_requests = 100\n"
+    server = Hostile(device(tmp_path, limits, text(LOCAL + NOISE, rounds=9)))
+    assert server.ask(round=2).header["verdict"] == REPLY
+    state = server.devices.places[1] / "polyfed-state"
+    names = (SPENT, REQUESTS, RELEASES, JOURNAL)
+    before = {path: path.read_bytes() for name in names for path in state.rglob(name)}
+    assert {path.name for path in before} == set(names)
+    for _ in range(3):
+        answer = server.ask(round=1)
+        assert answer.header["verdict"] == "failed"
+        assert "the message is stale" in str(answer.header["reason"])
+    assert {path: path.read_bytes() for name in names for path in state.rglob(name)} == before

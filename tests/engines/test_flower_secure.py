@@ -184,3 +184,55 @@ def test_a_dishonest_server_gets_neither_a_second_reply_nor_both_shares(tmp_path
     places = [*tmp_path.rglob(USED)]
     assert len(places) == 5
     assert all(place.stat().st_mode & 0o077 == 0 for place in places), "only the owner reads them"
+
+
+CHANGES = {
+    "range": ("[secure_aggregation]", "[secure_aggregation]\nrange = 32.0"),
+    "rate": ("lr = 0.1", "lr = 1e-30"),
+    "comment": ("lr = 0.1", "lr = 0.1 # the same"),
+}
+"""Changes of the recipe: the difference of two replies would be the update itself, or nothing."""
+
+
+def test_a_server_that_changes_the_recipe_or_the_header_gets_no_second_reply(tmp_path: Path) -> None:
+    """The masks of both replies would be the same, so their difference would give the plain update."""
+    devices = Observed(tmp_path)
+    recipe, policy = devices.app / "recipe.toml", devices.places[2] / "policy.toml"
+    answers: dict[str, Packet] = {}
+
+    def under_another(path: Path, text: str, task: str) -> Packet:
+        honest = path.read_text()
+        path.write_text(text)
+        answer = devices.again(task, 2)
+        path.write_text(honest)
+        return answer
+
+    def asking(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        task, honest = packet.header.get("task"), recipe.read_text()
+        of_two = packet.header.get("request_id", {}).get("client") == 2
+        if task == "secure_aggregation.share" and of_two:  # the keys were drawn under the honest recipe
+            recipe.write_text(honest.replace(*CHANGES["range"]))
+            answers["first share"] = devices(packet, config)
+            recipe.write_text(honest)
+        answer = devices(packet, config)
+        if task == "update" and of_two:
+            for name, (old, new) in CHANGES.items():
+                answers[name] = under_another(recipe, honest.replace(old, new), task)
+            answers["policy"] = under_another(policy, policy.read_text() + "\n[limits]\nmin_steps = 1\n", task)
+            turned, shapes = packet.header["tensors"][::-1], packet.header["facts"]["shapes"]
+            answers["tensors"] = devices.again(task, 2, tensors=turned)
+            facts = packet.header["facts"] | {"shapes": dict(reversed(shapes.items()))}
+            answers["facts"] = devices.again(task, 2, facts=facts)
+            answers["more"] = devices.again(task, 2, further=1)
+            honest_again = devices.again(task, 2, kept=7)
+            assert honest_again.body == answer.body, "a repeated request after a lost connection"
+        return answer
+
+    with pytest.warns(polyfed.core.errors.PolyfedWarning, match="gave no usable reply"):
+        devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
+    assert len(answers) == 8
+    assert {name: answer.header["verdict"] for name, answer in answers.items()} == dict.fromkeys(answers, REFUSED)
+    for name in ("first share", *CHANGES, "policy"):
+        assert "drew its keys of secure aggregation under another" in answers[name].header["reason"], name
+    for name in ("tensors", "facts", "more"):
+        assert "has used its secrets" in answers[name].header["reason"], name

@@ -435,9 +435,31 @@ def test_a_client_refuses_shares_that_were_changed_or_are_for_others() -> None:
 def test_a_client_refuses_a_key_that_is_no_key() -> None:
     """A point of small order would make the shared secret known to everyone (RFC 7748, Section 6.1)."""
     cohort = Cohorted(5)
-    cohort.roster.keys[4, 0] = 0
-    with pytest.raises(ValueError):
-        cohort.run("share", 0, cohort.roster)
+    for which in (0, 1):
+        cohort = Cohorted(5)
+        cohort.roster.keys[4, which] = 0
+        with pytest.raises(Refusal, match="a key of small order"):
+            cohort.run("share", 0, cohort.roster)
+
+
+SMALL_ORDER = [0, 1, 2**255 - 20, 2**255 - 19, 2**255 - 18]
+"""Points of Curve25519 of order 2 and 4, two of them in encodings that no honest client uses."""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("point", SMALL_ORDER)
+def test_a_client_with_a_key_of_small_order_is_dropped_and_the_others_stay(which: int, point: int) -> None:
+    """The other clients would all refuse the list of keys, so one device would end the run of all others."""
+    parts = assemble(secured(small()))
+    bad = torch.tensor(list(point.to_bytes(32, "little")), dtype=torch.uint8)
+
+    def with_bad(reply: Any) -> Any:
+        return replace(reply, keys=torch.stack([bad if place == which else reply.keys[place] for place in (0, 1)]))
+
+    changing(parts, 4, with_bad, "advertise")
+    summed = updates(parts)
+    assert list(summed) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert "sent a public key of small order" in summed.missing[4]
 
 
 def test_a_client_refuses_steps_out_of_order() -> None:
@@ -498,13 +520,13 @@ def test_a_client_that_reveals_a_wrong_share_cannot_put_garbage_into_the_model()
         updates(secure)
 
 
-def changing(parts: Assembly, client: int, change: Callable[[Any], Any]) -> None:
-    """Have one client send another masked reply than the honest one."""
+def changing(parts: Assembly, client: int, change: Callable[[Any], Any], task: str = "update") -> None:
+    """Have one client send another reply to a task than the honest one."""
     answer = parts.engine.answer
 
     def hostile(request: Request, clients: Sequence[int], send: Send) -> Answer:
         got = answer(request, clients, send)
-        if not request.name.endswith("update"):
+        if not request.name.endswith(task):
             return got
         replies = {c: reply for part in got.parts for c, reply in Replies([part]).items()}
         replies[client] = change(replies[client])

@@ -17,10 +17,10 @@ from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
-from polyfed.deploy.faults import Fault, in_short
+from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.deploy.privacy_budget import admit_state, spend
 from polyfed.deploy.request_limits import admit, admit_release
-from polyfed.deploy.secrets_once import admit_secrets
+from polyfed.deploy.secrets_once import admit_secrets, bind_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
@@ -49,6 +49,7 @@ class ClientRuntime:
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
         audit: the device's audit log, or None in a simulation.
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
+        conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
     """
 
     engine: Sequential
@@ -58,6 +59,7 @@ class ClientRuntime:
     discreet: bool = False
     audit: AuditLog | None = None
     release: Release | None = None
+    conditions: str = ""
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -72,6 +74,8 @@ class ClientRuntime:
                 raise BadReply(f"is for client {request_id.client}, this is client {client}")
             return self._work(packet, request_id)
         except EgressError as error:
+            for note in getattr(error, "__notes__", ()):  # numbers that the server does not get
+                log_problem(note)
             return reason(REFUSED, request_id, str(error))
         except BadReply as error:
             return reason(FAILED, request_id, f"the message {error}")
@@ -90,13 +94,14 @@ class ClientRuntime:
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
+            store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             admit(engine.limits, folder, request, request_id.client)
             admit_release(engine.privacy, folder, request, request_id.client)
             admit_state(self.release, folder, store.has_state, request_id.client)
             self._spend(request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)
-            admit_secrets(folder, request, local, packet.body, request_id.client)
+            admit_secrets(folder, request, local, packet, request_id.client, self.conditions)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}
@@ -106,6 +111,7 @@ class ClientRuntime:
                 reply = engine.alone(request, request_id.client, got, missing)
                 if reply is not None:
                     content = encode(reply)
+                    bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)
                     self._keep(store, request_id, local, int(packet.header.get("kept", 0)))
                     sent = True
             finally:
@@ -249,16 +255,10 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
     """
-    if not policy.allows("statistic", SHARED, "server"):
-        fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
-        what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
-        return reason(REFUSED, None, f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
+    if why := enrolment_refusal(population, policy, client, limits):
+        return reason(REFUSED, None, why)
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
-    if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client does not take part
-        whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
-        line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
-        return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
         client=client,
         rows=known.num_rows,
@@ -269,6 +269,23 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         num_classes=columns.num_classes,
     )
     return Packet(told.header())
+
+
+def enrolment_refusal(population: Population, policy: Policy, client: int, limits: Limits) -> str:
+    """Return why a client refuses to take part in a run, or "" if it takes part. The arguments are `enrolment`'s.
+
+    A device asks this for every task too, because a server may send a task to a device that has never enrolled. The
+    text holds no number of rows, because a client that takes no part tells none.
+    """
+    if not policy.allows("statistic", SHARED, "server"):
+        fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
+        what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
+        return f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
+    if registry_of(population)[client].num_rows < limits.min_rows:
+        whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
+        line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
+        return f"client {client} refused to enrol: it has fewer training rows than {line}"
+    return ""
 
 
 def book(path: Path, rows: Iterable[str]) -> int:

@@ -160,6 +160,11 @@ def _policy_table(node: NodeConfig) -> dict[str, Any]:
         raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
     if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
         raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has {SECTIONS} only")
+    if not table:  # perhaps an editor has only begun to write the file
+        raise RecipeError(
+            f"policy {node.policy}: the file has none of the sections {SECTIONS}. Write the policy into the file, or "
+            f"leave out policy in {WHERE} to use the default policy"
+        )
     return table
 
 

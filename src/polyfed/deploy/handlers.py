@@ -13,7 +13,7 @@ from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
 from polyfed.deploy.claimed_shapes import without_absent
-from polyfed.deploy.client_runtime import ClientRuntime, enrolment
+from polyfed.deploy.client_runtime import ClientRuntime, enrolment, enrolment_refusal
 from polyfed.deploy.device import (
     WHERE,
     NodeConfig,
@@ -27,6 +27,7 @@ from polyfed.deploy.device import (
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.privacy_budget import refuse_spent
+from polyfed.deploy.secrets_once import conditions_of
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import initial_of, model_of, population_of
@@ -152,11 +153,14 @@ class Deployed:
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             return enrolment(population, policy, node.client, limits)
+        if why := enrolment_refusal(population, policy, node.client, limits):
+            raise EgressError(why)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
                 recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
             )
+            runtime.conditions = conditions_of(self.recipe_path, node)
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)

@@ -6,6 +6,10 @@ the device use the same masks for two different replies. For one client, the ser
 key and shares of the self-mask, although a single request never reveals both. The device therefore stores which secrets
 it has used for which request. If the same request arrives again, the device answers it, which reveals nothing new. The
 device refuses any other request that needs the same secrets.
+
+Everything that decides the reply belongs to a request: its whole header and body, and the *conditions* on the device,
+such as the recipe. A server that repeats a request under another recipe would otherwise get a second reply under the
+same masks, and the difference of the two replies is not masked at all.
 """
 
 import hashlib
@@ -17,29 +21,79 @@ from polyfed.core.files import read_notes, replace_text
 from polyfed.core.request import Request
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
+from polyfed.deploy.device import NodeConfig
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
+from polyfed.federation.wire_format import Packet
 
 USED = "used-secrets.json"
-"""File with the digests of the secrets that a client has used, and of the requests for which the client used them."""
+"""File with the digests of the secrets that a client has used, of the requests for which it used them, and of the
+conditions under which it drew them."""
 
 UNMASKED = "unmasked"
 """Key of the newest request for which the client has revealed shares, with its round and its
-number, separated by a space. The other keys are digests."""
+number, separated by a space. The other keys are digests, or `seeds ` and a digest."""
 
 
-def admit_secrets(folder: Path, request: Request, local: Tree | None, body: bytes, client: int) -> None:
+CHANGING = ("session", "kept")
+"""The entries of a header that may differ if a server that was started again repeats a request. No reply depends on
+them."""
+
+
+def conditions_of(recipe: Path, node: NodeConfig) -> str:
+    """Return the digest of what decides the replies of a device, apart from the requests and the local state.
+
+    This is the text of the recipe, the configuration of the device, the text of its policy file, and the name, size and
+    time of change of each data file.
+
+    Args:
+        recipe: path of the recipe that came with the app.
+        node: the configuration of the device.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    data = Path(node.data)
+    files = sorted(data.iterdir()) if data.is_dir() else [data]
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    policy = Path(node.policy).read_bytes() if node.policy else b""
+    parts = (recipe.read_bytes(), policy, repr((node, stamps)).encode())
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def bind_secrets(folder: Path, request: Request, local: Tree, conditions: str) -> None:
+    """Record the conditions under which a client has drawn new secrets. Call this before the public keys leave.
+
+    Args:
+        folder: the folder of the client and the run.
+        request: the request.
+        local: the local state after the task.
+        conditions: see `conditions_of`.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if request.reply is PublicKeys:
+        used = read_notes(folder / USED, str)
+        used[_name_of_seeds(under(SECRETS, local))] = conditions
+        replace_text(folder / USED, json.dumps(used))
+
+
+def admit_secrets(
+    folder: Path, request: Request, local: Tree | None, packet: Packet, client: int, conditions: str = ""
+) -> None:
     """Record that a task uses the secrets in the local state, or refuse the request.
 
     Args:
         folder: the folder of the client and the run.
         request: the request.
         local: the local state before the task.
-        body: the body of the packet.
+        packet: the packet that holds the request.
         client: the client's number.
+        conditions: see `conditions_of`. They are empty in a simulation.
 
     Raises:
-        EgressError: the client has used the secrets for another request.
+        EgressError: the client has used the secrets for another request, or drew them under other conditions.
         CheckpointError: the file is damaged.
     """
     path = folder / USED
@@ -49,19 +103,41 @@ def admit_secrets(folder: Path, request: Request, local: Tree | None, body: byte
     secrets = under(block, local or {}) if block else {}
     if not secrets:
         return
-    facts = (request.name, request.round, request.rounds, request.seed, request.turn, digest(local or {}))
-    use = hashlib.sha256(json.dumps(facts).encode() + body).hexdigest()
-    key, used = digest(nested(block, secrets)), read_notes(path, str)
+    use = _digest_of_use(request, local or {}, packet, conditions)
+    key, seeds, used = digest(nested(block, secrets)), _name_of_seeds(secrets), read_notes(path, str)
+    if used.get(seeds, conditions) != conditions:
+        raise EgressError(
+            f"client {client} refused task {request.name}: it drew its keys of secure aggregation under another "
+            "recipe, policy, configuration or data. Keys serve under one recipe: begin the request with new keys"
+        )
     if used.get(key, use) != use:
         raise EgressError(
             f"client {client} refused task {request.name}: it has used its secrets of secure aggregation for another "
             "request. Keys serve once, and a server that repeats a round begins it with new keys"
         )
     if key not in used:
-        used[key] = use
+        used |= {key: use, seeds: conditions}
         if request.reply is RevealedShares:
             used[UNMASKED] = f"{request.round} {request.number}"
         replace_text(path, json.dumps(used))
+
+
+def _digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str) -> str:
+    """Return the digest of everything that decides the reply to a request.
+
+    The entries of the header keep their order, because the order of the modalities decides the order of the model.
+    """
+    entries = {name: value for name, value in packet.header.items() if name not in CHANGING}
+    if isinstance(request_id := entries.get("request_id"), dict):
+        entries["request_id"] = {name: value for name, value in request_id.items() if name not in CHANGING}
+    facts = (request.name, request.round, request.rounds, request.number, request.seed, request.turn, digest(local))
+    header = json.dumps((facts, conditions, entries)).encode()
+    return hashlib.sha256(hashlib.sha256(header).digest() + packet.body).hexdigest()
+
+
+def _name_of_seeds(secrets: Tree) -> str:
+    """Return the key under which the file holds the conditions of secrets. The seeds stay the same in all steps."""
+    return f"seeds {digest({name: value for name, value in secrets.items() if name == 'seeds'})}"
 
 
 def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> None:

@@ -98,17 +98,13 @@ class Store:
                 for place in places:
                     shutil.rmtree(old._path(place))
 
-    def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
-        """Begin a task: delete the states of this request and of later requests, and load the state before them.
-
-        Returns:
-            The state and the modalities that the client had when the state was written, or None if the client has no
-            state yet.
+    def check_fresh(self, request_id: RequestId) -> None:
+        """Refuse a request that the client must not answer any more. This changes nothing on the disk.
 
         Raises:
             BadReply: the client has already begun a task of a later request or of a newer session, or the states
                 before the request have been deleted.
-            CheckpointError: the state on disk is damaged.
+            CheckpointError: the journal on disk is damaged.
         """
         journal = self._journal()
         if (request_id.session, request_id.place) < (journal.session, journal.place):
@@ -117,6 +113,20 @@ class Store:
             raise BadReply(f"asks for {request_id.place} (round, request), states up to {journal.floor} are forgotten")
         if journal.floor != BEFORE and not self._places():
             raise BadReply("is of an old run whose local state has been deleted here; begin a new run")
+
+    def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
+        """Begin a task: delete the states of this request and of later requests, and load the state before them.
+
+        Returns:
+            The state and the modalities that the client had when the state was written, or None if the client has no
+            state yet.
+
+        Raises:
+            BadReply: the request is not fresh; see `check_fresh`.
+            CheckpointError: the state on disk is damaged.
+        """
+        self.check_fresh(request_id)
+        journal = self._journal()
         for place in [place for place in self._places() if place >= request_id.place]:
             shutil.rmtree(self._path(place))
         self._note(Journal(request_id.session, request_id.place, journal.floor))

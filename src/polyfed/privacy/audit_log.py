@@ -1,8 +1,9 @@
 """Audit logs: the rows of a ledger as a chain of lines that nobody can change unnoticed without the private key.
 
 A device keeps one log for all runs in its state folder. The server of a deployment keeps a log in the folder of the
-run. In `audit.jsonl`, every part of a message has a line. On a device, every refusal has a line too. A line looks like
-this:
+run. In `audit.jsonl`, every part of a message has a line. On a device, every part of a reply that the egress gate
+refused has a line too. A request that the device refuses before there is a reply, as by [limits], has no line of its
+own. A line looks like this:
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 

@@ -41,6 +41,14 @@ MEANINGS = {
 }
 """For each limit, the clause of an error message that states the value beyond the limit."""
 
+WITHHELD = {
+    "min_rows": "the client has fewer training rows",
+    "min_batch_size": "a step of local training uses a smaller batch",
+    "min_steps": "a local training takes fewer steps",
+}
+"""The clause that the server gets in place of the one in MEANINGS. The policy may withhold how many rows a client has,
+and the size of a batch and the number of steps depend on it. The server knows rounds and requests."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -133,15 +141,30 @@ class Limits:
             if value is not None and (why := self.breach(key, value)):
                 yield why
 
+    def refusal(self, key: str, value: int, client: int, task: str) -> EgressError | None:
+        """Return the refusal of a request that breaks a limit, or None if the request breaks no limit.
+
+        The text of the error goes to the server, and holds no value that depends on the client's rows. A note of the
+        error, for the device's own log, has the value and the line for the section [limits] that would allow it.
+        """
+        if not (why := self.breach(key, value)):
+            return None
+        who = f"client {client} refused task {task}: "
+        if key not in WITHHELD:
+            return EgressError(who + why)
+        limit = why.partition(", and ")[0]
+        error = EgressError(f"{who}{limit}, and {WITHHELD[key]}. The client's own log gives the number")
+        error.add_note(who + why)
+        return error
+
     def refuse(self, key: str, value: int, client: int, task: str) -> None:
         """Refuse a request that breaks a limit.
 
         Raises:
-            EgressError: the request breaks the limit. The text names client, task, limit and value. It also gives the
-                line for the section [limits] that would allow the value.
+            EgressError: the request breaks the limit; see `refusal`.
         """
-        if why := self.breach(key, value):
-            raise EgressError(f"client {client} refused task {task}: {why}")
+        if error := self.refusal(key, value, client, task):
+            raise error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +197,13 @@ class LimitGuard:
         limits: the limits of the device.
         client: the client's number.
         task: the name of the task.
-        refusal: the text of the refusal, or empty while the task has broken no limit.
+        refusal: the refusal, or None while the task has broken no limit.
     """
 
     limits: Limits
     client: int
     task: str
-    refusal: str = ""
+    refusal: EgressError | None = None
     _steps: dict[int, int] = field(default_factory=dict)
     _results: list[TrainingResult] = field(default_factory=list)  # kept alive, so that Python reuses no id
 
@@ -204,19 +227,19 @@ class LimitGuard:
         try:
             yield
         except Exception:
-            if not self.refusal:
+            if self.refusal is None:
                 raise
-        if not self.refusal:
+        if self.refusal is None:
             for steps in self._steps.values():
                 self._note("min_steps", steps)
-        if self.refusal:
-            raise EgressError(self.refusal)
+        if self.refusal is not None:
+            raise self.refusal
 
     def check_batch(self, rows: int) -> None:
         """Stop the task if a batch is too small."""
         self._note("min_batch_size", rows)
-        if self.refusal:
-            raise _BreachError(self.refusal)
+        if self.refusal is not None:
+            raise _BreachError(str(self.refusal))
 
     def add_training(self, steps: int, result: TrainingResult, after: TrainingResult | None) -> None:
         """Count the steps of local training.
@@ -230,8 +253,8 @@ class LimitGuard:
             self._steps[id(result)] = before + steps
 
     def _note(self, key: str, value: int) -> None:
-        if not self.refusal and (why := self.limits.breach(key, value)):
-            self.refusal = f"client {self.client} refused task {self.task}: {why}"
+        if self.refusal is None:
+            self.refusal = self.limits.refusal(key, value, self.client, self.task)
 
 
 class LimitedClientData(ClientData):

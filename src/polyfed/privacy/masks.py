@@ -68,6 +68,18 @@ def agreed(seed: bytes, peer: bytes) -> bytes:
     return _private(seed).exchange(X25519PublicKey.from_public_bytes(peer))
 
 
+def is_usable(peer: bytes) -> bool:
+    """Return whether a public key can serve for key agreement.
+
+    With a point of small order, the common secret would be zero for every private key (RFC 7748, Section 6.1).
+    """
+    try:
+        agreed(bytes(SEED), peer)
+    except ValueError:
+        return False
+    return True
+
+
 def _private(seed: bytes) -> "X25519PrivateKey":
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 

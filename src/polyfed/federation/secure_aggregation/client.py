@@ -124,7 +124,7 @@ class SecureAggregation:
         """Check the cohort. Split two seeds, of the mask key and of the self-masks, into encrypted secret shares.
 
         Raises:
-            Refusal: the cohort is too small, contains a key twice, or lacks this client's keys or one of its blocks.
+            Refusal: the cohort is too small, has a key twice or an unusable one, or lacks this client's keys or blocks.
         """
         state = state_of(local, ADVERTISED)
         cohort = cohort_of(got.keys, got.members)
@@ -152,6 +152,8 @@ class SecureAggregation:
         listed = [key.tobytes() for key in cohort.keys.reshape(-1, masks.KEY)]
         if len(set(listed)) < len(listed):
             raise Refusal("the list of public keys holds a key twice")
+        if not all(map(masks.is_usable, listed)):
+            raise Refusal("the list of public keys holds a key of small order, which an honest server leaves out")
         if len(cohort.keys) < self.min_clients:
             raise Refusal(f"the cohort has {len(cohort.keys)} clients, and a sum needs {self.min_clients}")
         own = [masks.public_key(seed) for seed in seeds]

@@ -1,4 +1,4 @@
-"""The forms of masked replies. The form of a block lists its tensors with their shapes and types.
+"""The forms of masked replies and of public keys. The form of a block lists its tensors with their shapes and types.
 
 The server cannot read any value of a masked reply, but it can see the form of every block. The form that most clients
 sent is the right form, so no single client can make the server drop the replies of the others.
@@ -14,6 +14,8 @@ from torch import Tensor
 from polyfed.core.masked import LONG
 from polyfed.core.messages import Message, tensors
 from polyfed.federation.secure_aggregation.cohort import Entry, Numbers, by_block
+from polyfed.federation.secure_aggregation.messages import PublicKeys, bytes_of_shape
+from polyfed.privacy import masks
 from polyfed.privacy.fixed_point import UNSIGNED
 
 Form = tuple[tuple[Entry, torch.Size, torch.dtype], ...]
@@ -55,3 +57,14 @@ def _most_frequent(block: str, group: np.ndarray, forms: Mapping[int, Mapping[st
     """Return the form of a block that most of its clients sent, or () if they sent nothing."""
     counts = Counter(own.get(block, ()) for place, own in forms.items() if group[place])
     return counts.most_common(1)[0][0] if counts else ()
+
+
+def flaw_of_keys(client: int, reply: PublicKeys) -> str:
+    """Say what is wrong with public keys. This is an `accept` function for `Federation.ask`.
+
+    One key of small order in the roster would make every other client refuse the roster.
+    """
+    if flaw := bytes_of_shape(2, masks.KEY)(client, reply):
+        return flaw
+    usable = all(masks.is_usable(key.cpu().numpy().tobytes()) for key in reply.keys)
+    return "" if usable else "sent a public key of small order, with which anybody could read what is sent to it"

@@ -23,7 +23,7 @@ from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.cohort import Cohort, Entry, Numbers, Vector, by_block
 from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking, bytes_of_shape
-from polyfed.federation.secure_aggregation.reply_forms import alike
+from polyfed.federation.secure_aggregation.reply_forms import alike, flaw_of_keys
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
 
@@ -134,8 +134,8 @@ class SecureSum:
         options: Mapping[str, Any],
     ) -> Replies:
         secure = self.options
-        opening, form = Opening(torch.tensor(self.number)), bytes_of_shape(2, masks.KEY)
-        keys = self._step(secure.advertise, clients, opening, missing, accept=form)
+        opening = Opening(torch.tensor(self.number))
+        keys = self._step(secure.advertise, clients, opening, missing, accept=flaw_of_keys)
         here = self._session(keys)
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")
