@@ -22,8 +22,9 @@ from polyfed.algorithms.local import Done
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.core.tree import block_of
 from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Answer, Federation, ReplyStack, Request, Send
-from polyfed.federation.network import Clock, Network
+from polyfed.federation.network import Network
 from polyfed.privacy.ledger import Ledger
 
 MODALITIES = ("a", "b", "c")

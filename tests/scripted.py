@@ -15,8 +15,9 @@ from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, block_of
 from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Clock, Network
+from polyfed.federation.network import Network
 from polyfed.federation.replies import Answer, ReplyStack
 from polyfed.objective import CLASSES
 from polyfed.privacy.ledger import Ledger

@@ -20,7 +20,8 @@ from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.experiment.assembly import assemble
-from polyfed.federation.network import Clock, Network, Timetable
+from polyfed.federation.clock import Clock, Timetable
+from polyfed.federation.network import Network
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.run import run
 from polyfed.selection import Uniform

@@ -61,9 +61,9 @@ from polyfed.evaluation.scores import (
     scores,
 )
 from polyfed.federation.client_registry import TEST, VALIDATION
+from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import ModelSpec

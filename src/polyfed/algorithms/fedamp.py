@@ -31,9 +31,9 @@ from polyfed.core.batch import Batch
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, keep_on_host, nested, squared_distance, under
+from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Timetable
 from polyfed.objective import Objective
 from polyfed.training import ClientData
 

@@ -31,9 +31,9 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
+from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
 from polyfed.objective import Objective
 from polyfed.training import ClientData

@@ -22,8 +22,8 @@ from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
+from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
-from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model

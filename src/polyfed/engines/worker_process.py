@@ -19,7 +19,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree
 from polyfed.engines.shared_memory import Arena, Place, copied
-from polyfed.federation.network import Clock
+from polyfed.federation.clock import Clock
 from polyfed.federation.replies import Answer
 from polyfed.privacy.ledger import Entry, Ledger
 

@@ -22,8 +22,8 @@ from polyfed.experiment.section_checks import check_model
 from polyfed.experiment.sum_checks import refuse_few_replies, refuse_small_cohorts
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
+from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Clock
 from polyfed.model import Model, build_model
 from polyfed.privacy.guarantee import Guarantee
 from polyfed.privacy.ledger import Ledger

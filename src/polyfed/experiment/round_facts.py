@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
-from polyfed.federation.network import LATE
+from polyfed.federation.clock import LATE
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 

@@ -25,8 +25,8 @@ from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
-from polyfed.federation.network import Clock
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude

@@ -150,7 +150,9 @@ class CmsFed(CmsFedOptions):
         rule = None if private is None else private.over(state.choice.trained(fed.clients.modalities))
         weights_of: Mapping[str, Mapping[int, float]] = dict.fromkeys(fed.clients.modalities, weights)
         if self.client_weights == "clusters" and state.gradients is not None:
-            rows = self.represented_rows(fed)
+            # the weight of every client in the federation: its number of rows, or 1
+            every = fed.clients
+            rows = dict.fromkeys(every, 1.0) if self.aggregation == "uniform" else every.rows_of(every)
             weak = state.encoders.get(state.choice.weak)
             weights_of = aggregation.cluster_weights(replies, state.choice, state.gradients, weak, rows, fed.clients)
             mean = aggregation.mean_by_clusters(replies, weights_of)
@@ -164,10 +166,6 @@ class CmsFed(CmsFedOptions):
         moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)
         params, moments = self.server.apply(state.params, mean, moments, trainable)
         return state.with_(params=params, moments=moments)
-
-    def represented_rows(self, fed: Federation) -> Mapping[int, float]:
-        """Return the weight of every client in the federation: its number of rows, or 1."""
-        return dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
 
     def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
         """Replace the prototypes, ratios and vectors of the clients that replied. Other clients keep their values."""

@@ -27,7 +27,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import LABELS
 from polyfed.core.request import Accept
 from polyfed.core.tasks import task
-from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.core.tree import SHARED, Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -312,21 +312,3 @@ def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
     if task == "cut.train_head" or (task == "cut.finish" and block == SHARED):  # only a U-shaped client has a head
         return cut.u_shaped
     return not (field == "labels" and cut.u_shaped)
-
-
-def train_one(
-    cut: Cut, fed: Federation, params: Tree, k: int, halves: dict[int, ServerHalf]
-) -> tuple[Tree, float, Replies]:
-    """Train with one client. Return the whole model, the loss, and the client's half if the client sent it back."""
-    done, loss = cut.exchange(fed, [k], params, halves)
-    lower = done[k].params if k in done else {}
-    return params | lower | halves[COMMON].params, loss, done
-
-
-def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
-    """Return a server's half for each client, with the blocks that the client owns."""
-    found = {}
-    for k in clients:
-        own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}
-        found[k] = cut.fresh(fed.context.model, own)
-    return found

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, train_one, will_send
+from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.core import keys
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -111,3 +111,12 @@ class SplitLearning(Algorithm):
         return SplitState(
             params, {}, memory, train_loss=losses / max(rows, 1), optimiser=after.moments, steps=after.steps
         )
+
+
+def train_one(
+    cut: Cut, fed: Federation, params: Tree, k: int, halves: dict[int, ServerHalf]
+) -> tuple[Tree, float, Replies]:
+    """Train with one client. Return the whole model, the loss, and the client's half if the client sent it back."""
+    done, loss = cut.exchange(fed, [k], params, halves)
+    lower = done[k].params if k in done else {}
+    return params | lower | halves[COMMON].params, loss, done

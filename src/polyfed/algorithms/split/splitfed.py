@@ -9,14 +9,14 @@ server's optimiser keeps its state over rounds.
 The messages are the same as in split learning. Page: docs/algorithms/splitfed.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, server_halves, will_send
+from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, block_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
@@ -99,4 +99,13 @@ def mean(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
         total = sum(weights[k] for k in owners)
         first, *rest = ((weights[k] / total) * trees[k][name] for k in owners)
         found[name] = sum(rest, start=first)
+    return found
+
+
+def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
+    """Return a server's half for each client, with the blocks that the client owns."""
+    found = {}
+    for k in clients:
+        own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}
+        found[k] = cut.fresh(fed.context.model, own)
     return found
