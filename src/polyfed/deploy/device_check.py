@@ -30,6 +30,7 @@ from polyfed.experiment.check import plan
 from polyfed.experiment.check_result import Planned
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.requirement_checks import release_of, unmet
+from polyfed.experiment.task_choice import task_of
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 from polyfed.privacy.requirements import Requirements
@@ -96,7 +97,7 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     if not node.data:
         node = replace(node, modalities=",".join(recipe.model.modalities))
-    policy = policy_on(node, recipe, node.held)
+    policy = _of_model(policy_on(node, recipe, node.held), recipe)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
@@ -112,6 +113,15 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _of_model(policy: Policy, recipe: Recipe) -> Policy:
+    """Return the policy, made stricter if the recipe's model mixes modalities, as the device does it."""
+    spec = recipe.model
+    told = Policy.parse(recipe.egress, {**dict.fromkeys(spec.modalities), **recipe.egress})
+    read = recipe.algorithm.model_spec(spec, spec.modalities, told)[1]
+    mixes = task_of(recipe).mixes_modalities(spec)
+    return policy.for_model(spec.modalities if read is None else read, mixes=mixes)
 
 
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:

@@ -212,7 +212,9 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
-            parts = self.policy.for_client(modalities), tested, PrivateNames.of(self.algorithm, self.model)
+            mixes = self.objective.mixes_modalities(self.model)
+            policy = self.policy.for_client(modalities).for_model(self.model.modalities, mixes=mixes)
+            parts = policy, tested, PrivateNames.of(self.algorithm, self.model)
             demand = self.required, self.privacy
             self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
         return self._announcements[modalities]

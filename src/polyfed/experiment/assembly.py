@@ -164,6 +164,7 @@ def assemble(
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
+    policy = policy.for_model(model.modalities, mixes=task_of(recipe).mixes_modalities(model))
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
