@@ -12,7 +12,6 @@ from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
 from polyfed.deploy.device import (
-    ELSEWHERE,
     NodeConfig,
     allowance_on,
     check_held,
@@ -24,10 +23,12 @@ from polyfed.deploy.device import (
     requirements_on,
     used_on,
 )
+from polyfed.deploy.device_arrays import ELSEWHERE
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan
 from polyfed.experiment.check_result import Planned
+from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.requirement_checks import release_of, unmet
 from polyfed.experiment.task_choice import task_of
@@ -101,9 +102,9 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
-    lacking = tuple(_lacking(required, recipe, node))
     planned = tuple(_planned(recipe, node, policy, population, required))
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
+    lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told = {"limits": limits.sentences(), "required": required.sentences()}
     if population is None:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
