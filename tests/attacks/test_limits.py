@@ -203,7 +203,9 @@ def test_options_within_the_bounds_are_allowed(tmp_path: Path) -> None:
 
 
 def test_decay_counts_at_the_rate_with_which_training_really_runs() -> None:
-    train = Train(lr=0.1, lr_end=50.0, lr_schedule="step", lr_step=0, weight_decay=0.02, batch_size=8, epochs=3, clip_norm=1e-3)
+    train = Train(
+        lr=0.1, lr_end=50.0, lr_schedule="step", lr_step=0, weight_decay=0.02, batch_size=8, epochs=3, clip_norm=1e-3
+    )
     refused(recipe(algorithm("fedavg", train=train), rounds=1), FLOOR, r"lr \* weight_decay = 1 lets a step undo")
     assert any("weight_decay" in why for why in FLOOR.foreseen(train, 1, None))
 

@@ -5,8 +5,9 @@ limits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
@@ -73,6 +74,9 @@ class Inspection:
 def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
+    Without data of the device, the data of the recipe's [data] give the shapes of samples. Features that its source
+    extracts are then written to a private temporary folder, and never to the recipe's `cache`.
+
     Args:
         given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
             leaves out the parts of the recipe that only the server uses.
@@ -92,7 +96,20 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
             check_import(path)
         for path in used.models:
             check_model(path)
-        return _inspected(recipe, node)
+        if node.data:
+            return _inspected(recipe, node)
+        with TemporaryDirectory(prefix="polyfed-check-") as private:  # only this user can read the folder
+            return _inspected(_cached_in(recipe, private), node)
+
+
+def _cached_in(recipe: Recipe, folder: str) -> Recipe:
+    """Return the recipe with another cache for the features of its data.
+
+    The author of the recipe chose the data and the cache, so a check on a device must not write to that cache.
+    """
+    if not any(option.name == "cache" for option in fields(recipe.data)):
+        return recipe
+    return replace(recipe, data=replace(recipe.data, cache=folder))
 
 
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
