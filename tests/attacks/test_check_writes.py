@@ -40,6 +40,7 @@ def checked(folder: Path, *options: str) -> Any:
     return stop.value.code
 
 
+@pytest.mark.filterwarnings("ignore:.*measures nothing")
 def test_a_check_on_a_device_copies_no_data_to_the_cache_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
