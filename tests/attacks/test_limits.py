@@ -24,11 +24,14 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
 from polyfed.deploy.request_limits import REQUESTS, admit
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
 from polyfed.experiment.assembly import assemble
+from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.objective.multi_label import MultiLabel
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import steps_trained, usable_rows
 from world import algorithm, recipe, through
 
 FLOOR = Limits(min_batch_size=8, min_steps=3)
@@ -117,13 +120,106 @@ def test_a_training_above_the_limits_is_what_it_is_without_them(name: str) -> No
     egress = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
     made = recipe(algorithm(name, train=train), rounds=2, egress=egress)
     free, bound = assemble(made), assemble(made)
-    bound.engine.limits = Limits(min_rows=5, min_batch_size=8, min_steps=3)
+    last = min(int(n) % 8 or 8 for n in bound.engine.registry.num_rows)  # so no batch is left out
+    bound.engine.limits = Limits(min_rows=5, min_batch_size=last, min_steps=3)
     a, b = through(free, 2).params, through(bound, 2).params
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_a_client_with_too_few_rows_takes_no_part() -> None:
     refused(recipe(algorithm("fedavg"), rounds=1), Limits(min_rows=500), r"min_rows = 500 .* the client has \d+ tra")
+
+
+def rows_seen(limits: Limits, train: Train) -> list[int]:
+    """The number of rows in every batch that the first client's training used."""
+    made = recipe(algorithm("fedavg", train=train), rounds=1)
+    parts, seen = assemble(made), list[int]()
+    parts.engine.limits = limits
+    loss = parts.model.logits
+
+    def counting(w: Any, batch: Any) -> Any:
+        seen.append(len(batch.rows)) if batch.training else None
+        return loss(w, batch)
+
+    parts.model.logits = counting  # type: ignore[method-assign]
+    through(parts, 1)
+    return seen
+
+
+def test_the_short_last_batch_of_an_epoch_is_left_out_on_a_device_with_the_limit() -> None:
+    train = Train(lr=0.1, batch_size=7, epochs=3)
+    assert min(rows_seen(Limits(), train)) < 7, "otherwise this test shows nothing"
+    assert set(rows_seen(Limits(min_batch_size=7), train)) == {7}
+    sizes = {int(n) for n in assemble(recipe(algorithm("fedavg", train=train))).engine.registry.num_rows}
+    short = {n % 7 for n in sizes} - {0}
+    least = max(short)
+    assert set(rows_seen(Limits(min_batch_size=least), train)) <= {7, *(n for n in short if n >= least)}
+
+
+@pytest.mark.parametrize("n", range(1, 24))
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("smallest", [0, 1, 3, 5])
+def test_an_epoch_has_no_batch_below_the_limit_unless_it_is_the_only_one(n: int, size: int, smallest: int) -> None:
+    for skip in (False, True):
+        end = usable_rows(n, size, skip, smallest)
+        batches = [min(size or n, end - start) for start in range(0, end, size or n)]
+        assert n - end < max(smallest, 2) or (skip and size == 1), "nothing else is left out"
+        assert all(rows >= min(smallest, size or n, n) for rows in batches)
+        assert steps_trained(n, Train(batch_size=size), skip_single=skip, smallest=smallest) == len(batches)
+        assert usable_rows(n, size, skip) == usable_rows(n, size, skip, 0)
+
+
+TASK = '[task]\nname = "classification"\nclass_weights = '
+
+
+@pytest.mark.parametrize(
+    ("limits", "edit", "words"),
+    [
+        ("min_batch_size = 8", ("[train]", TASK + "[1e-30, 1.0, 1e-30, 1e-30]\n[train]"), "class_weights weighs some"),
+        ("min_batch_size = 8", ("[train]", TASK + "[0.0, 1.0, 0.0, 0.0]\n[train]"), "class_weights weighs some"),
+        ("min_rows = 8", ("[train]", TASK + "[1.0, 1.0, 1.0, 10.1]\n[train]"), r"min_rows = 8 .* more than 10 times"),
+        ("min_steps = 2", ("lr = 0.1", "lr = 10.0\nweight_decay = 0.1"), r"lr \* weight_decay = 1 lets a step undo"),
+        ("min_steps = 2", ('"scaffold"', '"fedprox"\nmu = 10.0'), r"lr \* mu = 1 lets a step undo"),
+        ("min_steps = 2", ('"scaffold"', '"fedmsplit"\nlam = 5.0'), r"lr \* 2 \* lam = 1 lets a step undo"),
+        ("min_steps = 2", ('"scaffold"', '"fedamp"\nlam = 10.0\nalpha = 1.0'), r"lr \* lam / alpha = 1 lets a step"),
+    ],
+)
+def test_options_that_let_few_rows_or_one_step_decide_are_refused(
+    limits: str, edit: tuple[str, str], words: str, tmp_path: Path, capsys: Any
+) -> None:
+    text = RECIPE.replace(*edit)
+    devices = device(tmp_path, limits, text)
+    place = devices.places[1]
+    with pytest.raises(SystemExit) as stop:
+        main(("check", str(devices.recipe), "--node", f"{place}/policy.toml", "--json"))
+    assert stop.value.code == 3
+    (breach,) = json.loads(capsys.readouterr().out)["breaches"]
+    assert re.search(words, breach)
+    if "weight_decay" not in text:  # this one is found in training, for algorithms may change their [train]
+        answer = devices.handler(hello(), devices.configs[1])
+        assert re.search(f"client 1 refused the recipe: .*{words}", answer.header["reason"])
+
+
+def test_options_within_the_bounds_are_allowed(tmp_path: Path) -> None:
+    text = RECIPE.replace("[train]", TASK + "[1.0, 2.0, 5.0, 10.0]\n[train]\nweight_decay = 1.0")
+    limits = "min_batch_size = 2\nmin_rows = 2\nmin_steps = 2"
+    assert device(tmp_path, limits, text).serve(tmp_path / "run")["rounds"] == 2
+
+
+def test_decay_counts_at_the_rate_with_which_training_really_runs() -> None:
+    train = Train(
+        lr=0.1, lr_end=50.0, lr_schedule="step", lr_step=0, weight_decay=0.02, batch_size=8, epochs=3, clip_norm=1e-3
+    )
+    refused(recipe(algorithm("fedavg", train=train), rounds=1), FLOOR, r"lr \* weight_decay = 1 lets a step undo")
+    assert any("weight_decay" in why for why in FLOOR.foreseen(train, 1, None))
+
+
+def test_weights_of_positive_labels_are_compared_with_those_of_negative_ones() -> None:
+    made = replace(recipe(algorithm("fedavg")), task=MultiLabel(positive_weights=(11.0, 11.0)))
+    assert any("positive_weights" in why for why in unfit_options(Limits(min_batch_size=2), made))
+    assert not list(unfit_options(Limits(), made)), "without limits, weights are free"
+    made = replace(made, task=MultiLabel(positive_weights=(10.0, 1.0)))
+    assert not list(unfit_options(Limits(min_batch_size=2), made))
 
 
 def device(folder: Path, limits: str, recipe: str = RECIPE) -> Devices:

@@ -52,7 +52,7 @@ class Devices:
         self.recipe = folder / "recipe.toml"
         self.app = write_app(self.recipe, folder / "app")
         self.places = write_nodes(load_recipe(self.recipe), folder)
-        held = _held(self.places)
+        held = _held(self.places, load_recipe(self.recipe))
         words = [shlex.split(node_config(p, k, held[k])) for k, p in enumerate(self.places)]
         self.configs: list[dict[str, Any]] = [dict(word.split("=", 1) for word in line) for line in words]
         for config in self.configs:

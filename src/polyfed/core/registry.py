@@ -31,10 +31,19 @@ class Allowance:
     Attributes:
         imports: classes that may be imported, as `package.module:Class`, or `package.*` for every class in a package.
         models: allowed values of the option `path` of the encoder `hf`, compared as texts.
+        label: arrays of the device's data that a recipe may name as `[data] label`, besides the standard name. The
+            next three lists do the same for the other keys of [data].
+        ids: arrays that a recipe may name as `[data] ids`.
+        split: arrays that a recipe may name as `[data] split`.
+        class_names: arrays that a recipe may name as `[data] class_names`.
     """
 
     imports: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    label: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, table: Any, where: str) -> "Allowance":
@@ -111,6 +120,26 @@ def check_model(path: str) -> None:
         raise NotAllowed(
             f"'{path}' is a saved model that this device has not been allowed to read. It would be allowed if the "
             f'device\'s policy file said: [allow] models = ["{path}"]'
+        )
+
+
+def check_array(role: str, name: str) -> None:
+    """Refuse a role of an array that the owner of this device has not allowed.
+
+    This check has an effect only inside of a `with only(...)` block.
+
+    Args:
+        role: the key of [data] that names the array: `label`, `ids`, `split` or `class_names`.
+        name: the name of the array.
+
+    Raises:
+        NotAllowed: the array may not have this role; the text holds the line that would allow it.
+    """
+    allowance = _ALLOWANCE.get()
+    if allowance is not None and name not in getattr(allowance, role):
+        raise NotAllowed(
+            f"[data] {role} = '{name}' names an array that this device has not been allowed to use so. Remove the key "
+            f'from the recipe. It would be allowed if the device\'s policy file said: [allow] {role} = ["{name}"]'
         )
 
 

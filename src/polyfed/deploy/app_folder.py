@@ -16,6 +16,7 @@ from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
 from polyfed.deploy.device import used_on
+from polyfed.deploy.device_arrays import array_names, standard
 from polyfed.experiment.assembly import assemble, model_of, population_of
 from polyfed.experiment.check import refuse_large
 from polyfed.experiment.privacy_faults import refuse_app
@@ -134,7 +135,7 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     for client in range(population.num_clients):
         place = Path(folder) / NODES / str(client)
         place.mkdir(parents=True, exist_ok=True)
-        np.savez(place / "data.npz", **_arrays(population, client))  # type: ignore[arg-type]
+        np.savez(place / "data.npz", **_arrays(population, client, recipe))  # type: ignore[arg-type]
         written.append(place)
         if (place / "policy.toml").exists():
             continue
@@ -158,7 +159,7 @@ def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
     return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'
 
 
-def _arrays(population: Population, client: int) -> dict[str, np.ndarray]:
+def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np.ndarray]:
     columns, train = population.columns, population.train[client]
     own = train[:0] if population.test is None else population.test[client]
     rows = np.concatenate([train.numpy(), own.numpy()])
@@ -167,9 +168,12 @@ def _arrays(population: Population, client: int) -> dict[str, np.ndarray]:
         arrays[name] = columns.modalities[name].take(train.new_tensor(rows)).numpy()
         if name in columns.present:
             arrays[f"{name}_present"] = columns.present[name].numpy()[rows]
-    arrays["label"] = columns.label.numpy()[rows]
-    arrays["id"] = columns.ids.numpy()[rows]
-    arrays["split"] = np.repeat([0, TEST], [len(train), len(own)])
+    names = array_names(recipe)
+    arrays[names["label"]] = columns.label.numpy()[rows]
+    arrays[names["ids"]] = columns.ids.numpy()[rows]
+    arrays[names["split"]] = np.repeat([0, TEST], [len(train), len(own)])
+    if names["class_names"] != standard("class_names") and columns.class_names:
+        arrays[names["class_names"]] = np.array(columns.class_names)
     assert TEST == OWN_TEST == 1
     return arrays
 

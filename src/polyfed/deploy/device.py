@@ -16,6 +16,7 @@ from polyfed.core.tasks import parts
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.data.sources.npz import ROWS, Npz
+from polyfed.deploy.device_arrays import ELSEWHERE, check_arrays, named_arrays, standard
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
 from polyfed.experiment.parts import build
@@ -28,9 +29,6 @@ from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.selection import SELECTORS, Selector
 
 WHERE = "--node-config"
-
-ELSEWHERE = Npz(path="")
-"""The data source that replaces a recipe's [data] on a device, because the device has its own rows."""
 
 SECTIONS = "[egress.*], [allow], [limits] and [require]"
 """Names of the sections of a policy file, for error messages."""
@@ -207,13 +205,14 @@ def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
 def used_on(recipe: Recipe) -> Allowance:
     """Return the code and models that devices must allow for this recipe."""
     algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
+    arrays = {role: (name,) for role, name in named_arrays(recipe).items() if name != standard(role)}
     named = [name_of(algorithm, ALGORITHMS)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
     named += [encoder.kind for encoder in encoders]
     named += recipe.model.classes().values()
     imports = [name for name in named if ":" in name]
     models = [encoder.path for encoder in encoders if isinstance(encoder, HuggingFace)]
-    return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)))
+    return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)), **arrays)
 
 
 def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Population:
@@ -230,6 +229,8 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
         base = replace(base, ids=Npz.ids)
+    # a device belongs to one client and has only one test set, so it needs neither of these arrays
+    base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())
     check_finite(columns)
@@ -254,15 +255,19 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
 
 
 def check_held(node: NodeConfig, recipe: Recipe) -> None:
-    """Refuse modalities for which the recipe has no encoder.
+    """Refuse modalities for which the recipe has no encoder, and arrays that the recipe may not use here.
+
+    Call this function inside `registry.only(allowance_on(node))`.
 
     Raises:
         DataError: the recipe has no encoder for a modality. The text suggests the most similar name.
+        NotAllowed: the recipe's [data] names an array that it may not use on this device; see `check_arrays`.
     """
     for name in node.held:
         if name not in recipe.model.modalities:
             hint = did_you_mean(name, recipe.model.modalities)
             raise DataError(f"{WHERE} modalities: the recipe has no '{name}'; {hint}")
+    check_arrays(recipe, (*node.held, *(_policy_table(node).get("egress", {}) if node.policy else ())))
 
 
 def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:

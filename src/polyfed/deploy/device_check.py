@@ -5,14 +5,14 @@ limits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
 from polyfed.deploy.device import (
-    ELSEWHERE,
     NodeConfig,
     allowance_on,
     check_held,
@@ -24,12 +24,15 @@ from polyfed.deploy.device import (
     requirements_on,
     used_on,
 )
+from polyfed.deploy.device_arrays import ELSEWHERE
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan
 from polyfed.experiment.check_result import Planned
+from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.requirement_checks import release_of, unmet
+from polyfed.experiment.task_choice import task_of
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 from polyfed.privacy.requirements import Requirements
@@ -71,6 +74,9 @@ class Inspection:
 def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
+    Without data of the device, the data of the recipe's [data] give the shapes of samples. Features that its source
+    extracts are then written to a private temporary folder, and never to the recipe's `cache`.
+
     Args:
         given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
             leaves out the parts of the recipe that only the server uses.
@@ -90,19 +96,32 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
             check_import(path)
         for path in used.models:
             check_model(path)
-        return _inspected(recipe, node)
+        if node.data:
+            return _inspected(recipe, node)
+        with TemporaryDirectory(prefix="polyfed-check-") as private:  # only this user can read the folder
+            return _inspected(_cached_in(recipe, private), node)
+
+
+def _cached_in(recipe: Recipe, folder: str) -> Recipe:
+    """Return the recipe with another cache for the features of its data.
+
+    The author of the recipe chose the data and the cache, so a check on a device must not write to that cache.
+    """
+    if not any(option.name == "cache" for option in fields(recipe.data)):
+        return recipe
+    return replace(recipe, data=replace(recipe.data, cache=folder))
 
 
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     if not node.data:
         node = replace(node, modalities=",".join(recipe.model.modalities))
-    policy = policy_on(node, recipe, node.held)
+    policy = _of_model(policy_on(node, recipe, node.held), recipe)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
-    lacking = tuple(_lacking(required, recipe, node))
     planned = tuple(_planned(recipe, node, policy, population, required))
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
+    lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told = {"limits": limits.sentences(), "required": required.sentences()}
     if population is None:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
@@ -112,6 +131,15 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _of_model(policy: Policy, recipe: Recipe) -> Policy:
+    """Return the policy, made stricter if the recipe's model mixes modalities, as the device does it."""
+    spec = recipe.model
+    told = Policy.parse(recipe.egress, {**dict.fromkeys(spec.modalities), **recipe.egress})
+    read = recipe.algorithm.model_spec(spec, spec.modalities, told)[1]
+    mixes = task_of(recipe).mixes_modalities(spec)
+    return policy.for_model(spec.modalities if read is None else read, mixes=mixes)
 
 
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, c
 from polyfed.experiment.assembly import initial_of, model_of, population_of
 from polyfed.experiment.engine_choice import device_of
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.parts import build
 from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe
@@ -138,6 +139,8 @@ class Deployed:
             policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
             required = requirements_on(node)
         enrols = packet.header.get("want") == ENROL
+        with blamed("its limits cannot be compared with the recipe"):
+            _refuse_unmet(unfit_options(limits, recipe), node.client)
         with blamed("its requirements cannot be compared with the recipe"):
             _refuse_unmet(unmet(required, recipe, shared=node.silo >= 0), node.client)
             if enrols:

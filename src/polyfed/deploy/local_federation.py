@@ -20,6 +20,7 @@ from polyfed.core.files import RESULT
 from polyfed.core.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.device_arrays import array_names
 from polyfed.deploy.launch import CONNECTION
 from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
 from polyfed.deploy.server import ERROR, placed
@@ -49,7 +50,7 @@ class Local:
         self.app = write_app(recipe_path, self.folder / "app")
         recipe = load_recipe(recipe_path)
         self.nodes = write_nodes(recipe, self.folder)
-        self.held = _held(self.nodes)
+        self.held = _held(self.nodes, recipe)
         self.credentials = self.folder / "credentials"
         write_credentials(self.credentials, len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -247,11 +248,11 @@ def _say(text: str) -> None:
     print(f"polyfed: {text}", flush=True)  # noqa: T201  as the log that follows
 
 
-def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
+def _held(nodes: list[Path], recipe: Recipe) -> list[tuple[str, ...]]:
     """Return the modalities of the data in each folder."""
     import numpy as np
 
-    special = {"label", "id", "split"}
+    special = {*array_names(recipe).values()}
     held = []
     for place in nodes:
         with np.load(place / "data.npz", allow_pickle=False) as arrays:

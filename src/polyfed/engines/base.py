@@ -211,8 +211,9 @@ class Engine(ABC):
         """Return the announcement for clients with these modalities: everything that their replies can hold."""
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
-            tested = bool(self.registry.tested)
-            parts = self.policy.for_client(modalities), tested, PrivateNames.of(self.algorithm, self.model)
+            read, mixes = self.model.modalities, self.objective.mixes_modalities(self.model)
+            policy = self.policy.for_client(modalities).for_model(read, mixes=mixes)
+            parts = policy, bool(self.registry.tested), PrivateNames.of(self.algorithm, self.model)
             demand = self.required, self.privacy
             self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
         return self._announcements[modalities]
@@ -246,6 +247,7 @@ class Engine(ABC):
             rounds=request.rounds,
             test_index=tests.to(self.device),
             privacy=self.per_sample(request, client),
+            smallest=self.limits.min_batch_size if client >= 0 else 0,
         )
         try:
             guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)

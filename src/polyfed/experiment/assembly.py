@@ -133,8 +133,7 @@ def assemble(
     model = model_of(recipe, shapes, columns.num_classes, policy)
     check_model(recipe.algorithm, model)
     initial = initial_of(recipe, model)
-    ledger = Ledger(run)
-    clock = clock_of(recipe, population.num_clients, ledger)
+    clock = clock_of(recipe, population.num_clients, ledger := Ledger(run))
     held = (engine or engine_of(recipe))(
         population,
         model,
@@ -164,7 +163,8 @@ def assemble(
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+    mixed = policy.for_model(model.modalities, mixes=held.objective.mixes_modalities(model))
+    return Assembly(recipe, population, model, mixed, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:

@@ -29,7 +29,7 @@ from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.checks import check_entries
 from polyfed.model.encoder_spec import Shape
-from polyfed.model.fusion import Features, Fusion, Parts, masked
+from polyfed.model.fusion import Features, Fusion, Parts, masked, mixes
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
@@ -97,7 +97,7 @@ class WholeModel(Model):
         assert isinstance(self._fusion, WholeFusion)
         for name in self._slots.parameters:  # `forward` also uses parameters of a block that a client lacks
             self._slots.own(name).requires_grad_(False)
-        self.has_embeddings = self._fusion.encodes
+        self.has_embeddings, self.mixes = self._fusion.encodes, mixes(type(self._fusion.module))
         if self.has_embeddings:
             encode: Any = self._fusion.module.encode
             self._encoders = {name: partial(encode, name) for name in read}

@@ -12,7 +12,8 @@ A recipe may have a [limits] section too. If both sections set a limit, the stri
 The policy decides which kinds of data a client may send. It sets no limit on the number of rows from which the client
 computes this data. The number of rows matters, because the gradient of a batch of one row can reveal that row.
 polyfed checks the limits during local training: `LimitedClientData` sees the rows and the arguments of every call of
-`minimise`.
+`minimise`. `polyfed.experiment.limit_checks` refuses recipes whose options let few rows or few steps decide the result.
+docs/egress.md says what the limits do not prevent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,9 @@ WITHHELD = {
 """The clause that the server gets in place of the one in MEANINGS. The policy may withhold how many rows a client has,
 and the size of a batch and the number of steps depend on it. The server knows rounds and requests."""
 
+MOST_DECAY = 0.1
+"""With `min_steps`, the largest share of a parameter's change that one step of training may undo."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -56,10 +60,10 @@ class Limits:
 
     Attributes:
         min_rows: least number of training rows that the client must have to take part.
-        min_batch_size: least number of rows in a batch of local training. The last batch of an epoch may be smaller: a
-            step on a full batch always precedes it, so the trained model never depends on the small batch alone. Every
-            batch from `ClientData.batch` must have at least this number of rows.
-        min_steps: least number of optimiser steps of local training within one request.
+        min_batch_size: least number of rows in every batch of local training. If the last batch of an epoch is smaller,
+            `minimise` leaves it out. Every batch from `ClientData.batch` must have at least this number of rows.
+        min_steps: least number of optimiser steps of local training within one request. A step may undo at most
+            `MOST_DECAY` of what earlier steps have changed.
         max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
     """
@@ -91,6 +95,16 @@ class Limits:
         return (
             f"[limits] {key} = {getattr(self, key)} of the {whose}, and {MEANINGS[key].format(value)}. "
             f"It would be allowed if the {where} said: [limits] {key} = {value}"
+        )
+
+    def decay_breach(self, what: str, share: float) -> str:
+        """Return why a step may not undo this share of earlier changes, which options `what` set; "" if it may."""
+        if self.min_steps < 2 or share <= MOST_DECAY:
+            return ""
+        whose = "recipe" if self.is_of_the_recipe("min_steps") else "device"
+        return (
+            f"[limits] min_steps = {self.min_steps} of the {whose}, and {what} = {share:g} lets a step undo what "
+            f"earlier steps have learned. At most {MOST_DECAY:g} is allowed: lower these options in the recipe"
         )
 
     def _beyond(self, key: str, value: int) -> bool:
@@ -135,11 +149,14 @@ class Limits:
             values |= {
                 "min_rows": rows,
                 "min_batch_size": min(train.batch_size or rows, rows),
-                "min_steps": steps_trained(rows, train, skip_single=False),
+                "min_steps": steps_trained(rows, train, skip_single=False, smallest=self.min_batch_size),
             }
         for key, value in values.items():
             if value is not None and (why := self.breach(key, value)):
                 yield why
+        rates = {train.lr, train.lr if train.lr_end is None else train.lr_end}
+        if why := self.decay_breach("lr * weight_decay", max(rates) * train.weight_decay):
+            yield why
 
     def refusal(self, key: str, value: int, client: int, task: str) -> EgressError | None:
         """Return the refusal of a request that breaks a limit, or None if the request breaks no limit.
@@ -235,9 +252,10 @@ class LimitGuard:
         if self.refusal is not None:
             raise self.refusal
 
-    def check_batch(self, rows: int) -> None:
-        """Stop the task if a batch is too small."""
+    def check_batch(self, rows: int, decay: float = 0.0) -> None:
+        """Stop the task if a batch is too small, or if a step undoes too large a share of the earlier steps."""
         self._note("min_batch_size", rows)
+        self._refuse(self.limits.decay_breach("lr * weight_decay", decay))
         if self.refusal is not None:
             raise _BreachError(str(self.refusal))
 
@@ -255,6 +273,11 @@ class LimitGuard:
     def _note(self, key: str, value: int) -> None:
         if self.refusal is None:
             self.refusal = self.limits.refusal(key, value, self.client, self.task)
+
+    def _refuse(self, why: str) -> None:
+        """Refuse the task for this reason, which the server gets. It depends on the recipe only."""
+        if why and self.refusal is None:
+            self.refusal = EgressError(f"client {self.client} refused task {self.task}: {why}")
 
 
 class LimitedClientData(ClientData):
@@ -278,10 +301,12 @@ class LimitedClientData(ClientData):
             rows, steps = _different(job.on), 1
         else:
             skip, size = (job.model or self._model).has_batchnorm, job.train.batch_size
-            end = usable_rows(self._num_rows, size, skip)
-            rows, steps = min(size or end, end), steps_trained(self._num_rows, job.train, skip_single=skip)
+            least = self._guard.limits.min_batch_size
+            end = usable_rows(self._num_rows, size, skip, least)
+            rows = end % size or min(size, end) if size else end  # the smallest batch, which may be the last one
+            steps = steps_trained(self._num_rows, job.train, skip_single=skip, smallest=least)
         if steps:
-            self._guard.check_batch(rows)
+            self._guard.check_batch(rows, job.train.lr_at(self.round, self.rounds) * job.train.weight_decay)
         result = self._view.minimise(loss, params, **options)
         self._guard.add_training(steps, result, job.after)
         return result

@@ -16,6 +16,10 @@ row, a modality may send parameters, gradients of parameters and statistics, and
 three kinds are the default for `shared`, but a kind is left out if any modality of the client may not send it. The
 reason is that the shared layers read all modalities of the client, and gradients of these layers can reveal the data.
 
+Some models mix the modalities before their shared layers (`Model.mixes`). The gradient of one modality's block then
+holds the features of other modalities. So the parameters and gradients of such a block need two permissions: what the
+modality may send, and what `shared` may send.
+
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
 
@@ -23,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, Crossing
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Crossing
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
 
@@ -45,10 +49,13 @@ class Policy:
             policy does not name are left out.
         owned: the modalities of the client, or None for all modalities of the federation. If the policy has no row for
             `shared`, the policy rows of these modalities limit what `shared` may send.
+        mixed: the modalities that the client's model mixes. Parameters and gradients of their blocks may leave only if
+            `shared` may send them too. Empty if the model mixes none.
     """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     owned: frozenset[str] | None = None
+    mixed: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, table: Table, modalities: Iterable[str], where: str = "[egress]") -> "Policy":
@@ -89,8 +96,26 @@ class Policy:
         """
         return replace(self, owned=frozenset(modalities))
 
+    def for_model(self, modalities: Iterable[str], *, mixes: bool) -> "Policy":
+        """Return the policy of a client whose model reads these modalities.
+
+        Args:
+            modalities: the modalities that the model reads. Modalities that the client lacks have no effect.
+            mixes: whether the model mixes modalities, so that the gradient of one modality's block can hold the
+                features of another modality.
+        """
+        read = frozenset(modalities) if self.owned is None else self.owned.intersection(modalities)
+        return replace(self, mixed=read if mixes and len(read) > 1 else frozenset())
+
     def kinds(self, block: str, destination: str) -> frozenset[str]:
         """Return the kinds that may go from this block to this destination."""
+        own = self._row(block, destination)
+        if block not in self.mixed:
+            return own
+        return own - (frozenset(OF_THE_MODEL) - self._row(SHARED, destination))
+
+    def _row(self, block: str, destination: str) -> frozenset[str]:
+        """Return the kinds that a block's row or default allows, whether or not the model mixes modalities."""
         if (block, destination) in self.rules:
             return self.rules[block, destination]
         if block == LABELS:
@@ -106,12 +131,22 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Return a text that lists the modalities whose policy rows prevent `shared` from sending some of these kinds.
+        """Return why other policy rows prevent a block from sending some of these kinds, or an empty text.
 
         If the policy has no row for `shared`, this block may send only the kinds that the rows of all modalities allow.
-        The text is empty if the policy has a row for `shared` itself, or if no row of a modality forbids any of these
-        kinds. Kinds outside `DEFAULT` are not considered.
+        The text then lists the modalities whose rows forbid any of these kinds. Kinds outside `DEFAULT` are not
+        considered. If the model mixes modalities, a modality may send only the parameters and gradients that `shared`
+        may send. The text then says so.
         """
+        if block in self.mixed:
+            lacking = {*kinds}.intersection(OF_THE_MODEL) - self._row(SHARED, destination)
+            why = self.inherited(lacking, SHARED, destination)
+            return (
+                f"the model mixes the modalities, so the {' and '.join(sorted(lacking))} of '{block}' can reveal the "
+                f"other modalities: they may leave only if '{SHARED}' may send them too{why and f'; {why}'}"
+                if lacking
+                else ""
+            )
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
         strict = [m for m, allowed in self._mixed(destination).items() if (DEFAULT & {*kinds}) - allowed]
@@ -146,25 +181,32 @@ class Policy:
         }
 
     def fix(self, wanted: Collection[str], block: str, destination: str) -> str:
-        """Return the line of a policy that would allow these kinds."""
-        kinds = [k for k in KINDS if k in wanted or k in self.kinds(block, destination)]
+        """Return the line of a policy that would allow these kinds.
+
+        If the model mixes modalities, two lines can be necessary: one for the modality and one for `shared`.
+        """
+        needs = {block: {*wanted}}
+        if block in self.mixed and (also := {*wanted}.intersection(OF_THE_MODEL) - self._row(SHARED, destination)):
+            needs = {SHARED: also} if needs[block] <= self._row(block, destination) else needs | {SHARED: also}
+        return " and ".join(self._line(name, kinds, destination) for name, kinds in needs.items())
+
+    def _line(self, block: str, wanted: Collection[str], destination: str) -> str:
+        kinds = [k for k in KINDS if k in wanted or k in self._row(block, destination)]
         listed = ", ".join(f'"{k}"' for k in kinds)
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """Yield sentences that explain why the policy does not let data of the block `shared` leave the client.
+        """Yield sentences that explain why the policy rows of other blocks do not let data of a block leave the client.
 
-        A sentence names the modalities whose rows in the policy are the reason. There is at most one sentence for each
-        destination.
+        These are the sentences of `inherited`. There is at most one sentence for each block and destination.
 
         Args:
             refused: the (kind, block, destination) triples that the policy forbids.
         """
-        kinds: dict[str, set[str]] = {}
+        kinds: dict[tuple[str, str], set[str]] = {}
         for kind, block, destination in refused:
-            if block == SHARED:
-                kinds.setdefault(destination, set()).add(kind)
-        yield from filter(None, (self.inherited(wanted, SHARED, place) for place, wanted in kinds.items()))
+            kinds.setdefault((block, destination), set()).add(kind)
+        yield from filter(None, (self.inherited(wanted, *place) for place, wanted in kinds.items()))
 
 
 def _fault(destination: str, kinds: Iterable[str], where: str) -> str:

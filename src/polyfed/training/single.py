@@ -50,6 +50,7 @@ class SingleClientData(ClientData):
         rounds: number of rounds of the run.
         test_index: positions of the client's own test rows in the table.
         privacy: how training protects single rows. None means no protection.
+        smallest: least number of rows of the last batch of an epoch; a smaller batch is left out, see `usable_rows`.
     """
 
     columns: Columns
@@ -61,6 +62,7 @@ class SingleClientData(ClientData):
     rounds: int
     test_index: Tensor | None = None
     privacy: PerSample | None = None
+    smallest: int = 0
 
     def __post_init__(self) -> None:
         """Make `num_rows` a tensor on the device of the rows."""
@@ -161,8 +163,8 @@ class SingleClientData(ClientData):
     def _batches(self, train: Train, model: Model, stream: int, first_epoch: int, first_step: int) -> Iterator[Batch]:
         n = len(self.index)
         size = train.batch_size or n
-        end = usable_rows(n, train.batch_size, model.has_batchnorm)
-        limit = steps_trained(n, train, skip_single=model.has_batchnorm)
+        end = usable_rows(n, train.batch_size, model.has_batchnorm, self.smallest)
+        limit = steps_trained(n, train, skip_single=model.has_batchnorm, smallest=self.smallest)
         order_key = stream_key(self.key, ORDER, stream)
         dropout_key = stream_key(self.key, DROPOUT, stream)
         done = 0
