@@ -1,7 +1,8 @@
 """The events of a run. The progress display, the trackers, the records and the tests receive the same events."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -25,6 +26,22 @@ class Emitter:
         """Call every listener with an event and its facts."""
         for listener in self.listeners:
             listener(event, **facts)
+
+    @contextmanager
+    def stopped_in(self, round: Callable[[], int]) -> Iterator[None]:
+        """Emit `run-stopped` if an exception ends the block. A listener that fails does not hide this exception.
+
+        Args:
+            round: returns the number of the current round.
+        """
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            with suppress(Exception):
+                reason = INTERRUPTED if interrupted else f"{type(error).__name__}: {error}"
+                self("run-stopped", round=round(), reason=reason)
+            raise
 
 
 class EventLines:

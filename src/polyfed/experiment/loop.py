@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
-from polyfed.experiment.events import INTERRUPTED, Emitter
+from polyfed.experiment.events import Emitter
 from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
 from polyfed.experiment.protection import privacy_after, privacy_facts
@@ -66,7 +66,7 @@ def execute(
             emit("note", text=text)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
-        with loop.told():
+        with emit.stopped_in(lambda: loop.fed.round):
             for round in range(first, loop.recipe.rounds + 1):
                 with loop.booked(round):
                     state, row = loop.train(round, state)
@@ -90,18 +90,6 @@ class _Loop:
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Emit `run-stopped` if an exception ends the block. A listener that fails does not hide this exception."""
-        try:
-            yield
-        except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            with suppress(Exception):
-                reason = INTERRUPTED if interrupted else f"{type(error).__name__}: {error}"
-                self.emit("run-stopped", round=self.fed.round, reason=reason)
-            raise
 
     @contextmanager
     def booked(self, round: int) -> Iterator[None]:

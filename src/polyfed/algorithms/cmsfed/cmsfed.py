@@ -150,11 +150,10 @@ class CmsFed(CmsFedOptions):
         rule = None if private is None else private.over(state.choice.trained(fed.clients.modalities))
         weights_of: Mapping[str, Mapping[int, float]] = dict.fromkeys(fed.clients.modalities, weights)
         if self.client_weights == "clusters" and state.gradients is not None:
-            # the weight of every client in the federation: its number of rows, or 1
-            every = fed.clients
-            rows = dict.fromkeys(every, 1.0) if self.aggregation == "uniform" else every.rows_of(every)
+            all_ = fed.clients
+            rows = dict.fromkeys(all_, 1.0) if self.aggregation == "uniform" else all_.rows_of(all_)
             weak = state.encoders.get(state.choice.weak)
-            weights_of = aggregation.cluster_weights(replies, state.choice, state.gradients, weak, rows, fed.clients)
+            weights_of = aggregation.cluster_weights(replies, state.choice, state.gradients, weak, rows, all_)
             mean = aggregation.mean_by_clusters(replies, weights_of)
         else:
             mean = aggregate(replies, "params", weights, state.params, self.server, rule)
