@@ -25,9 +25,6 @@ LOGGED = ("client-missing", "late-reply")
 SCORES = ("accuracy", "mae", "recall1", "loss")
 """Scores of the global model that a round's log line shows if they are available."""
 
-WRITE_EVERY = 1.0
-"""Seconds between two writes of the status for the events in `LOGGED`, of which a round may have thousands."""
-
 KEPT_REASONS = 20
 """Largest number of clients for which the status holds the newest reason for a missing reply."""
 
@@ -61,7 +58,7 @@ class RunStatus:
     """
 
     def __init__(self, path: Path, run: Path) -> None:
-        self.path, self.complained, self._written = path, False, 0.0
+        self.path, self.complained = path, False
         self.facts: dict[str, Any] = {
             "run": str(run.absolute()),
             "state": "enrolling",
@@ -85,8 +82,7 @@ class RunStatus:
         handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
         if handler is not None:
             handler(**facts)
-            if event not in LOGGED or time.monotonic() - self._written >= WRITE_EVERY:
-                self._write()
+            self._write()
 
     def failed(self, error: str) -> None:
         """Record the error that ended the run."""
@@ -123,7 +119,6 @@ class RunStatus:
         self.facts["state"] = "finished"
 
     def _write(self) -> None:
-        self._written = time.monotonic()
         try:
             replace_text(self.path, json.dumps(self.facts | {"updated": time.time()}))
         except OSError as error:  # the run does not depend on this file
