@@ -50,6 +50,8 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
         recompute.rows = rows
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # 1 and 2 select a fused kernel in evaluation mode, which vmap cannot batch
+    if isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False  # True passes nested tensors to that kernel
     for name, child in module.named_children():
         setattr(module, name, adopt(child, rows, f"{path}.{name}"))
     return module
