@@ -261,9 +261,82 @@ def test_adopt_keeps_values():
     assert {name for name, _ in net.named_buffers()} == {"1.running_mean", "1.running_var"}
 
 
+class Twice(nn.Module):
+    """Uses one layer of each kind under two names, at different depths."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(4)
+        self.layers = nn.Sequential(self.drop, nn.Linear(4, 4), self.norm, self.drop)
+
+
+def test_a_layer_with_several_names_is_replaced_under_all_of_them():
+    rows = Rows()
+    net = adopt(Twice(), rows, "a")
+    assert isinstance(net.drop, Dropout)
+    assert isinstance(net.norm, BatchNorm)
+    assert net.layers[0] is net.layers[3] is net.drop
+    assert net.layers[2] is net.norm
+    x = torch.ones(2, 50)
+    rows.see(Batch(x={}, y=torch.zeros(2), rows=torch.arange(2), key=1))
+    assert not torch.equal(net.layers[0](x), net.layers[3](x)), "one stream, another mask for each use"
+    rows.clear()
+
+
+class Scaled(nn.GRU):
+    def forward(self, x):
+        return super().forward(x)[0] * 2
+
+
+class MyNorm(nn.BatchNorm2d):
+    pass
+
+
+class MyDropout(nn.Dropout):
+    pass
+
+
+class MyAttention(nn.MultiheadAttention):
+    pass
+
+
+def hooked(layer, register="register_forward_hook"):
+    getattr(layer, register)(lambda *_: None)
+    return layer
+
+
+def with_forward(layer):
+    layer.forward = lambda x: x
+    return layer
+
+
+def complex_parameter(layer):
+    layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    return layer
+
+
+def test_hooks_that_the_replacement_keeps_are_allowed():
+    calls = []
+    for layer, x in ((nn.MaxPool2d(2), (normal(1, 1, 4, 4),)), (nn.Linear(2, 2), (normal(1, 2),))):
+        layer.register_forward_hook(lambda *_: calls.append(1))
+        adopt(nn.Sequential(layer), Rows(), "a")[0](*x)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize(
     "layer",
     [
+        Scaled(3, 3, batch_first=True),
+        MyNorm(3),
+        MyDropout(0.1),
+        MyAttention(4, 2, batch_first=True),
+        nn.utils.parametrizations.weight_norm(nn.GRU(3, 3, batch_first=True), "weight_hh_l0"),
+        hooked(nn.Dropout(0.1)),
+        hooked(nn.BatchNorm1d(3), "register_forward_pre_hook"),
+        hooked(nn.LSTM(3, 3, batch_first=True), "register_full_backward_hook"),
+        with_forward(nn.GRU(3, 3, batch_first=True)),
+        complex_parameter(nn.Linear(2, 2)),
+        nn.Embedding(3, 3, scale_grad_by_freq=True),
         nn.BatchNorm1d(3, momentum=None),
         nn.BatchNorm1d(3, track_running_stats=False),
         nn.SyncBatchNorm(3),

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from polyfed.core import keys
+
+_REDRAWN = keys.key("redrawn")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,6 +47,16 @@ class Batch:
     def evaluation(self) -> "Batch":
         """Return the same rows in evaluation mode: no dropout, and BatchNorm uses its running statistics."""
         return replace(self, key=None)
+
+    def redrawn(self, number: int = 1) -> "Batch":
+        """Return the same rows with other dropout masks, for a second forward pass in the same step.
+
+        The masks are a function of the key. Therefore two forward passes on the same batch have the same masks.
+
+        Args:
+            number: number of the further pass, from 1. Each number gives other masks.
+        """
+        return self if self.key is None else replace(self, key=keys.fold_in(keys.fold_in(self.key, _REDRAWN), number))
 
     @property
     def num_real(self) -> Tensor:

@@ -31,7 +31,8 @@ from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
+from polyfed.privacy.limit_guard import LimitGuard
+from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.mechanism import Mechanism
 from polyfed.privacy.policy import Policy
 from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements

@@ -17,7 +17,7 @@ from polyfed.engines.base import Engine, Method
 from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.worker_process import Unit
 from polyfed.engines.workers import Workers
-from polyfed.federation.network import TRAINING_PASSES
+from polyfed.federation.clock import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH

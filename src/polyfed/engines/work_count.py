@@ -8,8 +8,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.clock import Count
-from polyfed.federation.network import TRAINING_PASSES
+from polyfed.federation.clock import TRAINING_PASSES, Count
 from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult, rows_trained
 from polyfed.training.optimisers import Train

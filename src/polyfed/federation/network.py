@@ -18,9 +18,6 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.schema import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, between, check_ranges
 
-TRAINING_PASSES = 3
-"""Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Network:

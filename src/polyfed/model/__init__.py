@@ -11,6 +11,7 @@
 - `fusion.py`: the fusions that a recipe can name.
 - `user_classes.py`: the user's own fusions and whole modules.
 - `whole_module.py`: a whole module as the model.
+- `trial_calls.py`: checks the user's own code with trial calls.
 - `names.py`: the names in a model's Tree.
 - `layer_replacement.py`: replaces layers of a PyTorch module that depend on the batch.
 - `layers.py`: the replacement layers: BatchNorm, dropout, GRU and attention.

@@ -8,11 +8,14 @@ from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.checks import check_entries
 from polyfed.model.encoder_spec import EncoderSpec, Shape
+from polyfed.model.encoders import Custom
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
+from polyfed.model.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
+from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
 
@@ -115,7 +118,7 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
     for name in model.modalities:
         where = f"[model.encoders] {name} ({spec.encoders[name].kind})"
         try:
-            with torch.no_grad():
+            with torch.no_grad(), draws_watched():
                 z = model.features(w, model.zero_batch(2, [name]))[name]
         except Exception as error:
             raise ModelError(f"{where} cannot read samples of shape {model.shapes[name]}: {error}") from error
@@ -126,6 +129,8 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
             )
         if not model.sequential and tuple(z.shape) != (2, spec.embedding):
             raise ModelError(f"{where} gives {tuple(z.shape)} for two rows; it must give (2, {spec.embedding}).")
+        if isinstance(spec.encoders[name], Custom):
+            check_trial_calls(model, w, where, [name], model.features)
     if spec.fusion not in FUSIONS:
         _check_fusion(model, w, f"[model] fusion {described(spec.fusion)}")
     for name, value in trained.items():
@@ -141,7 +146,7 @@ def _check_fusion(model: Model, w: Tree, where: str) -> None:
     for read in dict.fromkeys([model.modalities, *((m,) for m in model.modalities)]):
         batch = model.zero_batch(2, read)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), draws_watched():
                 logits = model.fuse(w, model.features(w, batch), batch)
         except Exception as error:
             why = str(error) or "joint() is missing"
@@ -153,3 +158,4 @@ def _check_fusion(model: Model, w: Tree, where: str) -> None:
                 f"{where} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number "
                 "for each class or target."
             )
+    check_trial_calls(model, w, where, model.modalities, model.logits)

@@ -3,7 +3,8 @@
 The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`, because these
 layers depend on the batch or do not support `vmap`. `max_pool.py` replaces a layer that is slow. Each replacement has
 the same parameters and the same results as the original layer. Layers that cannot run under `torch.func.vmap`, or
-that draw from a global random generator, are refused. The error says what to use instead.
+that draw from a global random generator, are refused. So are layers that do more than their class in `torch.nn`, for
+example because a subclass overrides a method, as the replacement would not do it. The error says what to use instead.
 """
 
 from torch import nn
@@ -28,13 +29,26 @@ _REFUSED: dict[type[nn.Module], str] = {
 }
 
 
-def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
+_REPLACED = (nn.Dropout, *_CHANNEL_DROPOUT, nn.GRU, nn.LSTM, nn.MultiheadAttention, _BatchNorm)
+"""The classes whose layers polyfed replaces. Their subclasses outside `torch.nn` are refused."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Memo = dict[int, tuple[nn.Module, nn.Module]]
+"""The id of a module -> the module, which must live as long as its id is in use, and its replacement."""
+
+
+def adopt(module: nn.Module, rows: Rows, path: str, memo: Memo | None = None) -> nn.Module:
     """Replace each layer of a module, at any depth, for which polyfed has its own version.
+
+    A layer that has several names has one replacement, which has all of these names. A shared dropout layer has one
+    random stream, that of its first name, and draws another mask each time that it is applied.
 
     Args:
         module: a new module of an encoder or a fusion; it is changed.
         rows: the rows of the current batch, shared by all layers of the model.
         path: full name of the module. The random stream of a dropout layer depends only on this name.
+        memo: the modules that have been visited before, with their replacements; the function adds to it.
 
     Returns:
         The module, or its replacement.
@@ -42,29 +56,36 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
     Raises:
         ModelError: a layer, or an option of a layer, is not supported. The text says what to use instead.
     """
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        return memo[id(module)][1]
+    _refuse(module, path)
     ours = _swapped(module, rows, path)
+    memo[id(module)] = (module, module if ours is None else ours)
     if ours is not None:
         return ours
-    _refuse(module, path)
     if isinstance(recompute := module.__dict__.get("forward"), Recompute):
         recompute.rows = rows
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # 1 and 2 select a fused kernel in evaluation mode, which vmap cannot batch
-    for name, child in module.named_children():
-        setattr(module, name, adopt(child, rows, f"{path}.{name}"))
+    if isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False  # True passes nested tensors to that kernel
+    for name, child in tuple(module._modules.items()):  # `named_children` gives only the first name of a child
+        if child is not None:
+            setattr(module, name, adopt(child, rows, f"{path}.{name}", memo))
     return module
 
 
 def _swapped(module: nn.Module, rows: Rows, path: str) -> nn.Module | None:
     if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return _batch_norm(module, rows, path)
-    if isinstance(module, (nn.Dropout, *_CHANNEL_DROPOUT)):
+    if type(module) in (nn.Dropout, *_CHANNEL_DROPOUT):
         return _dropout(module, rows, path)
-    if isinstance(module, nn.GRU):
+    if type(module) is nn.GRU:
         return _gru(module, path)
-    if isinstance(module, nn.LSTM):
+    if type(module) is nn.LSTM:
         return _lstm(module, path)
-    if isinstance(module, nn.MultiheadAttention):
+    if type(module) is nn.MultiheadAttention:
         return _attention(module, path)
     if type(module) is nn.MaxPool2d:
         return MaxPool2d(module, rows)
@@ -111,10 +132,33 @@ def _refuse(module: nn.Module, path: str) -> None:
     ]
     if isinstance(module, _InstanceNorm):
         checks.append((module.track_running_stats, "track_running_stats=True", "leave it at False"))
-    lazy = any(is_lazy(p) for p in module.parameters(recurse=False))
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        checks.append(
+            (module.scale_grad_by_freq, "scale_grad_by_freq=True", "leave it at False: it counts padded rows")
+        )
+    own = list(module.parameters(recurse=False))
+    lazy = any(map(is_lazy, own))
     checks.append((lazy, "a lazy layer", "give all sizes: clients must agree on shapes before any data is seen"))
+    is_complex = any(p.is_complex() and p.requires_grad for p in own)
+    checks.append((is_complex, "a complex parameter", "train a real parameter (..., 2) and use torch.view_as_complex"))
+    if isinstance(module, _REPLACED) and type(module) is not Attention:
+        checks += _changed(module)
     for found, what, fix in checks:
         _need(not found, path, what, fix)
+
+
+def _changed(module: nn.Module) -> list[tuple[bool, str, str]]:
+    """Checks of whether a layer does anything that its replacement would not do."""
+    kind = type(module)
+    base = next((k for k in kind.__mro__ if getattr(nn, k.__name__, None) is k is not nn.Module), None)
+    name = f"nn.{'BatchNorm1d' if base is None else base.__name__}"
+    wrap = f"polyfed replaces it by its own layer, so write a module that holds a plain {name} and calls it"
+    hooked = any(module.__dict__.get(hooks) for hooks in _HOOKS) and not isinstance(module, nn.MultiheadAttention)
+    return [
+        (kind is not base, f"{kind.__name__}, a subclass of {name},", f"{wrap}, without a parametrization"),
+        (hooked, f"a hook of {name}", wrap + ", and put the code of the hook there"),
+        ("forward" in module.__dict__, f"a forward of its own of {name}", wrap + " in its own forward"),
+    ]
 
 
 def _need(fine: bool, path: str, what: str, fix: str) -> None:

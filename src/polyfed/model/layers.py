@@ -4,9 +4,11 @@ In PyTorch, the mode (training or evaluation) of BatchNorm and dropout belongs t
 and dropout draws from a global generator. Here, the batch decides all three. Every BatchNorm and dropout layer of a
 model holds the same `Rows` object. The model fills this object before a call (`see`) and empties it in a `finally`
 (`clear`). Outside of a call, these layers are in evaluation mode. A layer that its encoder keeps in evaluation mode
-(its `training` is False after `train()`) is always in this mode.
+(its `training` is False after `train()`) is always in this mode. All other modules, such as the user's own, have
+PyTorch's attribute `training`. `Rows` sets it to the mode of the current call (`follow`).
 """
 
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -33,6 +35,21 @@ class Rows:
         self.ok: Tensor | None = None
         self.draws: dict[int, int] = {}
         self.bound = True
+        self._followers: list[dict[str, Any]] = []
+        self._training = True
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """From now on, set `training` of these modules to the mode of each call.
+
+        A module that is in evaluation mode now, after `train()`, stays in it. BatchNorm and dropout read the mode from
+        this object, and `Attention` has no mode; these layers keep their `training`, too.
+
+        Args:
+            modules: all modules of the model, in training mode.
+        """
+        ours = (BatchNorm, Dropout, Attention)
+        # their dictionaries, because an assignment to an attribute of an nn.Module takes a hundred times as long
+        self._followers = [vars(m) for m in modules if m.training and not isinstance(m, ours)]
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
         """Set the current batch. Rows for which `present`, bool (B,), is False lack the modality and do not count."""
@@ -40,6 +57,10 @@ class Rows:
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
         self.draws = {}
+        if self._training is (batch.key is None):
+            self._training = batch.key is not None
+            for attributes in self._followers:
+                attributes["training"] = self._training
 
     def clear(self) -> None:
         """Return to evaluation mode. The function that calls `see` calls this method in a `finally` block."""

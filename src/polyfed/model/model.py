@@ -35,9 +35,9 @@ class Model(Named):
     """Encoders and a fusion as a function of a Tree and a batch; made by `build_model`.
 
     Names in the Tree are `<modality>.encoder...`, `<modality>.fusion...` and `shared...`. The batch decides whether the
-    model is in training or evaluation mode. A client's Tree may hold only the blocks of its own modalities; its batches
-    then hold only these modalities. All methods except `init` and `live` run under `torch.func.vmap` and `grad`. A
-    batch in training mode updates the BatchNorm statistics in place, in the tensors of the given Tree.
+    modules are in training or evaluation mode. A client's Tree may hold only the blocks of its own modalities; its
+    batches then hold only these modalities. All methods except `init` and `live` run under `torch.func.vmap` and
+    `grad`. A batch in training mode updates the BatchNorm statistics in place, in the tensors of the given Tree.
 
     Args:
         factories: for each modality, a function that makes its `Block` with PyTorch's global generator.
@@ -71,8 +71,7 @@ class Model(Named):
         naming: Naming = as_it_is,
     ) -> None:
         self.modalities = tuple(factories)
-        self.num_classes, self.num_outputs, self.shapes = num_classes, num_classes, dict(shapes)
-        self.key = key
+        self.num_classes, self.num_outputs, self.shapes, self.key = num_classes, num_classes, dict(shapes), key
         self._factories: dict[str, Callable[[], nn.Module]] = {**factories, SHARED: shared}
         blocks = {name: made(make, key, name) for name, make in factories.items()}
         self._fusion = made(shared, key, SHARED)
@@ -88,7 +87,8 @@ class Model(Named):
         self._lower = False
         self._flops: dict[str, int] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
-        layers = [layer for module in self._modules.values() for layer in module.modules()]
+        layers = self.layers().values()
+        rows.follow(layers)
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.parameter_slots import Slots
@@ -59,3 +59,7 @@ class Named:
     def held(self) -> list[Tensor]:
         """Return all parameters and buffers that the modules themselves hold, including the frozen parameters."""
         return self._slots.held()
+
+    def layers(self) -> dict[str, nn.Module]:
+        """Return all modules at any depth, by the path of the module, which begins with the name of its block."""
+        return self._slots.layers()

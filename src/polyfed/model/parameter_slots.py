@@ -55,14 +55,14 @@ class Slots:
     def __init__(self, blocks: Mapping[str, nn.Module], naming: Naming = as_it_is) -> None:
         self._naming = naming
         self._modules = tuple(blocks.values())
+        self._layers = {path: m for name, block in blocks.items() for path, m in block.named_modules(prefix=name)}
         self._places: dict[str, list[_Place]] = {}
         self._frozen: dict[str, _Place] = {}
         self._names: dict[int, str] = {}
         self.parameters: set[str] = set()
         self.buffers: set[str] = set()
-        for block, module in blocks.items():
-            for path, sub in module.named_modules(prefix=block):
-                self._enter(path, sub)
+        for path, module in self._layers.items():
+            self._enter(path, module)
         self._refuse_shared()
         self.device = torch.device("cpu")
 
@@ -127,6 +127,10 @@ class Slots:
     def held(self) -> list[Tensor]:
         """Return all parameters and buffers of the modules."""
         return [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+
+    def layers(self) -> dict[str, nn.Module]:
+        """Return all modules at any depth by path."""
+        return self._layers
 
     def place(self, device: torch.device) -> None:
         """Move the modules and their constants to `device`, where the tensors of the next calls are."""

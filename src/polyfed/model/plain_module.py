@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from polyfed.model.model import Model
 class PlainModule(nn.Module):
     """A trained model that takes samples and returns logits, like any module of PyTorch.
 
-    It computes the same as `predict`. Its parameters are copies that require no gradient.
+    It computes the same as `predict`, always in evaluation mode. Its parameters are copies that require no gradient.
 
     Args:
         model: the model. The module uses this model, so do not train the model at the same time.
@@ -38,6 +39,11 @@ class PlainModule(nn.Module):
         for m, number in self.scaled.items():
             for part, numbers in (scaling or {})[m]._asdict().items():
                 self.register_buffer(f"{part}{number}", numbers.detach().clone().to(place))
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Ignore `mode` and stay in evaluation mode, because the module cannot be trained."""
+        return super().train(False)
 
     def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits (n, C).

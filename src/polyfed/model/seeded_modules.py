@@ -1,7 +1,8 @@
 """Makes modules from a random key, and counts floating-point operations."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -50,6 +51,20 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
         torch.default_generator.manual_seed(keys.key(key, "init", block))
         try:
             return make().train()
+        finally:
+            torch.default_generator.set_state(state)
+
+
+@contextmanager
+def draws_watched() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether the `with` block has so far drawn from PyTorch's global generator.
+
+    The generator is restored afterwards. The same rule for other threads holds as in `made`.
+    """
+    with _generator_lock:
+        state = torch.default_generator.get_state()
+        try:
+            yield lambda: not torch.equal(state, torch.default_generator.get_state())
         finally:
             torch.default_generator.set_state(state)
 

@@ -33,7 +33,9 @@ from polyfed.model.fusion import Features, Fusion, Parts, masked, mixes
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
+from polyfed.model.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
+from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, found, refusal
 
 WHERE = "[model] module"
@@ -146,6 +148,7 @@ def build_whole(
     _check_blocks(fusion.module, blocks)
     model = WholeModel(make, rows, shapes, read, num_outputs, key, partial(_name, blocks))
     _check_logits(model, described(spec.module))
+    check_trial_calls(model, model.init(0), f"{WHERE} {described(spec.module)}", read, model.logits)
     return model
 
 
@@ -260,7 +263,7 @@ def _check_logits(model: WholeModel, what: str) -> None:
 def _logits(model: WholeModel, w: Tree, modalities: Sequence[str], what: str) -> Tensor:
     batch = model.zero_batch(2, modalities)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), draws_watched():
             logits = model.logits(w, batch)
     except Exception as error:
         shapes = {m: model.shapes[m] for m in model.modalities}
