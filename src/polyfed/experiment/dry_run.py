@@ -200,6 +200,11 @@ def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
     return found
 
 
+def assembled_dry(recipe: Recipe, population: Population) -> Assembly:
+    """Assemble a run on a few rows of each client. What its clients announce is what the clients of a run announce."""
+    return _dry_parts(recipe, population, PASSES[0], Emitter())
+
+
 def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter) -> Assembly:
     """Assemble a run on the first `most` rows of each client and of the server, with very short training."""
     train = recipe.algorithm.train
