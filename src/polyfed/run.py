@@ -1,5 +1,6 @@
 """`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -7,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data.sources import Memory
 from polyfed.experiment.assembly import ENGINES
@@ -53,11 +54,13 @@ def run(
             that say how `data` is read are allowed.
 
     Returns:
-        The finished run.
+        The finished run. A warning names each part of the method that had no effect in the whole run.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
+    if resume and out is None:
+        raise RecipeError("resume=True needs the folder of the run to continue, as in out='runs/one'")
     recipe = _recipe(recipe, data, options)
     if isinstance(engine, str):
         if engine not in ENGINES:
@@ -80,7 +83,10 @@ def run(
         shown = [stack.enter_context(Progress())] if progress else []
         if records is not None:
             stack.enter_context(records.alone())
-        return play(recipe, records, Emitter([*shown, *listeners]))
+        finished = play(recipe, records, Emitter([*shown, *listeners]))
+    for text in finished.result.get("concerns", ()):
+        warnings.warn(f"a part of the method had no effect in this run: {text}", PolyfedWarning, stacklevel=2)
+    return finished
 
 
 def _recipe(recipe: Recipe | str | Path | None, data: Any, options: DataOptions) -> Recipe:
