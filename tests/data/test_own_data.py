@@ -1,5 +1,6 @@
 """What a new user's own data may hide: copies of the labels, words among numbers, ids, names. None passes silently."""
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -242,3 +243,16 @@ def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
     with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary of samples"):
         run.predict(frame())
+
+
+def test_columns_that_fall_into_the_rest_are_named_in_a_warning():
+    draw = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    frame = pd.DataFrame({f"audio_{i}": draw.normal(size=60) for i in range(2)})
+    frame = frame.assign(emotion=y, valence=y * 1.5 + draw.normal(size=60), age=20.0)
+    with pytest.warns(PolyfedWarning, match=r"modality 'features' has .*'valence', 'age'\. .*another target") as told:
+        polyfed.make_recipe(frame, labels="emotion").data.load()
+    assert any("as in modalities={'audio': ['audio_0'], 'features': ['valence']}" in str(w.message) for w in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        polyfed.make_recipe(frame, labels="emotion", modalities={"audio": "audio_*"}).data.load()
