@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -224,7 +224,15 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         present=present,
         cut=cut,
+        notes=(*first.notes, *_padded(drafts, joined)),
     )
+
+
+def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each modality whose samples were padded to the length of another split."""
+    for name, values in joined.items():
+        if len({np.shape(draft.modalities[name])[1:] for draft in drafts.values()}) > 1:
+            yield f"modality '{name}': splits differ in length; samples are filled up with zeros to {values.shape[1]}"
 
 
 def _names(data: Any, given: Given) -> Sequence[str] | None:
