@@ -253,6 +253,8 @@ def _numbers(row: Difference, unit: str) -> list[str]:
     def signed(value: float) -> str:
         return f"{100 * value:+.1f}" if unit == "share" else f"{value:+.4g}"
 
+    if row.n > 1 and row.low is None:
+        return [number_of(row.n, "number"), signed(row.mean), "equal on all seeds", "no test", "no test"]
     inside = MISSING if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
     return [number_of(row.n, "number"), signed(row.mean), inside, _p(row.p), _p(row.p_holm)]
 
