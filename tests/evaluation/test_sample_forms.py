@@ -53,6 +53,11 @@ def test_sequences_of_different_lengths_are_padded_to_the_length_of_the_training
     assert torch.equal(run.predict({"wave": wave[rows], "words": outside}, present=mask), expected)
 
 
+def test_no_samples_give_no_predictions(sequences):
+    run, wave, words = sequences
+    assert run.predict({"wave": wave[:0], "words": words[:0]}).shape == (0, 3)
+
+
 def test_the_columns_of_a_data_frame_are_samples():
     draw = np.random.default_rng(0)
     frame = pd.DataFrame(draw.normal(size=(ROWS, 3)), columns=["audio_0", "audio_1", "audio_2"])
@@ -78,7 +83,6 @@ class Samples(torch.utils.data.Dataset):
     [
         (lambda wave, words: {"words": words + 100}, r"x\['words'\] holds ids from 10\d to 119.*from 0 to 19.*unknown"),
         (lambda wave, words: {"words": -words}, r"x\['words'\] holds ids from -19 to 0"),
-        (lambda wave, words: {"wave": wave[:0], "words": words[:0]}, "x has no samples"),
         (
             lambda wave, words: {"wave": [np.ones((12, 2)), np.ones((3, 2))]},
             r"shape \(2, 12, 2\); it must be \(n, 9, 2\)",

@@ -47,7 +47,7 @@ def predict(
 
     Raises:
         RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, a token id is
-            not in the vocabulary, there are no samples, the modalities have different numbers of rows, or the model
+            not in the vocabulary, the modalities have different numbers of rows, or the model
             reads none of the given modalities.
     """
     refuse_other_forms(x)
@@ -61,6 +61,9 @@ def predict(
     for m in used:
         given[m], there[m] = _present_rows(m, given[m], there.get(m))
         given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
+    if not n:  # one row of zeros shows the shape of a prediction; encoders may fail without rows
+        row = {m: given[m].new_zeros(1, *given[m].shape[1:]) for m in used}
+        return predict(model, objective, w, row, reads=reads, predictor=predictor, scaling=scaling)[:0]
     place, found = next(iter(w.values())).device, []
     with torch.no_grad():
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
@@ -99,8 +102,6 @@ def _rows_of(model: Model, x: Tree, present: Tree) -> int:
     counts = {m: len(value) for m, value in x.items()} | {f"present of {m}": len(rows) for m, rows in present.items()}
     if len(set(counts.values())) > 1:
         raise RecipeError(f"every modality must have as many rows as the others; there are {counts}")
-    if counts and not max(counts.values()):
-        raise RecipeError("x has no samples: every modality has 0 rows. Give at least one row")
     return max(counts.values(), default=0)
 
 

@@ -73,7 +73,7 @@ def refuse_unknown_ids(name: str, value: Tensor, there: Tensor, vocabulary: int 
     Raises:
         RecipeError: an id is negative, or is not in the vocabulary of the encoder.
     """
-    if vocabulary is None:
+    if vocabulary is None or not len(value):
         return value
     value = torch.where(there.reshape(-1, *[1] * (value.dim() - 1)), value, 0)
     low, high = float(value.min()), float(value.max())
