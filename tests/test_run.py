@@ -134,3 +134,41 @@ def test_a_run_warns_of_parts_of_the_method_without_effect(tmp_path: Path) -> No
 def test_resume_without_a_folder_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"resume=True needs the folder of the run .*out="):
         polyfed.run(recipe(algorithm("fedavg")), resume=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Averaging):
+    """Its merge has no return."""
+
+    def merge(self, state: Any, replies: Any, fed: Any) -> Any:
+        state.with_(params=replies.mean("params", self.weights(replies, fed)))
+
+
+def test_a_merge_without_return_is_told_what_to_return() -> None:
+    for ends in (polyfed.run, check):
+        with pytest.raises(RecipeError, match=r"test_run:Lost: a round returned None .*return state\.with_"):
+            ends(recipe(Lost(train=Train(lr=0.1))))
+
+
+class OwnEncoder(torch.nn.Module):
+    """A linear encoder."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(shape[0], embedding)
+
+    def forward(self, x: Any) -> Any:
+        return self.line(x)
+
+
+def test_the_class_of_an_encoder_is_named_by_its_path() -> None:
+    given: dict[str, Any] = {"data": {"a": torch.randn(30, 4)}, "labels": torch.arange(30) % 3}
+    for entry in ({"kind": OwnEncoder}, OwnEncoder):
+        made = polyfed.make_recipe(**given, model={"encoders": {"a": entry}})
+        assert made.table()["model"]["encoders"]["a"] == {"kind": "test_run:OwnEncoder"}
+
+    class Inner(OwnEncoder):
+        """Not at the top level."""
+
+    with pytest.raises(RecipeError, match=r'encoders\] a: the class .*Inner cannot be .* as "package.module:Class"'):
+        polyfed.make_recipe(**given, model={"encoders": {"a": {"kind": Inner}}})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from pairs import AUDIO, LABEL, ROWS, TEXT, WORDS, frame
 
 import polyfed
@@ -244,7 +245,7 @@ def test_nothing_is_no_data():
 
 def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
-    with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary of samples"):
+    with pytest.raises(PolyfedError, match="x is a DataFrame; name the columns of each modality"):
         run.predict(frame())
 
 
@@ -259,3 +260,33 @@ def test_columns_that_fall_into_the_rest_are_named_in_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         polyfed.make_recipe(frame, labels="emotion", modalities={"audio": "audio_*"}).data.load()
+
+
+@pytest.mark.parametrize("role", ["labels", "clients", "split"])
+def test_a_series_with_another_index_than_the_frame_is_refused(role):
+    data = frame().drop(columns="label")
+    values = {"labels": LABEL, "clients": np.arange(ROWS) % 4, "split": np.where(np.arange(ROWS) % 4, "train", "test")}
+    series = pd.Series(values[role], index=data.index)
+    given = {"labels": LABEL} | {role: series}
+    table_of(data, Given(**given))
+    with pytest.raises(DataError, match=rf"{role} is a pandas Series with another index .*{role}\.loc\[frame\.index\]"):
+        table_of(data, Given(**given | {role: series.sample(frac=1, random_state=1)}))
+
+
+def test_a_sparse_tensor_is_refused():
+    with pytest.raises(DataError, match=r"data\['audio'\] is a sparse tensor. Give a dense one"):
+        table_of({"audio": torch.as_tensor(AUDIO).to_sparse()}, Given(labels=LABEL))
+
+
+def test_whole_numbers_of_a_regression_are_quantities():
+    steps = np.arange(ROWS) * 1000 - 7  # as classes, these would be refused
+    made = polyfed.make_recipe(
+        {"audio": AUDIO}, labels=steps, task={"name": "regression", "shift": 20000, "scale": 11000}
+    )
+    assert made.data.load().label.tolist() == steps.tolist()
+
+
+def test_raw_takes_a_list_of_row_numbers():
+    column = table_of({"audio": AUDIO}, Given(labels=LABEL)).column("audio")
+    assert torch.equal(column.raw([0, 2]), column.raw(torch.tensor([0, 2])))
+    assert torch.equal(column.raw(np.array([1])), column.raw(torch.tensor([1])))

@@ -25,6 +25,7 @@ from polyfed.evaluation.scores import Measured
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.run_state import returned_state
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.gate import EgressGate
@@ -225,7 +226,7 @@ def _evaluated(parts: Assembly, rounds: int) -> Measured:
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
     for _ in range(rounds):
-        state = algorithm.round(state, fed)
+        state = returned_state(algorithm, algorithm.round(state, fed))
     fed.rounds = 1  # so that requests after the last round are sent here as well
     return algorithm.evaluate(state, fed)
 
