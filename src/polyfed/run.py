@@ -59,8 +59,6 @@ def run(
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
-    if resume and out is None:
-        raise RecipeError("resume=True needs the folder of the run to continue, as in out='runs/one'")
     recipe = _recipe(recipe, data, options)
     if isinstance(engine, str):
         if engine not in ENGINES:
@@ -73,7 +71,7 @@ def run(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "
             "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
         )
-    records = None if out is None else Records(Path(out), resume=resume)
+    records = _records(out, resume=resume)
     play = execute
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
@@ -83,9 +81,20 @@ def run(
         shown = [stack.enter_context(Progress())] if progress else []
         if records is not None:
             stack.enter_context(records.alone())
-        finished = play(recipe, records, Emitter([*shown, *listeners]))
+        return _with_warnings(play(recipe, records, Emitter([*shown, *listeners])))
+
+
+def _records(out: str | Path | None, *, resume: bool) -> Records | None:
+    """Return the records in the folder of the run, or None without a folder."""
+    if resume and out is None:
+        raise RecipeError("resume=True needs the folder of the run to continue, as in out='runs/one'")
+    return None if out is None else Records(Path(out), resume=resume)
+
+
+def _with_warnings(finished: Run) -> Run:
+    """Warn of each part of the method that had no effect in the run, and return the run."""
     for text in finished.result.get("concerns", ()):
-        warnings.warn(f"a part of the method had no effect in this run: {text}", PolyfedWarning, stacklevel=2)
+        warnings.warn(f"a part of the method had no effect in this run: {text}", PolyfedWarning, stacklevel=3)
     return finished
 
 
