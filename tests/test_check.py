@@ -1,10 +1,12 @@
 """What `polyfed check` says of a recipe: sizes of what can leave, exact and in time."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from torch import Tensor
 
@@ -62,6 +64,14 @@ class Misconfigured(Averaging):
         raise RecipeError("[algorithm] is not for these clients")
 
 
+@dataclass(frozen=True, kw_only=True)
+class BrokenServer(Averaging):
+    """Its server half raises an exception of its own."""
+
+    def merge(self, state: Any, replies: Any, fed: Any) -> Any:
+        raise KeyError("a mistake")
+
+
 def found(checked: Check, field: str, block: str = "shared") -> Planned:
     (row,) = [r for r in checked.planned if (r.field, r.block) == (field, block)]
     return row
@@ -97,6 +107,7 @@ def test_a_rehearsal_neither_trains_nor_fails_the_check_where_a_task_does() -> N
     assert checked.remarks == (
         "The dry run of a round failed, so some sizes are not known: task update: ValueError: no reply today",
     )
+    assert checked.exit_code == 4, "as a run that no client answers"
     assert size([found(checked, "loss")], known=False) == "not known"
     assert found(checked, "params", "a").bytes == checked.facts["blocks"]["a"]
 
@@ -104,6 +115,25 @@ def test_a_rehearsal_neither_trains_nor_fails_the_check_where_a_task_does() -> N
 def test_what_the_servers_half_refuses_is_refused_by_check() -> None:
     with pytest.raises(RecipeError, match="not for these clients"):
         check(recipe(Misconfigured()))
+
+
+def test_the_command_ends_with_the_code_of_a_run_that_fails_like_its_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.toml"
+    for name, code in (("Faulty", 4), ("BrokenServer", 1)):
+        path.write_text(
+            tomli_w.dumps(recipe(algorithm("fedavg")).table() | {"algorithm": {"name": f"test_check:{name}"}})
+        )
+        with pytest.raises(SystemExit) as end:
+            main(["check", str(path)])
+        out = capsys.readouterr().out
+        assert end.value.code == code
+        assert "The dry run of a round failed" in out
+        assert "parameters" in out, "the tables are still there"
+    with pytest.raises(SystemExit):
+        main(["check", str(path), "--json"])
+    assert "KeyError" in json.loads(capsys.readouterr().out)["dry_run_failed"][0]
 
 
 def test_a_check_leaves_the_run_as_it_was() -> None:

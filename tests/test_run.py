@@ -1,14 +1,17 @@
 """What `polyfed.run` gives back, and what it says of an author's slip."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 import polyfed
 from polyfed.algorithms.averaging import Averaging, Update
-from polyfed.core.errors import RecipeError
+from polyfed.cli import main
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.data.columns import TEST
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.check import check
@@ -106,3 +109,66 @@ class Astray(Uniform):
 def test_a_selector_that_names_nobody_is_told(who: Any) -> None:
     with pytest.raises(RecipeError, match=r"update is asked of .*: clients are numbers from 0 to 5"):
         polyfed.run(recipe(algorithm("fedavg", selector=Astray(who=who))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle(Averaging):
+    """A method whose idea had no effect."""
+
+    def concerns(self, logged: Any) -> list[str]:
+        return ["the pull is zero in every round"]
+
+
+def test_a_run_warns_of_parts_of_the_method_without_effect(tmp_path: Path) -> None:
+    made = recipe(Idle(train=Train(lr=0.1)))
+    with pytest.warns(PolyfedWarning, match="had no effect in this run: the pull is zero in every round"):
+        done = polyfed.run(made)
+    assert done.result["concerns"] == ["the pull is zero in every round"]
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(recipe(algorithm("fedavg")).table() | {"algorithm": {"name": "test_run:Idle"}}))
+    with pytest.warns(PolyfedWarning, match="the pull is zero"), pytest.raises(SystemExit) as end:
+        main(["run", str(path), "--out", str(tmp_path / "out")])
+    assert end.value.code == 0
+
+
+def test_resume_without_a_folder_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"resume=True needs the folder of the run .*out="):
+        polyfed.run(recipe(algorithm("fedavg")), resume=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Averaging):
+    """Its merge has no return."""
+
+    def merge(self, state: Any, replies: Any, fed: Any) -> Any:
+        state.with_(params=replies.mean("params", self.weights(replies, fed)))
+
+
+def test_a_merge_without_return_is_told_what_to_return() -> None:
+    for ends in (polyfed.run, check):
+        with pytest.raises(RecipeError, match=r"test_run:Lost: a round returned None .*return state\.with_"):
+            ends(recipe(Lost(train=Train(lr=0.1))))
+
+
+class OwnEncoder(torch.nn.Module):
+    """A linear encoder."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(shape[0], embedding)
+
+    def forward(self, x: Any) -> Any:
+        return self.line(x)
+
+
+def test_the_class_of_an_encoder_is_named_by_its_path() -> None:
+    given: dict[str, Any] = {"data": {"a": torch.randn(30, 4)}, "labels": torch.arange(30) % 3}
+    for entry in ({"kind": OwnEncoder}, OwnEncoder):
+        made = polyfed.make_recipe(**given, model={"encoders": {"a": entry}})
+        assert made.table()["model"]["encoders"]["a"] == {"kind": "test_run:OwnEncoder"}
+
+    class Inner(OwnEncoder):
+        """Not at the top level."""
+
+    with pytest.raises(RecipeError, match=r'encoders\] a: the class .*Inner cannot be .* as "package.module:Class"'):
+        polyfed.make_recipe(**given, model={"encoders": {"a": {"kind": Inner}}})

@@ -1,5 +1,6 @@
 """`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -7,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data.sources import Memory
 from polyfed.experiment.assembly import ENGINES
@@ -53,7 +54,7 @@ def run(
             that say how `data` is read are allowed.
 
     Returns:
-        The finished run.
+        The finished run. A warning names each part of the method that had no effect in the whole run.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
@@ -70,7 +71,7 @@ def run(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "
             "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
         )
-    records = None if out is None else Records(Path(out), resume=resume)
+    records = _records(out, resume=resume)
     play = execute
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
@@ -80,7 +81,21 @@ def run(
         shown = [stack.enter_context(Progress())] if progress else []
         if records is not None:
             stack.enter_context(records.alone())
-        return play(recipe, records, Emitter([*shown, *listeners]))
+        return _with_warnings(play(recipe, records, Emitter([*shown, *listeners])))
+
+
+def _records(out: str | Path | None, *, resume: bool) -> Records | None:
+    """Return the records in the folder of the run, or None without a folder."""
+    if resume and out is None:
+        raise RecipeError("resume=True needs the folder of the run to continue, as in out='runs/one'")
+    return None if out is None else Records(Path(out), resume=resume)
+
+
+def _with_warnings(finished: Run) -> Run:
+    """Warn of each part of the method that had no effect in the run, and return the run."""
+    for text in finished.result.get("concerns", ()):
+        warnings.warn(f"a part of the method had no effect in this run: {text}", PolyfedWarning, stacklevel=3)
+    return finished
 
 
 def _recipe(recipe: Recipe | str | Path | None, data: Any, options: DataOptions) -> Recipe:

@@ -270,3 +270,23 @@ def test_several_columns_of_labels_can_be_named_for_splits():
     assert found.class_names == ("fever", "cough")
     assert found.label.shape == (ROWS + 8, 2)
     assert list(found.modalities) == ["audio", "text"]
+
+
+def test_sequences_of_splits_are_padded_to_the_longest_of_all_splits():
+    draw = np.random.default_rng(0)
+
+    def part(rows, steps):
+        series = [draw.normal(size=(steps - row % 2, 2)).tolist() for row in range(rows)]
+        words = [draw.integers(1, 9, steps + row % 3).tolist() for row in range(rows)]
+        return pd.DataFrame({"wave": series, "words": words, "label": np.arange(rows) % 3})
+
+    train, test = part(12, 5), part(6, 7)
+    columns = table_of({"train": train, "test": test}, Given())
+    assert columns.modalities["wave"].shape == (7, 2)
+    assert columns.modalities["words"].shape == (9,)
+    whole = table_of(pd.concat([train.assign(split="train"), test.assign(split="test")], ignore_index=True), Given())
+    for name, column in whole.modalities.items():
+        assert torch.equal(columns.modalities[name].values, column.values)
+    narrow = test.assign(wave=[[[1.0]]] * 6)
+    with pytest.raises(DataError, match=r"in different splits\. Bring the samples of all splits to one shape"):
+        table_of({"train": train, "test": narrow}, Given())

@@ -1,10 +1,12 @@
 """What a new user's own data may hide: copies of the labels, words among numbers, ids, names. None passes silently."""
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from pairs import AUDIO, LABEL, ROWS, TEXT, WORDS, frame
 
 import polyfed
@@ -40,7 +42,10 @@ def test_a_modality_that_is_a_copy_of_the_labels_is_refused(tmp_path, copy):
 
 
 def test_a_feature_that_is_a_copy_of_the_labels_is_warned_about(tmp_path):
-    with pytest.warns(PolyfedWarning, match=r"modality 'features': feature 1 .counted from 0. is equal to the label"):
+    with (
+        pytest.warns(PolyfedWarning, match="the columns that are in no other modality: 'age', 'again'"),
+        pytest.warns(PolyfedWarning, match=r"modality 'features': feature 1 .counted from 0. is equal to the label"),
+    ):
         table_of(frame().assign(age=np.arange(ROWS), again=LABEL), Given())
     there = np.arange(ROWS) % 5 != 0  # a row without the modality, or with an unknown label, tells nothing
     lab = np.where(there, LABEL, np.nan)[:, None]
@@ -240,5 +245,48 @@ def test_nothing_is_no_data():
 
 def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
-    with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary of samples"):
+    with pytest.raises(PolyfedError, match="x is a DataFrame; name the columns of each modality"):
         run.predict(frame())
+
+
+def test_columns_that_fall_into_the_rest_are_named_in_a_warning():
+    draw = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    frame = pd.DataFrame({f"audio_{i}": draw.normal(size=60) for i in range(2)})
+    frame = frame.assign(emotion=y, valence=(y - 1) / 0.8 + draw.normal(size=60) / 9, age=draw.normal(size=60))
+    with pytest.warns(PolyfedWarning, match=r"modality 'features' has .*'valence', 'age'\. .*another target") as told:
+        polyfed.make_recipe(frame, labels="emotion").data.load()
+    assert any("as in modalities={'audio': ['audio_0'], 'features': ['valence']}" in str(w.message) for w in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        polyfed.make_recipe(frame, labels="emotion", modalities={"audio": "audio_*"}).data.load()
+
+
+@pytest.mark.parametrize("role", ["labels", "clients", "split"])
+def test_a_series_with_another_index_than_the_frame_is_refused(role):
+    data = frame().drop(columns="label")
+    values = {"labels": LABEL, "clients": np.arange(ROWS) % 4, "split": np.where(np.arange(ROWS) % 4, "train", "test")}
+    series = pd.Series(values[role], index=data.index)
+    given = {"labels": LABEL} | {role: series}
+    table_of(data, Given(**given))
+    with pytest.raises(DataError, match=rf"{role} is a pandas Series with another index .*{role}\.loc\[frame\.index\]"):
+        table_of(data, Given(**given | {role: series.sample(frac=1, random_state=1)}))
+
+
+def test_a_sparse_tensor_is_refused():
+    with pytest.raises(DataError, match=r"data\['audio'\] is a sparse tensor. Give a dense one"):
+        table_of({"audio": torch.as_tensor(AUDIO).to_sparse()}, Given(labels=LABEL))
+
+
+def test_whole_numbers_of_a_regression_are_quantities():
+    steps = np.arange(ROWS) * 1000 - 7  # as classes, these would be refused
+    made = polyfed.make_recipe(
+        {"audio": AUDIO}, labels=steps, task={"name": "regression", "shift": 20000, "scale": 11000}
+    )
+    assert made.data.load().label.tolist() == steps.tolist()
+
+
+def test_raw_takes_a_list_of_row_numbers():
+    column = table_of({"audio": AUDIO}, Given(labels=LABEL)).column("audio")
+    assert torch.equal(column.raw([0, 2]), column.raw(torch.tensor([0, 2])))
+    assert torch.equal(column.raw(np.array([1])), column.raw(torch.tensor([1])))

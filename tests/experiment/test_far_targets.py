@@ -50,3 +50,13 @@ def test_init_writes_mean_and_deviation_of_the_training_targets(tmp_path: Path) 
     data = arrays(0.0, 1.0)
     np.savez(tmp_path / "near.npz", x=data["x"], label=data["y"])
     assert "[task]" not in starter(tmp_path / "near.npz", {}).text
+
+
+def test_several_targets_that_are_far_from_0_are_named() -> None:
+    draw = np.random.default_rng(0)
+    audio = draw.normal(size=(60, 4))
+    targets = np.stack([audio[:, 0] + audio[:, 3], audio[:, 1] * 1e5 + 1e6, audio[:, 2:].sum(1) * 0.001], 1)
+    with pytest.warns(
+        PolyfedWarning, match=r"means and standard .* are: target 1 \(.*\), target 2 \(.*Standardise each"
+    ):
+        polyfed.make_recipe({"audio": audio}, labels=targets)

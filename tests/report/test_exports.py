@@ -123,3 +123,40 @@ def test_two_words_for_the_output_are_refused(runs, capsys):
         main(["compare", str(runs[0]), "--json", "--format", "csv"])
     assert end.value.code == 2
     assert "keep one of them" in capsys.readouterr().err
+
+
+def test_every_form_of_a_comparison_names_the_methods_whose_runs_failed(runs, tmp_path, capsys):
+    named = [
+        {"folder": f"{name[:4]}-{seed}", "method": name, "scenario": "s", "tuning": False, "state": "finished"}
+        for name, seeds in (("fedavg", (1, 2, 3)), ("moon", (1, 2)))
+        for seed in seeds
+    ]
+    why = "EgressError: the policy forbids:\n  prototypes"
+    lost = {"folder": "gone", "method": "moon", "scenario": "s", "tuning": False, "state": "failed", "why": "killed"}
+    search = lost | {"method": "cmsfed", "tuning": True, "why": why}
+    facts = {"runs": [*named, lost, search]}
+    for listed in (None, [("moon", 1, 3, "killed"), ("cmsfed", 0, 0, "EgressError: the policy forbids: prototypes")]):
+        if listed is not None:  # as a sweep writes it; older folders lack the list
+            keys = ("method", "missing", "of", "why")
+            facts["not_compared"] = [{"scenario": "s"} | dict(zip(keys, entry, strict=True)) for entry in listed]
+        (tmp_path / "study.json").write_text(json.dumps(facts))
+        sentences = [
+            "not compared: 1 of 3 runs of moon (killed)",
+            "not compared: cmsfed (EgressError: the policy forbids: prototypes)",
+        ]
+        comparison = compare([tmp_path])
+        assert list(comparison.not_compared) == sentences
+        for form in ("table", "markdown", "latex"):
+            text = printed(capsys, tmp_path, "--format", form)[1]
+            assert all(sentence in " ".join(text.split()) for sentence in sentences)
+        assert "Not compared: moon, cmsfed.}" in text, "the caption in LaTeX"
+        last = json.loads(printed(capsys, tmp_path, "--json")[1])[-1]
+        assert (last["label"], last["n"], last["not_compared"]) == ("cmsfed", 0, sentences[1][22:-1])
+        found = json.loads(printed(capsys, tmp_path, "--format", "json")[1])
+        assert [entry["method"] for entry in found["not_compared"]] == ["moon", "cmsfed"]
+        frame = pd.read_csv(io.StringIO(printed(capsys, tmp_path, "--format", "csv")[1]))
+        assert frame["n"].tolist() == [3, 2, 0]
+        page = write_comparison(comparison, tmp_path / "c.html", evidence(comparison)).read_text()
+        assert all(sentence in page for sentence in sentences)
+        drawn = write_figures(comparison, evidence(comparison), tmp_path / "figures")
+        assert all("not compared: moon, cmsfed" in path.read_text() for path in drawn if path.suffix == ".svg")

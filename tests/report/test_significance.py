@@ -10,7 +10,9 @@ from scipy import stats
 
 from polyfed.core.errors import RecipeError
 from polyfed.report import compare, comparison_tables, evidence, write_figures
+from polyfed.report.paired_differences import Difference, Evidence
 from polyfed.report.score_against_cost import price_charts
+from polyfed.report.scores import Metric
 from polyfed.report.significance import critical_difference, holm, mean_ranks, paired
 
 
@@ -34,7 +36,8 @@ def test_five_pairs_of_one_sign_have_the_known_p_value_of_wilcoxon():
 def test_samples_that_prove_nothing_have_no_p_value():
     assert paired([0.1]).p is None
     assert paired([0.1, 0.1]).p is None
-    assert paired([0.0, 0.0]).p == 1.0
+    assert paired([0.0, 0.0]).p is None
+    assert paired([0.3 - 0.1, 0.2]).low is None, "equal except for rounding"
 
 
 def test_holm_agrees_with_the_definition():
@@ -243,3 +246,10 @@ def test_a_personal_score_has_the_direction_of_the_runs_main_metric(study):
     proof = evidence(comparison, "personal.mean")
     assert proof.ranks.ranks == (1.0, 2.0, 3.0)
     assert [proof.share(scenario) for scenario in SCORES] == [True, False]
+
+
+def test_equal_differences_have_no_interval_and_no_test():
+    rows = [Difference("s", "idea", "control", **vars(paired([0.1, 0.1, 0.1])), p_holm=None)]
+    proof = Evidence({"s": Metric.of("global.accuracy")}, "t", (), tuple(rows), (), None, "seeds", {})
+    sheet = comparison_tables.placebos_sheet(proof)
+    assert list(sheet.rows[0]) == ["idea", "control", "3", "+10.0", "equal on all seeds", "no test", "no test"]

@@ -169,7 +169,10 @@ def test_each_value_of_the_grid_has_its_own_settings(tmp_path):
             {"fedavg": {"search": {"train.lr": [1e30, 1e31]}}, "again": {"settings_of": "fedavg"}},
             "training diverged with each of the 2 settings that were tried",
         ),
-        ({"creamfl": {}, "again": {"settings_of": "creamfl"}}, "its search stopped, because the run creamfl-toy-s11-"),
+        (
+            {"fedavg": {"set": {"clients.num": 100_000}}, "again": {"settings_of": "fedavg"}},  # too few rows
+            "its search stopped, because the run fedavg-toy-s11-",
+        ),
     ],
 )
 def test_a_search_that_fails_gives_the_same_reason_for_both_methods(tmp_path, here, methods, why):

@@ -35,12 +35,43 @@ def test_the_verb_prints_the_table_and_says_where_the_page_is(tmp_path, capsys, 
 
 
 def test_a_failed_run_ends_with_4_and_a_wrong_study_with_2(tmp_path, capsys, monkeypatch):
-    code, _, err = typed(capsys, monkeypatch, tmp_path, table(tmp_path, seeds=[1], methods={"creamfl": {}}))
+    crowd = {"set": {"algorithm.name": "fedavg", "clients.num": 100_000}}  # more clients than rows
+    methods = {"fedavg": {}, "crowd": crowd}
+    code, out, err = typed(capsys, monkeypatch, tmp_path, table(tmp_path, seeds=[1], methods=methods))
     assert code == 4
-    assert "failed: creamfl in recipe, reported seed 1: EgressError" in err
+    assert "failed: crowd in recipe, reported seed 1: " in err
+    assert "not compared: crowd (" in out, "below the closing table"
+    (absent,) = json.loads((tmp_path / "out" / "study.json").read_text())["not_compared"]
+    assert (absent["method"], absent["missing"], absent["of"]) == ("crowd", 1, 1)
+    assert absent["why"] in out
     code, _, err = typed(capsys, monkeypatch, tmp_path, table(tmp_path, seeds=[]))
     assert code == 2
     assert "study.toml: seeds [] must be a list of values" in err
+
+
+def test_a_policy_that_forbids_a_method_is_refused_before_the_first_run(tmp_path, capsys, monkeypatch):
+    study = table(tmp_path, seeds=[1], methods={"fedavg": {}, "fedproto": {}, "creamfl": {}})
+    code, _, err = typed(capsys, monkeypatch, tmp_path, study)
+    assert code == 2
+    assert "2 problems" in err
+    for method in ("fedproto", "creamfl"):
+        assert f"  method '{method}' in scenario 'recipe': the policy forbids what this algorithm sends:\n    " in err
+    assert "Learned.prototypes (task update): prototypes of a to the server" in err
+    assert "[egress.a] server = " in err
+    assert not (tmp_path / "out").exists(), "no run has started"
+
+
+def test_the_end_of_a_sweep_shows_the_whole_reason(tmp_path):
+    cell = Cell("cmsfed", "digits", {}, {}, {})
+    board = Board(tmp_path, [cell], {"digits": ["global.accuracy"]})
+    lost = Entry("run-1", {}, cell, 1, {}, tuning=False, state="failed", code=3)
+    lost.why = "EgressError: the policy forbids:\n  prototypes of audio"
+    board.entries, board.reported = {"run-1": lost}, {0: [lost]}
+    text = io.StringIO()
+    progress = SweepProgress(Console(file=text, width=100), clock=lambda: 0.0)
+    progress("sweep-started", board)
+    progress("sweep-finished", board)
+    assert "incomplete: run-1: EgressError: the policy forbids:\n  prototypes of audio" in text.getvalue()
 
 
 def test_the_live_table_shows_what_goes_on(tmp_path):

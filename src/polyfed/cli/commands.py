@@ -118,8 +118,8 @@ def check(
     with recipe_named(recipe, overrides or []):
         checked = check_recipe(loaded)
     answer(plan_of(checked), check_tables(checked), as_json=as_json)
-    if checked.refused:
-        raise typer.Exit(EgressError.exit_code)
+    if checked.exit_code:
+        raise typer.Exit(checked.exit_code)
 
 
 @app.command()
@@ -176,4 +176,5 @@ def unused_folder(parent: Path, name: str) -> Path:
 def plan_of(checked: "Check") -> dict[str, Any]:
     """The content that `check --json` prints."""
     privacy = {} if checked.privacy is None else {"privacy": checked.privacy}
-    return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]} | privacy
+    failed = {"dry_run_failed": list(checked.remarks)} if checked.remarks else {}
+    return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]} | privacy | failed

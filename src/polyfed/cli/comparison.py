@@ -92,7 +92,7 @@ def compare_runs(
         drawn = write_figures(comparison, proof, figures, metric=metric, dark=dark)
         written.append(f"{len(drawn)} figures in {figures}")
     if as_json:
-        print_json(comparison.rows())
+        print_json([*comparison.rows(), *comparison.absent_rows()])
     else:
         print_as(form, comparison, proof, written)
 
@@ -110,9 +110,11 @@ def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written:
         case Format.csv:
             typer.echo(comparison_tables.csv(comparison, proof), nl=False)
         case Format.markdown:
-            typer.echo(comparison_tables.markdown(comparison_tables.sheets_of(comparison, proof)), nl=False)
+            sheets = comparison_tables.sheets_of(comparison, proof)
+            typer.echo(comparison_tables.markdown(sheets, comparison.not_compared), nl=False)
         case Format.latex:
-            typer.echo(comparison_tables.latex(comparison_tables.sheets_of(comparison, proof)), nl=False)
+            sheets = comparison_tables.sheets_of(comparison, proof)
+            typer.echo(comparison_tables.latex(sheets, comparison.not_compared), nl=False)
         case Format.table:
             found = [comparison_tables.scenarios_sheet(comparison, proof), *comparison_tables.tests_of(proof)]
             show(

@@ -116,13 +116,13 @@ class SweepProgress:
     def _sum_up(self) -> None:
         """Print the notes about the runs and, if the study is incomplete, the reasons.
 
-        Only the first line of each text is printed here. The study's HTML page shows all lines of a reason.
+        A text of several lines, such as the list of what a policy forbids, is printed whole.
         """
         assert self.board is not None
         for kind, found in (("incomplete", self.board.problems()), ("note", self.board.notes())):
             for text, places in found:
                 more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
-                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text.splitlines()[0]}")
+                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text}")
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
@@ -131,7 +131,7 @@ class SweepProgress:
 def results_table(board: Board, most: int | None = None) -> Group:
     """Return a table of methods and scenarios with the mean and deviation of the finished runs.
 
-    The table has at most `most` lines.
+    The table has at most `most` lines. Without `most`, lines below the table name the methods that a comparison lacks.
     """
     scenarios = list(dict.fromkeys(cell.scenario for cell in board.cells))
     labels = list(dict.fromkeys(cell.label for cell in board.cells))
@@ -142,6 +142,8 @@ def results_table(board: Board, most: int | None = None) -> Group:
     metrics = dict.fromkeys(" or ".join(found) for found in board.metrics.values())
     title = f"{', '.join(metrics)}, last round, mean ± sample standard deviation; shares in percent"
     rest = [] if most is None or len(labels) <= most else [Text(f"and {len(labels) - most} more lines")]
+    if most is None:
+        rest += [Text(absent.text(several=len(scenarios) > 1)) for absent in board.not_compared()]
     return Group(titled(title, table), *rest)
 
 

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from polyfed.privacy.guarantee import number
-from polyfed.report.compare import Column, Comparison
+from polyfed.report.cells import Column
+from polyfed.report.compare import Comparison
 from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
 from polyfed.report.scores import TITLES, Headline, title_of, unit_of
 from polyfed.report.text_layout import plain_table, stacked, titled

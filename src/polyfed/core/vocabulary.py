@@ -7,7 +7,8 @@ unknown key, the error text suggests polyfed's key that has the same meaning.
 import re
 
 MEANINGS: dict[str, str] = {
-    "train.lr": "learning_rate lr_client client_lr client_learning_rate local_lr local_learning_rate eta eta_l",
+    "train.lr": "learning_rate lrate l_rate step_size lr_client client_lr client_learning_rate local_lr"
+    " local_learning_rate eta eta_l",
     "train.batch_size": "batch bs batchsize local_batch_size client_batch_size local_bs minibatch_size"
     " train_batch_size",
     "train.epochs": "local_epochs num_epochs n_epochs epoch num_local_epochs local_num_epochs client_epochs local_ep",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from polyfed.data.cell_values import is_list, is_missing
-from polyfed.data.column_grouping import grouped
+from polyfed.data.column_grouping import REST, grouped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +20,10 @@ not all, mixes words and numbers (ours)."""
 UNNAMED = re.compile(r"\s*|Unnamed: \d+(\.\d+)?")
 """The name of a column without a name. pandas writes row numbers under an empty name, and reads this name as
 `Unnamed: 0`."""
+
+
+MOST_NAMED = 8
+"""The largest number of columns that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,22 @@ class Guess:
                 "with a pretrained model"
             )
         return tuple(sentences)
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """Sentences of which the user must be warned: columns left out, and columns that may be no inputs."""
+        rest = self.groups.get(REST, [])
+        if not rest:
+            return self.left_out
+        listed = ", ".join(map(repr, rest[:MOST_NAMED])) + (
+            f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
+        )
+        return (
+            f"modality '{REST}' has the columns that are in no other modality: {listed}. The model trains on them, so "
+            "another target or a row number among them would reveal the answer. Choose the columns of each modality, "
+            f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}",
+            *self.left_out,
+        )
 
 
 def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:

@@ -6,7 +6,7 @@ Shapes: N rows of the whole data set, C classes, M modalities.
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,15 +58,17 @@ class Column:
         """Size of the stored values and of the index in bytes."""
         return self.values.nbytes + (0 if self.index is None else self.index.nbytes)
 
-    def raw(self, rows: Tensor) -> Tensor:
+    def raw(self, rows: Tensor | Sequence[int]) -> Tensor:
         """The stored values of `rows`, before shift and scale.
 
         Args:
-            rows: int64 (...), on any device.
+            rows: int64 (...), on any device; or a list or an array of row numbers.
 
         Returns:
             (..., *shape) in the stored type, on the device of `rows`.
         """
+        if not isinstance(rows, Tensor):
+            rows = torch.as_tensor(rows, dtype=torch.int64)
         own = rows.to(self.values.device)
         entries = own if self.index is None else self.index[own]
         if not self.values.is_contiguous():

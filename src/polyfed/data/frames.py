@@ -126,7 +126,7 @@ def _groups(
         beside = ", ".join(sorted(special & {*columns})) or "texts"
         problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
     if not problems.found:
-        for sentence in guess.left_out:
+        for sentence in guess.doubtful:
             warnings.warn(f"{where}: {sentence}", PolyfedWarning, stacklevel=3)
     return groups, guess.notes
 

@@ -28,6 +28,7 @@ class Given:
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
         needs_labels: whether the task needs labels.
+        numeric: whether the labels are targets, so that whole numbers are quantities and no class numbers.
     """
 
     labels: Any = None
@@ -40,3 +41,4 @@ class Given:
     layout: Mapping[str, str] | None = None
     partial: Partial = "refuse"
     needs_labels: bool = True
+    numeric: bool = False

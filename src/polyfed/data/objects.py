@@ -1,11 +1,11 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.data import Dataset
 
 from polyfed.core.errors import DataError, RecipeError
@@ -54,7 +54,9 @@ def table_of(
     """
     if isinstance(data, Columns):
         given_too = [
-            name for name, value in vars(given).items() if value is not None and name not in ("partial", "needs_labels")
+            name
+            for name, value in vars(given).items()
+            if value is not None and name not in ("partial", "needs_labels", "numeric")
         ]
         if given_too:
             raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
@@ -76,6 +78,7 @@ def table_of(
         name: value for name in ("layout", "class_names", "ids") if (value := getattr(given, name)) is not None
     }
     extra["present"] = with_masks(draft.present, given.present)
+    extra["numeric"] = given.numeric
     if isinstance(given.ids, str) and given.ids != "rows":
         problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
@@ -117,6 +120,8 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
     parts = {str(name): values for name, values in data.items()}
     for name, values in parts.items():
+        if isinstance(values, Tensor) and values.layout != strided:
+            raise DataError(f"data['{name}'] is a sparse tensor. Give a dense one, as in x.to_dense()")
         if not has_rows(values):
             raise RecipeError(
                 f"data['{name}'] is {shown(values)}: give an array, a tensor or a list with one sample for each row, "
@@ -136,6 +141,7 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
     """Make a draft from a data frame. Labels, clients and splits are names of columns, or arrays."""
     modalities = None if given.modalities is None else column_names(given.modalities)
+    _refuse_other_index(frame, given, problems)
     arrays: dict[str, Any] = {} if given.class_names is None else {"class_names": given.class_names}
     words: dict[str, Any] = {}
     optional = ["ids"]
@@ -162,6 +168,20 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
             words[column], frame = "", frame.drop(columns=column, errors="ignore")
     roles = Roles(modalities=modalities, partial=given.partial, optional=tuple(optional), **words)
     return drafted(frame, "data", "data", roles, problems, **arrays)
+
+
+def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:
+    """Add a fault for each pandas Series or frame whose rows pandas would not pair with the data frame by position."""
+    for role in ("labels", "clients", "split", "ids"):
+        value = getattr(given, role)
+        if hasattr(value, "iloc") and len(value) == len(frame) and not value.index.equals(frame.index):
+            problems.add(
+                DataError(
+                    f"data: {role} is a pandas {type(value).__name__} with another index than the data frame, so its "
+                    f"rows may be in another order. Order it, as in {role}={role}.loc[frame.index]; or give "
+                    f"{role}={role}.to_numpy(), which pairs the rows by position"
+                )
+            )
 
 
 def _are_columns(value: Any, frame: Any) -> bool:
@@ -224,7 +244,15 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         present=present,
         cut=cut,
+        notes=(*first.notes, *_padded(drafts, joined)),
     )
+
+
+def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each modality whose samples were padded to the length of another split."""
+    for name, values in joined.items():
+        if len({np.shape(draft.modalities[name])[1:] for draft in drafts.values()}) > 1:
+            yield f"modality '{name}': splits differ in length; samples are filled up with zeros to {values.shape[1]}"
 
 
 def _names(data: Any, given: Given) -> Sequence[str] | None:

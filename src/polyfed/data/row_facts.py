@@ -56,7 +56,7 @@ class Labels:
     note: str = ""
 
 
-def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> Labels:
+def labels_of(values: Any, where: str, names: Sequence[str] | None = None, *, numeric: bool = False) -> Labels:
     """Read labels.
 
     Words become class numbers in sorted order, and the words are kept as names. Whole numbers and booleans are class
@@ -66,6 +66,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
         values: (N,) or (N, T). Words, whole numbers and booleans of the shape (N, 1) are read like (N,).
         where: the name of the labels, for error messages.
         names: names of the classes in order of their numbers; None if they are not known.
+        numeric: whether whole numbers are targets, and no class numbers.
 
     Raises:
         DataError: The labels are neither numbers nor words, are mixed, or some are missing.
@@ -79,7 +80,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
         raise DataError(f"{where} holds {array.dtype}: labels must be whole numbers from 0, words, or float targets")
     if array.ndim not in (1, 2):
         raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
-    if array.dtype.kind == "f" or array.ndim > 1:
+    if array.dtype.kind == "f" or array.ndim > 1 or numeric:
         target = torch.from_numpy(array.astype(np.float32))
         return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
     label = torch.from_numpy(array.astype(np.int64))

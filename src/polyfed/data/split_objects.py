@@ -101,13 +101,24 @@ def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
-    """Return the arrays of all splits, joined one after another."""
-    shapes = {np.shape(array)[1:] for array in arrays}
+    """Return the arrays of all splits, joined one after another.
+
+    Time series (N, T, F) and token ids (N, T) may differ in length between the splits. They are padded with zeros at
+    the end to the longest, as `array_of` pads the samples of one split.
+    """
+    held = [np.asarray(array) for array in arrays]
+    shapes = {array.shape[1:] for array in held}
     if len(shapes) > 1:
-        found = " and ".join(map(str, sorted(shapes)))
-        problems.add(DataError(f"data: modality '{name}' has samples of shape {found} in different splits"))
-        return arrays[0]
-    return np.concatenate([np.asarray(array) for array in arrays])
+        ranks, whole = {len(shape) for shape in shapes}, all(array.dtype.kind in "iu" for array in held)
+        if len({shape[1:] for shape in shapes}) > 1 or not (ranks == {2} or (ranks == {1} and whole)):
+            found = " and ".join(map(str, sorted(shapes)))
+            text = f"data: modality '{name}' has samples of shape {found} in different splits"
+            problems.add(DataError(f"{text}. Bring the samples of all splits to one shape"))
+            return arrays[0]
+        longest = max(shape[0] for shape in shapes)
+        rest = [(0, 0)] * (held[0].ndim - 2)
+        held = [np.pad(array, [(0, 0), (0, longest - array.shape[1]), *rest]) for array in held]
+    return np.concatenate(held)
 
 
 def has_columns(data: Any) -> bool:

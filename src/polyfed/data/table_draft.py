@@ -46,6 +46,7 @@ class Draft:
             are the ids. If None, the data has no ids.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
+        numeric: Whether whole numbers among the labels are quantities and no class numbers.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Draft:
     ids: Any = "rows"
     layout: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    numeric: bool = False
 
 
 def columns_of(
@@ -142,7 +144,7 @@ def _table(
 def _labels(draft: Draft) -> Labels:
     """Return the labels of a draft, or zeros if the draft has no labels."""
     if draft.labels is not None:
-        return labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names)
+        return labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names, numeric=draft.numeric)
     return unlabelled(len(next(iter(draft.modalities.values()), ())))
 
 

@@ -12,6 +12,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.missing_rows import without_nan_rows
+from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model
 from polyfed.objective import Objective
@@ -28,6 +29,7 @@ def predict(
     present: Mapping[str, Any] | None = None,
     predictor: Predictor | None = None,
     scaling: Mapping[str, Scaling] | None = None,
+    vocabularies: Mapping[str, int] | None = None,
 ) -> Tensor:
     """Return a model's predictions for samples, computed in batches as in an evaluation; see `Objective.predicted`.
 
@@ -35,28 +37,33 @@ def predict(
         model: the recipe's model.
         objective: what the model predicts.
         w: the model's parameters. The computation runs on their device.
-        x: modality -> samples (n, ...), tensors or arrays. Modalities outside `reads` are ignored. A row whose entries
-            are all NaN lacks the modality.
+        x: modality -> samples (n, ...); `samples_of` lists the allowed forms. Modalities outside `reads` are ignored. A
+            row whose entries are all NaN lacks the modality.
         reads: the modalities to read. If None, the model reads all its modalities.
         present: modality -> bool (n,), for modalities that some rows lack.
         predictor: how to predict with `w`. If None, the predictions come from the model's logits.
         scaling: the shift and the scale of each modality whose samples are not yet scaled.
+        vocabularies: the number of token ids that the encoder reads, for each modality of token ids.
 
     Raises:
-        RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, the modalities
-            have different numbers of rows, or the model reads none of the given modalities.
+        RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, a token id is
+            not in the vocabulary, the modalities have different numbers of rows, or the model
+            reads none of the given modalities.
     """
-    if not isinstance(x, Mapping):
-        raise RecipeError(f"x is a {type(x).__name__}; give a dictionary of samples, as in {{'audio': array}}")
+    refuse_other_forms(x)
     predictor = predictor or Predictor()
     read = [m for m in model.modalities if reads is None or m in reads]
-    given = {m: torch.as_tensor(value) for m, value in x.items()}
-    there = {m: torch.as_tensor(rows, dtype=torch.bool) for m, rows in (present or {}).items()}
+    ids = vocabularies or {}
+    given, there = _tensors(model, x, present or {}, ids)
     n = _rows_of(model, given, there)
     if not (used := [m for m in read if m in given]):
         raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
     for m in used:
         given[m], there[m] = _present_rows(m, given[m], there.get(m))
+        given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
+    if not n:  # one row of zeros shows the shape of a prediction; encoders may fail without rows
+        row = {m: given[m].new_zeros(1, *given[m].shape[1:]) for m in used}
+        return predict(model, objective, w, row, reads=reads, predictor=predictor, scaling=scaling)[:0]
     place, found = next(iter(w.values())).device, []
     with torch.no_grad():
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
@@ -68,6 +75,19 @@ def predict(
             by_modality = objective.BY_MODALITY
             found.append(objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch))
     return objective.predicted(torch.cat(found))
+
+
+def _tensors(
+    model: Model, x: Mapping[str, Any], present: Mapping[str, Any], ids: Mapping[str, int]
+) -> tuple[Tree, Tree]:
+    """Return the samples and the masks of the modalities as tensors."""
+    given: Tree = {}
+    there: Tree = {m: torch.as_tensor(rows, dtype=torch.bool) for m, rows in present.items()}
+    for m, value in x.items():
+        given[m], held = samples_of(m, value, model.shapes.get(m, ()), tokens=m in ids)
+        if held is not None:
+            there[m] = held if m not in there or len(there[m]) != len(held) else held & there[m]
+    return given, there
 
 
 def _rows_of(model: Model, x: Tree, present: Tree) -> int:

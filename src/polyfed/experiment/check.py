@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS, Averaging
-from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
+from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
@@ -27,6 +27,9 @@ from polyfed.privacy.policy import Policy
 from polyfed.report.text_layout import text_of
 
 MEGABYTE = 2**20
+
+SERVER_CODE = 1
+"""The exit code of a run in which the code of the server raises an exception that is not polyfed's own."""
 
 
 class Check(CheckResult):
@@ -49,7 +52,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
-    sizes, failures = _dry_run_sizes(assembly)
+    sizes, failures, code = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
     guarantee = assembly.guarantee
@@ -65,6 +68,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         guesses=assembly.guesses,
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
         promises=() if guarantee is None else tuple(guarantee.sentences()),
+        failure_code=code,
     )
 
 
@@ -99,12 +103,14 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """Return the sizes of the messages in the dry run, and the reasons if the dry run failed.
+def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...], int]:
+    """Return the sizes of the messages in the dry run, and the reasons and the exit code if the dry run failed.
 
-    The dry run uses only a few rows of each client. If it fails, a round on all rows may still succeed.
+    The dry run uses only a few rows of each client. If it fails, a round on all rows may still succeed. If tasks of
+    clients fail, a run has too few replies. If the code of the server fails, a run ends with its exception.
     """
     failed: dict[str, None] = {}
+    code = 0
 
     def listen(event: str, **facts: Any) -> None:
         if event == "client-failed":
@@ -116,8 +122,10 @@ def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ..
         raise
     except Exception as error:
         sizes = {}
+        code = SERVER_CODE
         failed[f"server code: {type(error).__name__}: {error}"] = None
-    return sizes, tuple(f"The dry run of a round failed, so some sizes are not known: {why}" for why in failed)
+    remarks = tuple(f"The dry run of a round failed, so some sizes are not known: {why}" for why in failed)
+    return sizes, remarks, code or (TooFewReplies.exit_code if failed else 0)
 
 
 def warn_unmeasured(assembly: Assembly) -> None:

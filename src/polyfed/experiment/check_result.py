@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyfed.core.errors import EgressError
 from polyfed.experiment.recipe import Recipe
 
 
@@ -55,6 +56,7 @@ class CheckResult:
         facts: the clients, the bytes of each block, and the resolved policy, as in run.json.
         planned: all parts of messages that the tasks can send, allowed or not.
         remarks: why the dry run failed, if it did. Sizes may then be missing.
+        failure_code: the exit code of a run that fails like the dry run, or 0 if the dry run did not fail.
         why: sentences that explain the refused parts. If the policy has no row for the block `shared`, its rows for the
             modalities also apply to `shared`. For a refused part of `shared`, a sentence then names the modality whose
             policy row refused it. Other sentences explain how a client can train a block without sending it.
@@ -80,8 +82,14 @@ class CheckResult:
     guesses: tuple[str, ...] = ()
     privacy: dict[str, Any] | None = None
     promises: tuple[str, ...] = ()
+    failure_code: int = 0
 
     @property
     def refused(self) -> tuple[Planned, ...]:
         """The parts that the policy forbids. If there are any, a run ends with exit code 3."""
         return tuple(row for row in self.planned if not row.allowed)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a run would have: 3 if the policy forbids a part, or else `failure_code`."""
+        return EgressError.exit_code if self.refused else self.failure_code

@@ -25,6 +25,7 @@ from polyfed.evaluation.scores import Measured
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.run_state import returned_state
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.gate import EgressGate
@@ -200,6 +201,11 @@ def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
     return found
 
 
+def assembled_dry(recipe: Recipe, population: Population) -> Assembly:
+    """Assemble a run on a few rows of each client. What its clients announce is what the clients of a run announce."""
+    return _dry_parts(recipe, population, PASSES[0], Emitter())
+
+
 def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter) -> Assembly:
     """Assemble a run on the first `most` rows of each client and of the server, with very short training."""
     train = recipe.algorithm.train
@@ -220,7 +226,7 @@ def _evaluated(parts: Assembly, rounds: int) -> Measured:
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
     for _ in range(rounds):
-        state = algorithm.round(state, fed)
+        state = returned_state(algorithm, algorithm.round(state, fed))
     fed.rounds = 1  # so that requests after the last round are sent here as well
     return algorithm.evaluate(state, fed)
 

@@ -1,5 +1,6 @@
 """Makes a recipe from data in memory or a data file, and from the recipe's sections as keyword arguments."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -10,7 +11,7 @@ from warnings import warn
 import numpy as np
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.errors import ModelError, PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data import Source
 from polyfed.data.columns import Columns
@@ -24,7 +25,7 @@ from polyfed.experiment.parts import PARTS
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective, Regression
-from polyfed.objective.targets import doubtful_targets, looks_like, units_of
+from polyfed.objective.targets import doubtful_targets, far_targets, looks_like, units_of
 
 
 class DataOptions(TypedDict, total=False):
@@ -49,8 +50,8 @@ class DataOptions(TypedDict, total=False):
         algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
         rounds: number of rounds.
         seed: seed of the run.
-        model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects; or a
-            `ModelSpec`. A modality without an encoder gets one that fits its shape.
+        model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects, and the
+            `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
         train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
             `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`,
             `tracking`, `task`.
@@ -209,6 +210,8 @@ def _section(name: str, value: Any) -> Any:
     """Return the section as a table of a recipe. A section [model] with Python objects becomes a `ModelSpec`."""
     if isinstance(value, ModelSpec):
         return value
+    if name == "model" and isinstance(value.get("encoders"), Mapping):
+        value = {**value, "encoders": {m: _named_encoder(m, entry) for m, entry in value["encoders"].items()}}
     objects = {key: value[key] for key in OBJECTS if not isinstance(value.get(key, ""), str)}
     if name != "model" or not objects:
         return dict(value)
@@ -216,11 +219,37 @@ def _section(name: str, value: Any) -> Any:
     return ModelSpec(**checked("[model]", ModelSpec, rest), **objects)
 
 
+def _named_encoder(modality: str, entry: Any) -> Any:
+    """Return the entry of an encoder with the path of its class instead of the class itself.
+
+    Raises:
+        ModelError: the class cannot be imported from its module, so that no recipe could name it.
+    """
+    entry = {"kind": entry} if isinstance(entry, type) else entry
+    if not isinstance(entry, Mapping) or not isinstance(cls := entry.get("kind"), type):
+        return entry
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls:
+        raise ModelError(
+            f"[model.encoders] {modality}: the class {cls.__qualname__} cannot be imported from the module "
+            f'{cls.__module__}. Define it at the top level of a module, and give it as "package.module:Class"'
+        )
+    return {**entry, "kind": path}
+
+
 def _far_targets(task: Objective | None, columns: Columns) -> str:
     """Return a remark on a regression whose targets are far from the outputs of a new model; else an empty text."""
     plain = task is None and looks_like(columns.label) == "regression"
     if not plain and not (isinstance(task, Regression) and (task.shift, task.scale) == (0.0, 1.0)):
         return ""
+    if far := far_targets(columns):
+        names = columns.class_names or tuple(map(str, range(1 + max(far))))
+        listed = ", ".join(f"target {names[n]} ({mean:.4g} and {spread:.4g})" for n, (mean, spread) in far.items())
+        return (
+            f"data '{columns.name}': targets are far from the outputs of a new model, which are about 0. Their means "
+            f"and standard deviations in the training rows are: {listed}. Training may diverge, or learn only the "
+            "largest target. Standardise each target, as in labels=(y - mean) / deviation, and scale predictions back"
+        )
     units = units_of(columns)
     if units is None:
         return ""
@@ -281,7 +310,7 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
         return source_data, source_data.load()
     share, standardise = read.get("test_share", 0.2), read.get("standardise", False)
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
-    held = Given(clients=natural, needs_labels=needs_labels, **described)
+    held = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **described)
     columns = table_of(data, held, test_share=share, standardise=standardise)
     if "standardise" not in read and has_columns(data) and (uneven := uneven_features(columns)):
         text = f"{', '.join(uneven)}: features differ in size, which slows or prevents learning"

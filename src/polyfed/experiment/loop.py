@@ -30,7 +30,7 @@ from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.repetition import Repetitions
 from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions, warn_silent
 from polyfed.experiment.run_result import Run, best_round, models_of
-from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
+from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept, returned_state
 from polyfed.experiment.task_choice import headline_of
 from polyfed.experiment.update_norms import ClientUpdates, block_norms
 from polyfed.report import write_report
@@ -185,7 +185,7 @@ class _Loop:
         if algorithm.evaluation.due(round, self.recipe.rounds):
             self.fed.watch = self.updates.watch
         started = time.perf_counter()
-        state = algorithm.round(state, self.fed)
+        state = returned_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
         self.fed.watch = lambda *_: None
         times = self.fed.clock.finish() if self.fed.clock is not None else None

@@ -15,8 +15,9 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.predictions import predict
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
-from polyfed.model import Model, ModelSpec
+from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
 from polyfed.model.plain_module import PlainModule
+from polyfed.model.pretrained import vocabulary
 from polyfed.objective import Objective
 
 
@@ -91,7 +92,8 @@ class Models:
         """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays.
+            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays: a
+                tensor, an array, a list, or the columns of a data frame. Sequences in a list may differ in length.
                 `predict` applies `scaling`. A modality that is left out counts as a zero feature. A row of NaN also
                 counts as a zero feature.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
@@ -103,7 +105,15 @@ class Models:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
         if client is None:
-            return predict(self.model, self.task, self.params, x, present=present, scaling=self.scaling)
+            return predict(
+                self.model,
+                self.task,
+                self.params,
+                x,
+                present=present,
+                scaling=self.scaling,
+                vocabularies=self._vocabularies,
+            )
         w = self.of(client)
         return predict(
             self.model,
@@ -114,7 +124,19 @@ class Models:
             present=present,
             predictor=self.predictor,
             scaling=self.scaling,
+            vocabularies=self._vocabularies,
         )
+
+    @property
+    def _vocabularies(self) -> dict[str, int]:
+        """The number of token ids that each encoder of token ids reads."""
+        found = {}
+        for name, encoder in self.spec.encoders.items():
+            if isinstance(encoder, TokenTransformer):
+                found[name] = encoder.vocabulary
+            elif isinstance(encoder, HuggingFace) and len(self.model.shapes.get(name, ())) == 1:
+                found[name] = vocabulary(encoder.path) or 0
+        return {name: size for name, size in found.items() if size}
 
     def module(self, client: int | None = None) -> PlainModule:
         """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to logits.

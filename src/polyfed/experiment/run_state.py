@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import CheckpointError
+from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.files import sync
+from polyfed.core.registry import name_of
 from polyfed.core.scaling import Scaling
 from polyfed.data import Columns, scaling_of
 from polyfed.engines.base import Engine
@@ -188,3 +190,17 @@ def num_kept(state: Any, engine: Engine) -> dict[str, int]:
     if engine.keeps_locals:
         kept["client"] = max((sum(v.numel() for v in local.values()) for local in engine.locals.values()), default=0)
     return kept
+
+
+def returned_state(algorithm: Algorithm, state: Any) -> Any:
+    """Return the state that `round` returned.
+
+    Raises:
+        RecipeError: `round` returned None, because it or `merge` has no `return`.
+    """
+    if state is None:
+        raise RecipeError(
+            f"{name_of(algorithm, ALGORITHMS)}: a round returned None instead of the new state. The last line of "
+            "`merge` (or of `round`) must return it, as in: return state.with_(params=...)"
+        )
+    return state

@@ -188,7 +188,10 @@ def cure(attack: Attack | None) -> str:
         return (
             f"The recipe has [attack] name = '{attack.name}': a robust rule such as [server] aggregate = 'median' helps"
         )
-    return "Lower [train] lr, set [train] clip_norm, or scale the features down"
+    return (
+        "Lower [train] lr, set [train] clip_norm, or scale the features down. In a regression, also bring every target "
+        "near mean 0 and standard deviation 1"
+    )
 
 
 @lru_cache(maxsize=16)

@@ -56,6 +56,29 @@ def doubtful_targets(columns: Columns) -> str:
     )
 
 
+def far_targets(columns: Columns) -> dict[int, tuple[float, float]]:
+    """Return target -> (mean, standard deviation), if each row has several targets, for targets far from 0.
+
+    The rule for each target is that of `units_of`. One `shift` and `scale` cannot fit targets with different units.
+    """
+    label = as_matrix(columns.label)
+    if label.shape[1] < 2:
+        return {}
+    rows = label[columns.rows(0)].double()
+    found = {n: _far(rows[:, n]) for n in range(label.shape[1])}
+    return {n: units for n, units in found.items() if units is not None}
+
+
+def _far(target: Tensor) -> tuple[float, float] | None:
+    """Return mean and standard deviation of the known values of a target if it is far from 0; see `units_of`."""
+    known = target[~target.isnan()]
+    if len(known) < 2:
+        return None
+    mean, deviation = float(known.mean()), float(known.std())
+    near = abs(mean) <= 3 * deviation and 0.1 <= deviation <= 10
+    return None if near or deviation == 0 else (mean, deviation)
+
+
 def units_of(columns: Columns) -> tuple[float, float] | None:
     """Return the mean and the standard deviation by which a regression should standardise its targets, or None.
 
@@ -65,13 +88,7 @@ def units_of(columns: Columns) -> tuple[float, float] | None:
     It is also None if each row has several targets, because the targets may have different units.
     """
     label = as_matrix(columns.label)
-    known = label[columns.rows(0)].double()
-    known = known[~known.isnan()]
-    if label.shape[1] != 1 or len(known) < 2:
-        return None
-    mean, deviation = float(known.mean()), float(known.std())
-    near = abs(mean) <= 3 * deviation and 0.1 <= deviation <= 10
-    return None if near or deviation == 0 else (mean, deviation)
+    return _far(label[columns.rows(0), 0].double()) if label.shape[1] == 1 else None
 
 
 def in_words(label: Tensor) -> str:

@@ -10,7 +10,7 @@ Reading a folder:
 
 Several runs:
 
-- `compare`: groups of runs that differ only in seed and fold, with mean and spread.
+- `compare`: groups of runs that differ only in seed and fold, with mean and spread. `cells`: the values and columns.
 - `study_folder`: the runs of a study, with their names. `labels`: for groups without a name in a study, names that
   consist of the options in which the groups differ.
 - `notes`: the warnings of several runs, each once.

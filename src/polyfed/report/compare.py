@@ -3,7 +3,6 @@
 For each group, the comparison shows the mean and the spread over its runs.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
+from polyfed.report.cells import Cell, Column
 from polyfed.report.folds import check_reach, fold_of, pooled_uars, rounds_to
-from polyfed.report.formatting import MISSING, number_of
+from polyfed.report.formatting import MISSING
 from polyfed.report.labels import flat, labels_of, method_of, parts_of
 from polyfed.report.notes import SHARED_RUNS, notes_of, notes_of_run
 from polyfed.report.run_folder import Folder, finished
 from polyfed.report.scores import TITLES, title_of, unit_of
-from polyfed.report.study_folder import NamedRun, runs_of
+from polyfed.report.study_folder import Absent, NamedRun, absent_of, runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,59 +31,6 @@ POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
 
 OWN_MODELS = "metrics.global_by_client."
 """The beginning of the names of cells that a run has only if its clients' own models are tested on the server."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Mean and spread of one value, such as the accuracy, over the runs of a group.
-
-    Attributes:
-        mean: arithmetic mean.
-        spread: sample standard deviation, which is 0 for a single run.
-        n: the number of runs that have this value. If folds are pooled, the number of seeds.
-        of: the number of all runs in the group, with or without this value. If folds are pooled, the number of all
-            seeds.
-    """
-
-    mean: float
-    spread: float
-    n: int
-    of: int
-
-    def text(self, unit: str) -> str:
-        """Return mean and spread as text; for a single run, only the mean.
-
-        If the unit is `share`, both numbers are written in percent, but without the sign "%".
-        """
-        if not math.isfinite(self.mean):
-            return MISSING
-        values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
-        return " ± ".join(f"{100 * value:.1f}" if unit == "share" else number_of(value, unit) for value in values)
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the comparison.
-
-    Attributes:
-        name: the key of the cells, which is a dotted path in result.json.
-        title: what the column shows.
-        unit: `share` (written in percent), `bytes`, `seconds` or `number`.
-    """
-
-    name: str
-    title: str
-    unit: str
-
-    @property
-    def heading(self) -> str:
-        """Return the title, with a "%" if the column holds shares, because cells are written without "%"."""
-        return f"{self.title} %" if self.unit == "share" else self.title
-
-    @property
-    def is_quality(self) -> bool:
-        """Return whether the column shows the quality of a model rather than its cost."""
-        return self.unit == "share"
 
 
 @dataclass(frozen=True)
@@ -145,21 +92,36 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The groups, in the order of their first runs, and the columns that at least one group has."""
+    """The groups, in the order of their first runs, and the columns that at least one group has.
+
+    Attributes:
+        groups: the groups.
+        columns: the columns.
+        modalities: the modalities of all runs.
+        absent: the methods of the studies of which some or all runs are not finished, so that they are not compared.
+    """
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
     modalities: tuple[str, ...]
+    absent: tuple[Absent, ...] = ()
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """Return a sentence for each method that is not compared with all of its runs, with the reason."""
+        several = len({group.scenario for group in self.groups} | {absent.scenario for absent in self.absent}) > 1
+        return tuple(absent.text(several=several) for absent in self.absent)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return the groups' notes, and warnings about values that readers of the comparison could misunderstand.
 
-        There are five reasons for a warning: several groups consist of the same runs; a group has no global model, so
-        its scores are those of clients' own models; the runs of a group do not all have the same data; several runs
-        of a group have the same seed and fold; a group has the settings that the search chose for another method.
+        There are six reasons for a warning: a study has runs that are not finished, and are therefore not compared;
+        several groups consist of the same runs; a group has no global model, so its scores are those of clients' own
+        models; the runs of a group do not all have the same data; several runs of a group have the same seed and fold;
+        a group has the settings that the search chose for another method.
         """
-        found = []
+        found = [*self.not_compared]
         twins: dict[tuple[Path, ...], list[str]] = {}
         for group in self.groups:
             twins.setdefault(tuple(folder.path for folder in group.folders), []).append(group.name)
@@ -208,6 +170,14 @@ class Comparison:
             for group in self.groups
         ]
 
+    def absent_rows(self) -> list[dict[str, Any]]:
+        """Return a row with `label`, `n` = 0 and the reason `not_compared` for each method without a finished run."""
+        return [
+            {"label": absent.method, "n": 0, "seeds": [], "scenario": absent.scenario, "not_compared": absent.why}
+            for absent in self.absent
+            if absent.whole
+        ]
+
     def frame(self) -> "pd.DataFrame":
         """The rows as a data frame, with the columns `method` and `scenario`."""
         import pandas as pd  # imported here, because it takes half a second
@@ -230,6 +200,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
         RecipeError: no folder was given, or `reach` is out of range.
         DataError: no folder holds a finished run, or a file is damaged.
     """
+    dirs = list(dirs)
     named = runs_of(dirs)
     folders = finished(dict.fromkeys(path for path, _ in named))
     if reach is not None:
@@ -256,7 +227,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
         for (label, own), bundle in zip(names, bundles.values(), strict=True)
     )
     modalities = tuple(dict.fromkeys(m for folder in folders.values() for m in folder.modalities))
-    return Comparison(groups, _columns(groups, modalities, reach), modalities)
+    return Comparison(groups, _columns(groups, modalities, reach), modalities, tuple(absent_of(dirs)))
 
 
 def _names(firsts: Sequence[tuple[Folder, NamedRun | None]]) -> list[tuple[str, NamedRun]]:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from polyfed.evaluation.client_statistics import mean_and_spread
-from polyfed.report.compare import Cell, Column, Comparison
+from polyfed.report.cells import Cell, Column
+from polyfed.report.compare import Comparison
 from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.paired_differences import Difference, Evidence
 
@@ -23,6 +24,7 @@ class Sheet:
         headings: the heading of each column; the first column holds names.
         rows: the cells of each row.
         best: (row, column) of the cells that hold the best value of their column.
+        absent: the methods that the table lacks, because their runs are not finished.
     """
 
     name: str
@@ -30,6 +32,12 @@ class Sheet:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    absent: Sequence[str] = ()
+
+    @property
+    def caption(self) -> str:
+        """Return the title, and the names of the methods that the table lacks."""
+        return self.title + (f". Not compared: {', '.join(self.absent)}" if self.absent else "")
 
 
 def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
@@ -40,7 +48,8 @@ def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
         columns_sheet(comparison, "cost", "Cost", [c for c in comparison.columns if not c.is_quality]),
         *tests_of(proof),
     ]
-    return [sheet for sheet in wanted if sheet is not None and sheet.rows]
+    names = tuple(dict.fromkeys(absent.method for absent in comparison.absent))
+    return [replace(sheet, absent=names) for sheet in wanted if sheet is not None and sheet.rows]
 
 
 def tests_of(proof: Evidence) -> list[Sheet]:
@@ -156,27 +165,27 @@ def ranks_sheet(proof: Evidence) -> Sheet | None:
     return Sheet("ranks", title, ["method", "mean rank", "not different from"], rows)
 
 
-def markdown(sheets: Sequence[Sheet]) -> str:
-    """Return the tables in Markdown, with the best cells in bold."""
+def markdown(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
+    """Return the tables in Markdown, with the best cells in bold, and below them the notes."""
     parts = []
     for sheet in sheets:
-        lines = [f"{sheet.title}.", "", _row(sheet.headings), "|---|" + "---:|" * (len(sheet.headings) - 1)]
+        lines = [f"{sheet.caption}.", "", _row(sheet.headings), "|---|" + "---:|" * (len(sheet.headings) - 1)]
         for place, row in enumerate(sheet.rows):
             cells = (cell.replace("|", "\\|") for cell in row)
             lines.append(_row([f"**{c}**" if (place, n) in sheet.best else c for n, c in enumerate(cells)]))
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *notes]) + "\n"
 
 
-def latex(sheets: Sequence[Sheet]) -> str:
-    """Return the tables in LaTeX, for the package booktabs, with the best cells in bold."""
-    parts = ["% needs \\usepackage{booktabs}"]
+def latex(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
+    """Return the tables in LaTeX, for the package booktabs, with the best cells in bold, and the notes as comments."""
+    parts = ["\n".join(["% needs \\usepackage{booktabs}", *(f"% {note}" for note in notes)])]
     for sheet in sheets:
         head = " & ".join(_escaped(heading) for heading in sheet.headings)
         lines = [
             "\\begin{table}",
             "\\centering",
-            f"\\caption{{{_escaped(sheet.title)}.}}",
+            f"\\caption{{{_escaped(sheet.caption)}.}}",
             f"\\label{{tab:{sheet.name}}}",
             f"\\begin{{tabular}}{{l{'r' * (len(sheet.headings) - 1)}}}",
             "\\toprule",
@@ -192,7 +201,10 @@ def latex(sheets: Sequence[Sheet]) -> str:
 
 
 def csv(comparison: Comparison, proof: Evidence) -> str:
-    """One line for each group, with all numbers at full precision and the tests of the group."""
+    """One line for each group, with all numbers at full precision and the tests of the group.
+
+    A method of a study without a finished run has a line too, with n = 0 and the reason in the column `not_compared`.
+    """
     import pandas as pd  # imported here, because it takes half a second
 
     tests = {(d.scenario, d.method): d for d in proof.differences}
@@ -203,6 +215,7 @@ def csv(comparison: Comparison, proof: Evidence) -> str:
         row = {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in row.items()}
         extra = {} if found is None else _test_columns(found)
         rows.append({"label": row.pop("label")} | words | row | extra)
+    rows += [row | {"method": row["label"], "seeds": ""} for row in comparison.absent_rows()]
     return str(pd.DataFrame(rows).to_csv(index=False))
 
 
@@ -212,7 +225,8 @@ def content(comparison: Comparison, proof: Evidence) -> dict[str, Any]:
         row | {"method": group.method, "scenario": group.scenario}
         for row, group in zip(comparison.rows(), comparison.groups, strict=True)
     ]
-    return {"groups": groups, "tests": proof.table(), "warnings": list(comparison.warnings)}
+    absent = [asdict(method) for method in comparison.absent]
+    return {"groups": groups, "tests": proof.table(), "not_compared": absent, "warnings": list(comparison.warnings)}
 
 
 def _text(cell: Cell | None, unit: str) -> str:
@@ -239,6 +253,8 @@ def _numbers(row: Difference, unit: str) -> list[str]:
     def signed(value: float) -> str:
         return f"{100 * value:+.1f}" if unit == "share" else f"{value:+.4g}"
 
+    if row.n > 1 and row.low is None:
+        return [number_of(row.n, "number"), signed(row.mean), "equal on all seeds", "no test", "no test"]
     inside = MISSING if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
     return [number_of(row.n, "number"), signed(row.mean), inside, _p(row.p), _p(row.p_holm)]
 

@@ -63,6 +63,9 @@ def write_figures(
             figures[name] = _differences(Figure, proof, scenario)
         if proof.ranks is not None:
             figures["ranks"] = _ranks(Figure, proof)
+        if names := ", ".join(dict.fromkeys(absent.method for absent in comparison.absent)):
+            for figure in figures.values():
+                figure.text(0.0, -0.02, f"not compared: {names}", va="top", fontsize=7)
         return _saved(figures, folder)
 
 

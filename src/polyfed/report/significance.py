@@ -67,11 +67,16 @@ class MeanRanks:
         return tuple(found)
 
 
+ROUNDING = 1e-12
+"""The largest spread of differences that are equal except for rounding errors."""
+
+
 def paired(differences: Sequence[float], test: Test = "t") -> Paired:
     """Test whether the mean of paired differences is 0.
 
     Args:
-        differences: the differences, one for each pair. There must be at least one.
+        differences: the differences, one for each pair. There must be at least one. If all of them are equal, there is
+            neither an interval nor a test, because their spread, which both need, is 0.
         test: "t" for Student's paired test, or "wilcoxon" for the signed-rank test. The signed-rank test does not
             assume a normal distribution. With five pairs, its p-value is never below 0.06.
     """
@@ -83,10 +88,8 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
         return Paired(n, mean, None, None, None)
     spread = float(sample.std(ddof=1))
     half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * spread / math.sqrt(n)
-    if np.all(sample == 0):
-        return Paired(n, mean, mean, mean, 1.0)
-    if spread == 0:
-        return Paired(n, mean, mean, mean, None)
+    if spread <= ROUNDING:
+        return Paired(n, mean, None, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SciPy warns of small samples and ties, but the caller shows n
         p = stats.wilcoxon(sample).pvalue if test == "wilcoxon" else stats.ttest_1samp(sample, 0.0).pvalue

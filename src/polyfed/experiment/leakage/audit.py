@@ -9,6 +9,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.files import LEAKAGE, RECIPE, replace_text
 from polyfed.core.messages import LABELS, OF_THE_MODEL, crossings
 from polyfed.core.tree import SHARED
+from polyfed.data.sources.memory import Memory
+from polyfed.experiment.from_data import with_data
 from polyfed.experiment.json_text import to_json
 from polyfed.experiment.leakage import labels, membership, properties, reconstruction
 from polyfed.experiment.leakage.capture import Capture, capture
@@ -76,7 +78,9 @@ class LeakageAudit:
         return asdict(self) | {"folder": str(self.folder)}
 
 
-def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: int = 0) -> LeakageAudit:
+def audit(
+    folder: str | Path, *, data: Any = None, rounds: int = 3, clients: int = 20, shadows: int = 0, **options: Any
+) -> LeakageAudit:
     """Attack the messages of a run, after repeating the first rounds of its recipe in a simulation with the same seed.
 
     If the folder's recipe.toml names user-defined classes, this function imports them, which runs their code. Audit
@@ -84,14 +88,18 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
 
     Args:
         folder: the folder of the run, which may be unfinished. The data of its recipe must be on this machine.
+        data: the data of a run whose data was in memory, as in `polyfed.run(data=...)`.
         rounds: the number of rounds to run again.
         clients: the largest number of clients to attack. These are the first clients that reply.
         shadows: the number of LiRA's shadow models for each client. If 0, the only membership attack is the loss
             threshold.
+        options: how to read `data`, such as `labels`, exactly as in the call of `polyfed.run`. Because `clients` has
+            another meaning here, give the natural clients of the rows as `natural_clients`.
 
     Raises:
         DataError: the folder holds no run, or the data differs from the data of the run.
-        RecipeError: `rounds` or `clients` is below 1, or `shadows` is 1 or negative.
+        RecipeError: the data was in memory and `data` is missing, or an option is unknown; `rounds` or `clients` is
+            below 1, or `shadows` is 1 or negative.
     """
     for name, value in (("rounds", rounds), ("clients", clients)):
         if value < 1:
@@ -100,7 +108,7 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
         raise RecipeError(f"--shadows {shadows}: LiRA needs 2 or more shadow models. Give 0 for the loss threshold")
     run = Folder(Path(folder))
     crossed = {(block, kind, way) for block, kind, way in egress.aggregate(run).bytes}
-    recipe = load_recipe(run.path / RECIPE)
+    recipe = _with_data(load_recipe(run.path / RECIPE), data, options)
     found = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
     columns = found.population.columns
     table = recipe.table()
@@ -117,6 +125,23 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
         findings=findings,
         notes=tuple(_notes(recipe, findings)),
     )
+
+
+def _with_data(recipe: Recipe, data: Any, options: dict[str, Any]) -> Recipe:
+    """Return the recipe with the data of a run whose data was in memory."""
+    if data is not None:
+        if "natural_clients" in options:
+            options["clients"] = options.pop("natural_clients")
+        return with_data(recipe, data, options)
+    if options:
+        raise RecipeError(f"{next(iter(options))} is given without data. Give data=..., as in the call of polyfed.run")
+    if isinstance(recipe.data, Memory):
+        raise RecipeError(
+            "the data of this run was in memory, so its folder does not hold it, and the command line cannot audit it. "
+            "Audit it from Python: polyfed.experiment.leakage.audit(folder, data=..., labels=...), with the data and "
+            "options of the run"
+        )
+    return recipe
 
 
 def _notes(recipe: Recipe, findings: Collection[Finding]) -> Iterator[str]:

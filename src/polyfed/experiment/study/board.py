@@ -13,6 +13,7 @@ from polyfed.experiment.study.plan import Cell
 from polyfed.report.notes import SHARED_RUNS, notes_of, notes_of_run
 from polyfed.report.run_schema import RUN_RESULT, parse_as
 from polyfed.report.scores import Metric, first_metric
+from polyfed.report.study_folder import Absent
 
 State = Literal["left", "running", "finished", "failed"]
 
@@ -179,6 +180,22 @@ class Board:
         failed = ((e.why, e.name) for e in self.entries.values() if e.why and e.state != "finished")
         waiting = ((why, self._place(self.cells[number])) for number, why in self.blocked.items())
         return _gathered([*failed, *waiting, *self._unmeasured()])
+
+    def not_compared(self) -> list[Absent]:
+        """Return the cells that a comparison lacks wholly or in part, each with the reason on one line."""
+        found = []
+        for number, cell in enumerate(self.cells):
+            reported = self.reported.get(number, [])
+            missing = [entry for entry in reported if entry.state != "finished"]
+            if reported and not missing:
+                continue
+            failed = [entry.why for entry in missing or self._runs_of(number) if entry.state == "failed"]
+            whys = [cell.skip and f"left out: {cell.skip}", self.blocked.get(number, ""), *failed]
+            why = ": ".join(dict.fromkeys(" ".join(why.split()) for why in whys if why))
+            found.append(
+                Absent(cell.label, cell.scenario, len(missing), len(reported), why or "its runs are not finished")
+            )
+        return found
 
     def notes(self) -> list[tuple[str, list[str]]]:
         """Return the notes about the runs, with the cells that each note concerns.

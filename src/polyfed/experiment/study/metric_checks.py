@@ -1,15 +1,15 @@
-"""Checks that the runs of a study will have the study's metrics, by an evaluation before any training."""
+"""Checks of a study's runs before any training: the policy allows their messages, and they have the study's metrics."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from polyfed.core.errors import did_you_mean
-from polyfed.data import Columns
+from polyfed.core.errors import EgressError, did_you_mean
+from polyfed.data import Columns, Population
 from polyfed.evaluation.client_statistics import personal
 from polyfed.experiment.assembly import population_of
-from polyfed.experiment.check import personal_fix
-from polyfed.experiment.dry_run import metrics_of
+from polyfed.experiment.check import personal_fix, refuse_forbidden
+from polyfed.experiment.dry_run import assembled_dry, metrics_of
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.study.study_file import GROUPS
 from polyfed.report.scores import TITLES
@@ -31,7 +31,17 @@ KNOWN = {*TITLES, "loss", *personal({0: 0.0}, {0: 1.0})}
 """Names of metrics that some run may have."""
 
 
-def measured_by(recipe: Recipe, columns: Columns) -> tuple[Measured, str] | None:
+def clients_of(recipe: Recipe, columns: Columns) -> Population | None:
+    """Return the clients of a run with their rows, or None if the data cannot be divided. The run then says why."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return population_of(recipe, columns)
+        except Exception:  # the run itself will say what is wrong
+            return None
+
+
+def measured_by(recipe: Recipe, population: Population) -> tuple[Measured, str] | None:
     """Return the metrics of a run, and how to change its recipe so that it also has personal metrics.
 
     Returns:
@@ -40,11 +50,26 @@ def measured_by(recipe: Recipe, columns: Columns) -> tuple[Measured, str] | None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            population = population_of(recipe, columns)
             found = metrics_of(replace(recipe, engine=replace(recipe.engine, device="cpu")), population)
         except Exception:  # the run itself will say what is wrong
             return None
     return found, personal_fix(tested=population.test is not None)
+
+
+def policy_fault(recipe: Recipe, population: Population) -> str:
+    """Return why the policy refuses what the algorithm announces, or "" if it refuses nothing.
+
+    The text lists all forbidden parts and the lines of a policy that would allow them, as a run does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            refuse_forbidden(assembled_dry(replace(recipe, engine=replace(recipe.engine, device="cpu")), population))
+        except EgressError as error:
+            return str(error)
+        except Exception:  # the run itself will say what is wrong
+            return ""
+    return ""
 
 
 def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:

@@ -20,7 +20,14 @@ from polyfed.data.stacking import stacked
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.round_facts import versions
 from polyfed.experiment.study.conditions import holds, unknown_keys
-from polyfed.experiment.study.metric_checks import Measured, measured_by, metric_fault, misspelt
+from polyfed.experiment.study.metric_checks import (
+    Measured,
+    clients_of,
+    measured_by,
+    metric_fault,
+    misspelt,
+    policy_fault,
+)
 from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
 from polyfed.experiment.study.study_file import read_study, refuse
@@ -195,7 +202,7 @@ class Planner:
 
         A cell may have keys whose best values a search has to find. Its recipe is then checked twice: with the first
         candidate value of each of these keys, and with the last. The check builds the model, because some algorithms
-        refuse some models.
+        refuse some models. It also compares what the algorithm's messages announce with the policy.
         """
         if cell.skip:
             return
@@ -210,9 +217,11 @@ class Planner:
         searched = cell.space and not cell.settings_of
         if searched and not at(cell.table, "clients.validation") and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
-        if recipe is not None and not errors and (known := measured_by(recipe, self._columns(recipe))) is not None:
-            self.measured.append(known[0])
-            errors += filter(None, [metric_fault(self.study.metrics_of(cell.scenario), *known)])
+        if recipe is not None and not errors and (clients := clients_of(recipe, self._columns(recipe))) is not None:
+            errors += filter(None, [policy_fault(recipe, clients)])
+            if (known := measured_by(recipe, clients)) is not None:
+                self.measured.append(known[0])
+                errors += filter(None, [metric_fault(self.study.metrics_of(cell.scenario), *known)])
 
     def _checked(self, cell: Cell, last: bool) -> Recipe:
         """Return the recipe of a cell with the first or the last candidate value of each searched key."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def write(board: Board, study: Study) -> None:
         "title": study.title,
         "metrics": {name: list(metrics) for name, metrics in board.metrics.items()},
         "runs": [_run(board, entry, number) for number, entry in _all_runs(board)],
+        "not_compared": [asdict(absent) for absent in board.not_compared()],
     }
     replace_text(board.folder / STUDY, json.dumps(content, indent=1, default=str))
     write_page(board.folder / PAGE, page_text(board, study))

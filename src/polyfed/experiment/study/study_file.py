@@ -97,7 +97,14 @@ def refuse(given: str | Path | Mapping[str, Any], problems: Sequence[str]) -> No
     if len(unique) == 1:
         raise RecipeError(where + unique[0])
     if unique:
-        raise RecipeError("\n".join([f"{where}{len(unique)} problems:", *(f"  {problem}" for problem in unique)]))
+        raise RecipeError(
+            "\n".join([f"{where}{len(unique)} problems:", *(f"  {_indented(problem)}" for problem in unique)])
+        )
+
+
+def _indented(text: str) -> str:
+    """Return the text with further lines indented, so that each problem of a list is seen as one."""
+    return text.replace("\n", "\n    ")
 
 
 def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:

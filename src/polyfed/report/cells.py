@@ -1,0 +1,59 @@
+"""A value of a comparison with its mean and spread over the runs of a group, and the column that holds it."""
+
+import math
+from dataclasses import dataclass
+
+from polyfed.report.formatting import MISSING, number_of
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean and spread of one value, such as the accuracy, over the runs of a group.
+
+    Attributes:
+        mean: arithmetic mean.
+        spread: sample standard deviation, which is 0 for a single run.
+        n: the number of runs that have this value. If folds are pooled, the number of seeds.
+        of: the number of all runs in the group, with or without this value. If folds are pooled, the number of all
+            seeds.
+    """
+
+    mean: float
+    spread: float
+    n: int
+    of: int
+
+    def text(self, unit: str) -> str:
+        """Return mean and spread as text; for a single run, only the mean.
+
+        If the unit is `share`, both numbers are written in percent, but without the sign "%".
+        """
+        if not math.isfinite(self.mean):
+            return MISSING
+        values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
+        return " ± ".join(f"{100 * value:.1f}" if unit == "share" else number_of(value, unit) for value in values)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the comparison.
+
+    Attributes:
+        name: the key of the cells, which is a dotted path in result.json.
+        title: what the column shows.
+        unit: `share` (written in percent), `bytes`, `seconds` or `number`.
+    """
+
+    name: str
+    title: str
+    unit: str
+
+    @property
+    def heading(self) -> str:
+        """Return the title, with a "%" if the column holds shares, because cells are written without "%"."""
+        return f"{self.title} %" if self.unit == "share" else self.title
+
+    @property
+    def is_quality(self) -> bool:
+        """Return whether the column shows the quality of a model rather than its cost."""
+        return self.unit == "share"
