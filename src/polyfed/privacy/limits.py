@@ -11,8 +11,8 @@ A recipe may have a [limits] section too. If both sections set a limit, the stri
 
 The policy decides which kinds of data a client may send. It sets no limit on the number of rows from which the client
 computes this data. The number of rows matters, because the gradient of a batch of one row can reveal that row.
-polyfed checks the limits during local training (`limit_guard.py`). `polyfed.experiment.limit_checks` refuses recipes whose options let few rows or few steps decide the result.
-docs/egress.md says what the limits do not prevent.
+polyfed checks the limits during local training (`limit_guard.py`). `polyfed.experiment.limit_checks` refuses recipes
+whose options let few rows or few steps decide the result. docs/egress.md says what the limits do not prevent.
 """
 
 from collections.abc import Iterator, Mapping
