@@ -293,6 +293,23 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
         inspect(recipe, "nowhere.toml")
 
 
+def test_a_check_that_cannot_know_what_the_recipe_sends_says_so_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RECIPE.replace('name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "/nowhere.npz"')
+    (tmp_path / "recipe.toml").write_text(text)
+    own = tmp_path / "own.toml"
+    own.write_text("[egress.a]\nserver = []\n[egress.b]\nserver = []\n")
+    for more in ((), ("--json",)):
+        with pytest.raises(SystemExit) as stop:
+            main(("check", str(tmp_path / "recipe.toml"), "--node", str(own), *more))
+        assert stop.value.code == 5
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NOT CHECKED what the recipe would send: the recipe's data cannot be read here" in said
+    assert "'/nowhere.npz' does not exist" in said
+    assert "Give the device's data: --node 'data=" in said
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

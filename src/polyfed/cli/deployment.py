@@ -122,6 +122,10 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(f"[limits] {line}") for line in inspection.limits]
     parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
+    if inspection.unchecked:
+        cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
+        why = f"NOT CHECKED what the recipe would send: {inspection.unchecked}. Give the device's data: {cure}"
+        parts.append(Text(why, "bold red"))
     return stacked(*parts)
 
 
@@ -138,6 +142,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "required": list(inspection.required),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
+        "unchecked": inspection.unchecked,
     }
 
 

@@ -139,7 +139,8 @@ class Deployed:
         with blamed("its requirements cannot be compared with the recipe"):
             _refuse_unmet(unmet(required, recipe, shared=node.silo >= 0), node.client)
             if enrols:
-                refuse_spent(required, release_of(required, recipe), node.folder, node.client)
+                release, asked = release_of(required, recipe), packet.header.get("rounds_left")
+                refuse_spent(required, release, node.folder, node.client, asked if type(asked) is int else 1)
         if enrols:
             check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)

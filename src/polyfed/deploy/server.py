@@ -21,6 +21,7 @@ from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
+from polyfed.experiment.checkpoint import newest
 from polyfed.experiment.defaults import with_encoders
 from polyfed.experiment.events import INTERRUPTED, Emitter
 from polyfed.experiment.lock import alone_in
@@ -157,7 +158,9 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         with only_server(out):
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
+            transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             population = enrolled(recipe, transport, emit, members.left_out)
+            transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             engine = engine_by(transport, recipe.engine, members.session, deployed=True)
             execute(recipe, records, emit, population=population, engine=engine)
 
