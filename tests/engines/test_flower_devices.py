@@ -251,6 +251,27 @@ def test_the_command_says_what_it_kept(tmp_path: Path, capsys: Any) -> None:
     assert "are kept; new: node-1.key, node-1.pub" in out
 
 
+def test_an_app_without_credentials_is_not_said_to_have_some(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    words = ("app", str(tmp_path / "app"), "--recipe", str(tmp_path / "recipe.toml"))
+
+    def said(*more: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main((*words, *more))
+        assert not stop.value.code
+        return " ".join(capsys.readouterr().out.split())
+
+    first = said()
+    assert not (tmp_path / "app-credentials").exists()
+    assert "no credentials were asked for" in first
+    assert "repeat the command with --host NAME" in first
+    assert json.loads(said("--json"))["credentials"] is None
+    assert "a server certificate" in said("--host", "server.example.org")
+    again = said()
+    assert "no credentials" not in again
+    assert "are unchanged" in again
+
+
 def test_a_policy_that_is_on_a_device_is_not_written_over(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     policy = devices.places[0] / "policy.toml"
