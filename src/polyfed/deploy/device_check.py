@@ -145,7 +145,9 @@ def _planned(
 ) -> tuple[tuple[Planned, ...], str]:
     """Return the parts of replies that tasks would send, and why they are not known; one of the two is empty.
 
-    Without shapes, the model cannot be built, and the parts are not known. Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
+    Without shapes, the model cannot be built, and the parts are not known.
+
+    Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
     federation whose clients have only the modalities of this device.
     """
     everyone = recipe.model.modalities

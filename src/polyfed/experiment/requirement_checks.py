@@ -137,6 +137,6 @@ def _unmet_epsilon(required: Requirements, recipe: Recipe, spec: Privacy) -> Ite
     if spent > required.max_epsilon:
         yield (
             f"[require] max_epsilon = {required.max_epsilon:g} of the device at delta = {required.delta:g}, and the "
-            f"{release.rounds} rounds of the recipe spend {number(spent)}. Lower [privacy] epsilon or the number of rounds in "
-            f"the recipe, or raise max_epsilon in the device's policy file"
+            f"{release.rounds} rounds of the recipe spend {number(spent)}. Lower [privacy] epsilon or the number of "
+            f"rounds in the recipe, or raise max_epsilon in the device's policy file"
         )
