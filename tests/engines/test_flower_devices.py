@@ -126,7 +126,7 @@ def test_a_run_begins_with_all_devices_unless_the_recipe_says_otherwise(tmp_path
     devices.serve(tmp_path / "run")
     out = capsys.readouterr().out
     assert "waiting: 2 of 3 enrolled" in out
-    assert "WARNING: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
+    assert "WARNING polyfed: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
     assert "note: text" not in out
 
 

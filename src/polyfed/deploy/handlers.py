@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polyfed.core.errors import BadReply, EgressError, NotAllowed
+from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
@@ -114,7 +114,7 @@ class Deployed:
         except EgressError as error:
             reply = reason(REFUSED, _request_id(packet), str(error))
         except Fault as fault:
-            log_fault(who, fault)
+            log_fault(who, fault, _folder_in(config))
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
             log_problem(str(reply.header["reason"]))
@@ -160,6 +160,15 @@ class Deployed:
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
+
+
+def _folder_in(config: Mapping[str, Any]) -> Path | None:
+    """Return the state folder of a device, or None if its configuration is not valid."""
+    try:
+        node: NodeConfig = build(WHERE, NodeConfig, config)
+    except PolyfedError:
+        return None
+    return node.folder
 
 
 def _refuse_unmet(reasons: Iterable[str], client: int) -> None:

@@ -22,6 +22,9 @@ LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output
 LOGGED = ("client-missing", "late-reply")
 """Events whose log line lists all facts. Other events have their own sentences."""
 
+MARK = "WARNING: "
+"""The start of a note that is a warning."""
+
 SCORES = ("accuracy", "mae", "recall1", "loss")
 """Scores of the global model that a round's log line shows if they are available."""
 
@@ -42,8 +45,9 @@ def log_run(event: str, **facts: Any) -> None:
         text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         facts = {"round": row["round"], "asked": len(row["cohort"]), "bytes_up": row["bytes_up"]}
     elif event == "note":
-        text, facts = facts["text"], {}
-        level = logging.WARNING if text.startswith("WARNING") else level
+        text, facts = str(facts["text"]), {}
+        if text.startswith(MARK):  # the line of the log names its level already
+            text, level = text.removeprefix(MARK), logging.WARNING
     elif event in LOGGED:
         level = logging.WARNING
         text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())

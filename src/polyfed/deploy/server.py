@@ -162,7 +162,20 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             population = enrolled(recipe, transport, emit, members.left_out)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             engine = engine_by(transport, recipe.engine, members.session, deployed=True)
-            execute(recipe, records, emit, population=population, engine=engine)
+            with naming_the_option():
+                execute(recipe, records, emit, population=population, engine=engine)
+
+
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    """Add to the refusal to resume a run how a deployment chooses another folder."""
+    try:
+        yield
+    except (RecipeError, DataError) as error:
+        if "cannot resume" in str(error):
+            how = """`flwr run ... --run-config 'out="/another/folder"'` chooses another folder"""
+            error.args = (f"{error}. {how}", *error.args[1:])
+        raise
 
 
 @contextmanager

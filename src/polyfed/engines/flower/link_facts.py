@@ -1,5 +1,6 @@
 """Facts from a SuperLink's database: the number of SuperNodes, and the ids and statuses of runs."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,11 @@ def database_of_this_release(path: str) -> Iterator[None]:
         RecipeError: a newer release of Flower has written the database.
     """
     try:
-        yield
+        with (
+            warnings.catch_warnings()
+        ):  # Flower's use of Alembic: a line that is no log line, and of no use to operators
+            warnings.filterwarnings("ignore", "No path_separator found", DeprecationWarning)
+            yield
     except CommandError as error:
         raise RecipeError(
             f"{path} was written by another release of Flower ({error}). Move it elsewhere and start again: the "
