@@ -14,7 +14,7 @@ import uvicorn
 from engines.devices import Devices
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.log_lines import LOG_FORMAT, LogLines
-from polyfed.deploy import client_runtime
+from polyfed.deploy import client_runtime, device_process
 from polyfed.engines.flower.link_facts import database_of_this_release
 from polyfed.engines.flower.supernode_process import speak_as_polyfed
 
@@ -59,3 +59,14 @@ def test_the_warning_of_flowers_database_is_no_line_of_the_log(tmp_path: Path) -
     with warnings.catch_warnings(record=True) as caught, database_of_this_release(str(tmp_path / "link.db")):
         warnings.warn("No path_separator found in configuration; falling back", DeprecationWarning, stacklevel=1)
     assert not caught
+
+
+def test_a_device_says_at_its_start_what_silence_of_the_server_means(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_process, "work", lambda *_: None)
+    device_process.main("127.0.0.1:1", b"", 0, 1)
+    said = capsys.readouterr().err
+    assert "this device is ready and waits for the server" in said
+    assert "a run may have begun without this device" in said
+    assert "`flwr run` again" in said
