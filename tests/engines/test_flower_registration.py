@@ -36,7 +36,10 @@ def started(folder: Path) -> dict[str, Any]:
     """Start with the public keys in the folder, as the SuperLink does, and return its facts about nodes."""
     state = linkstate(folder)
     keep_registered(state, {public_key(path): path for path in sorted(folder.glob("*.pub"))})
-    return link_facts(state)["nodes"]
+    facts = link_facts(state)
+    assert len(facts["away"]) == facts["nodes"]["registered"], "no device is connected here"
+    nodes: dict[str, Any] = facts["nodes"]
+    return nodes
 
 
 @pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # Flower's use of Alembic

@@ -65,7 +65,7 @@ class RunStatus:
     """
 
     def __init__(self, path: Path, run: Path) -> None:
-        self.path, self.complained, self._written = path, False, 0.0
+        self.path, self.complained, self._crowded = path, False, -WRITE_EVERY
         self.facts: dict[str, Any] = {
             "run": str(run.absolute()),
             "state": "enrolling",
@@ -89,7 +89,9 @@ class RunStatus:
         handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
         if handler is not None:
             handler(**facts)
-            if event not in LOGGED or time.monotonic() - self._written >= WRITE_EVERY:
+            now = time.monotonic()
+            if event not in LOGGED or now - self._crowded >= WRITE_EVERY:
+                self._crowded = now if event in LOGGED else self._crowded
                 self._write()
 
     def failed(self, error: str) -> None:
@@ -127,7 +129,6 @@ class RunStatus:
         self.facts["state"] = "finished"
 
     def _write(self) -> None:
-        self._written = time.monotonic()
         try:
             replace_text(self.path, json.dumps(self.facts | {"updated": time.time()}))
         except OSError as error:  # the run does not depend on this file
