@@ -28,7 +28,7 @@ WAITS = (
     "task arrives, a run may have begun without this device: it takes part when the server's operator ends the run "
     "(flwr stop) and calls `flwr run` again, which continues the run"
 )
-"""A device that connects after a run has begun gets no message of this run, so it says in advance what silence means."""
+"""A device that connects after a run has begun gets no message of it, so it says in advance what silence means."""
 
 
 def handler_for(fab: bytes, folder: Path) -> Deployed:
