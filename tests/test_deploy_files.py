@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,16 @@ def test_the_image_has_the_pytorch_of_the_constraints_for_cpus() -> None:
     (install,) = [text for word, text in instructions() if word == "RUN" and "pip install" in text]
     assert set(re.findall(r"torch==([\w.+]+)", install)) == {f"{pinned}+cpu"}
     assert "--index-url https://download.pytorch.org/whl/cpu torch==" in install
-    assert "--constraint pinned.txt '.[flower]'" in install, "everything else is pinned too"
+    assert "--constraint pinned.txt '.[flower,secure,privacy]'" in install, "everything else is pinned too"
+
+
+def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggregation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (install,) = [text for word, text in instructions() if word == "RUN" and "pip install" in text]
+    pages = (install, (ROOT / "docs" / "operations.md").read_text())
+    for page in pages:
+        (named,) = re.findall(r"'(?:\.|polyfed)\[([\w,]+)\]'", page)
+        assert {"flower", "secure", "privacy"} == set(named.split(",")) <= set(extras)
 
 
 def test_the_image_holds_nothing_of_the_checkout_but_the_package() -> None:

@@ -86,7 +86,7 @@ def test_a_device_that_contradicts_the_others_is_left_out_with_a_reason(
         (devices.app / "recipe.toml").write_text(BLIND + f"shapes = {{ a = {shape} }}\n{classes}")
     told = said(devices, tmp_path / "out", changed(**header), capsys)
     assert words in told
-    assert "WARNING: starting with 2 of 3 clients" in told
+    assert "WARNING polyfed: starting with 2 of 3 clients" in told
 
 
 def blind(more: str = "") -> Recipe:
@@ -128,7 +128,7 @@ def test_a_pin_that_contradicts_the_servers_own_rows_is_the_owners_fault(tmp_pat
 
 def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path, LENIENT)
-    assert "WARNING: client 1 reports 1099511627775 rows; " in said(
+    assert "WARNING polyfed: client 1 reports 1099511627775 rows; " in said(
         devices, tmp_path / "out", changed(rows=2**40 - 1), capsys
     )
     notes: list[str] = []

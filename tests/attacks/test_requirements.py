@@ -23,7 +23,7 @@ from polyfed.core.tree import digest
 from polyfed.deploy.device import node_from, requirements_on
 from polyfed.deploy.device_check import inspect
 from polyfed.deploy.privacy_budget import SPENT, spend
-from polyfed.engines.protocol import REFUSED, REPLY, Facts, RequestId, hello, versions
+from polyfed.engines.protocol import ENROLLED, REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import load_recipe, parse_recipe
 from polyfed.experiment.requirement_checks import release_of, unmet
@@ -226,6 +226,29 @@ def test_a_server_cannot_average_away_the_noise_with_repetitions_and_new_runs(tm
     assert "would bring all replies of the device in all runs to epsilon" in said.breaches[0]
     fine = [decode(a, Update, limit=2**24).params for a in answers[:2]]
     assert all(not torch.equal(fine[0][name], fine[1][name]) for name in fine[0])
+
+
+def test_a_device_whose_budget_is_enough_for_a_part_of_a_run_does_not_enrol(tmp_path: Path) -> None:
+    """It refuses before anything is spent. A run that goes on needs only the rounds that are left of it."""
+    devices = device(tmp_path, f"max_epsilon = {SPEND + 1e-6}\ndelta = 1e-3", text(LOCAL + NOISE))
+    server = Hostile(devices)
+    assert server.ask().header["verdict"] == REPLY
+    spent = next(devices.places[1].rglob(SPENT)).read_text()
+    with pytest.raises(EgressError, match="the budget that is left is enough for 1 of 2 rounds"):
+        devices.serve(tmp_path / "run")
+    assert next(devices.places[1].rglob(SPENT)).read_text() == spent
+    words = " ".join(f"{key}={json.dumps(value)}" for key, value in devices.configs[1].items())
+    assert "enough for 1 of 2 rounds" in inspect(devices.recipe, words).breaches[0]
+    assert devices(hello(rounds_left=1), {"partition-id": 1}).header["verdict"] == ENROLLED
+    assert devices(hello(rounds_left=10**9), {"partition-id": 1}).header["verdict"] == REFUSED
+
+
+def test_a_run_that_goes_on_is_not_refused_for_the_rounds_that_are_done(tmp_path: Path) -> None:
+    devices = device(tmp_path, f"max_epsilon = {SPEND + 1e-6}\ndelta = 1e-3", text(LOCAL + NOISE, rounds=1))
+    devices.serve(tmp_path / "run")
+    app = devices.app / "recipe.toml"
+    app.write_text(app.read_text().replace("rounds = 1", "rounds = 2"))
+    assert devices.serve(tmp_path / "run")["rounds"] == 2
 
 
 def test_a_damaged_count_ends_the_replies(tmp_path: Path) -> None:

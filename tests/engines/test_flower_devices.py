@@ -126,7 +126,7 @@ def test_a_run_begins_with_all_devices_unless_the_recipe_says_otherwise(tmp_path
     devices.serve(tmp_path / "run")
     out = capsys.readouterr().out
     assert "waiting: 2 of 3 enrolled" in out
-    assert "WARNING: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
+    assert "WARNING polyfed: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
     assert "note: text" not in out
 
 
@@ -251,6 +251,27 @@ def test_the_command_says_what_it_kept(tmp_path: Path, capsys: Any) -> None:
     assert "are kept; new: node-1.key, node-1.pub" in out
 
 
+def test_an_app_without_credentials_is_not_said_to_have_some(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    words = ("app", str(tmp_path / "app"), "--recipe", str(tmp_path / "recipe.toml"))
+
+    def said(*more: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main((*words, *more))
+        assert not stop.value.code
+        return " ".join(capsys.readouterr().out.split())
+
+    first = said()
+    assert not (tmp_path / "app-credentials").exists()
+    assert "no credentials were asked for" in first
+    assert "repeat the command with --host NAME" in first
+    assert json.loads(said("--json"))["credentials"] is None
+    assert "a server certificate" in said("--host", "server.example.org")
+    again = said()
+    assert "no credentials" not in again
+    assert "are unchanged" in again
+
+
 def test_a_policy_that_is_on_a_device_is_not_written_over(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     policy = devices.places[0] / "policy.toml"
@@ -291,6 +312,23 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
         inspect(recipe, str(own))
     with pytest.raises(RecipeError, match="neither a policy file nor"):
         inspect(recipe, "nowhere.toml")
+
+
+def test_a_check_that_cannot_know_what_the_recipe_sends_says_so_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RECIPE.replace('name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "/nowhere.npz"')
+    (tmp_path / "recipe.toml").write_text(text)
+    own = tmp_path / "own.toml"
+    own.write_text("[egress.a]\nserver = []\n[egress.b]\nserver = []\n")
+    for more in ((), ("--json",)):
+        with pytest.raises(SystemExit) as stop:
+            main(("check", str(tmp_path / "recipe.toml"), "--node", str(own), *more))
+        assert stop.value.code == 5
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NOT CHECKED what the recipe would send: the recipe's data cannot be read here" in said
+    assert "'/nowhere.npz' does not exist" in said
+    assert "Give the device's data: --node 'data=" in said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
 from polyfed.cli.output import answer
-from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def check(
     if node is not None:
         inspection = inspect(recipe, node, overrides or [])
         answer(deployment.device_facts(inspection), deployment.device_tables(inspection), as_json=as_json)
-        raise typer.Exit(EgressError.exit_code if inspection.refused or inspection.breaches else 0)
+        refused = inspection.refused or inspection.breaches
+        raise typer.Exit(EgressError.exit_code if refused else DataError.exit_code if inspection.unchecked else 0)
     loaded = load_recipe(recipe, overrides or [])
     with recipe_named(recipe, overrides or []):
         checked = check_recipe(loaded)

@@ -42,6 +42,7 @@ class Written:
         keys: the number of device keys that were asked for; None if no credentials were asked for.
         kept: whether the folder of the credentials had files before.
         new: the new files in this folder.
+        lacking: whether no credentials were asked for, and this folder holds no certificate of a server either.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class Written:
     keys: int | None = None
     kept: bool = False
     new: Sequence[str] = ()
+    lacking: bool = False
 
     @property
     def start(self) -> str:
@@ -59,6 +61,8 @@ class Written:
     def facts(self) -> dict[str, Any]:
         """The content that `app --json` prints."""
         facts = {"app": str(self.folder), "start": self.start, "warnings": list(self.warnings)}
+        if self.lacking:
+            return facts | {"credentials": None}
         if self.keys is None:
             return facts
         return facts | {"credentials": str(self.credentials), "new": list(self.new)}
@@ -66,8 +70,14 @@ class Written:
     def lines(self) -> Iterator[str]:
         """What to print."""
         yield from (f"warning: {text}" for text in self.warnings)
+        if self.lacking:
+            yield f"app in {self.folder}; no credentials were asked for, and {self.credentials} holds none"
+            yield "to write the server's certificate, repeat the command with --host NAME, its name for the devices"
+            yield f"once a SuperLink uses the credentials, start the app with: {self.start}"
+            return
         yield f"app in {self.folder}; start it with: {self.start}"
         if self.keys is None:
+            yield f"the credentials in {self.credentials} are unchanged"
             return
         if self.kept:
             yield f"existing files in {self.credentials} are kept; new: {', '.join(self.new) or 'nothing'}"
@@ -90,7 +100,7 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
     warnings: list[str] = []
     deploy.write_app(recipe, folder, warnings.append)
     if keys is None and not hosts:
-        return Written(folder, credentials, warnings)
+        return Written(folder, credentials, warnings, lacking=not (credentials / "server.pem").exists())
     before = {path.name for path in credentials.glob("*")}
     deploy.write_credentials(credentials, keys or 0, hosts)
     new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
@@ -122,6 +132,10 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(f"[limits] {line}") for line in inspection.limits]
     parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
+    if inspection.unchecked:
+        cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
+        why = f"NOT CHECKED what the recipe would send: {inspection.unchecked}. Give the device's data: {cure}"
+        parts.append(Text(why, "bold red"))
     return stacked(*parts)
 
 
@@ -138,6 +152,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "required": list(inspection.required),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
+        "unchecked": inspection.unchecked,
     }
 
 

@@ -31,6 +31,12 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
         f"polyfed {told['polyfed']}, Flower {told['flower']}: {nodes['online']} of {nodes['registered']} devices online"
     )
     parts: list[RenderableType] = [Text(escaped(head), "bold")]
+    if told.get("away"):
+        away = plain_table("client", "key", left=2)
+        for device in told["away"]:
+            number = "not in the current run" if device["client"] is None else str(device["client"])
+            away.add_row(Text(escaped(number)), Text(escaped(str(device["key"]))))
+        parts.append(titled("Devices that are away", away))
     runs = plain_table("run", "status", left=2)
     for run in told["runs"]:
         runs.add_row(*(Text(escaped(str(run[key]))) for key in ("id", "status")))
@@ -48,7 +54,7 @@ def _run(run: dict[str, Any]) -> list[RenderableType]:
         "state": run["state"],
         "folder": run["run"],
         "enrolled": f"{run['enrolled']} of {run['wanted']}",
-        "round": f"{run['round']} of {run['rounds']}, the latest took {run['round_seconds']:.1f} s",
+        "round": _progress(run),
         "asked in the latest round": run["cohort"],
         "bytes up, down": f"{run['bytes_up']:,}, {run['bytes_down']:,}",
         "replies missing, late": f"{run['missing_replies']}, {run['late_replies']}",
@@ -63,3 +69,10 @@ def _run(run: dict[str, Any]) -> list[RenderableType]:
             table.add_row(*(Text(escaped(str(word))) for word in (client, told["round"], told["task"], told["reason"])))
         parts.append(table)
     return parts
+
+
+def _progress(run: dict[str, Any]) -> str:
+    if run["state"] == "enrolling":
+        return "none yet: the server waits for devices to enrol"
+    latest = f", the latest took {run['round_seconds']:.1f} s" if run["round_seconds"] else ""
+    return f"{run['round']} of {run['rounds']}{latest}"

@@ -232,7 +232,7 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
     # a device belongs to one client and has only one test set, so it needs neither of these arrays
     base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
-    columns: Columns = task_of(recipe).prepared(source.load())
+    columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
     if recipe.algorithm.aligns_rows and columns.numbered:
         raise DataError(
@@ -252,6 +252,29 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         test_rows=own[:0],
         validation_rows=own[:0],
     )
+
+
+def refuse_own_numbers(columns: Columns, where: str) -> Columns:
+    """Return the columns, unless their labels are words that polyfed has numbered from this file alone.
+
+    Every machine sorts only the words of its own file. Two machines with different words would give one number to two
+    different classes, and no error would show it.
+
+    Args:
+        columns: the rows of one machine of a deployment.
+        where: the file or folder of the rows.
+
+    Raises:
+        DataError: the labels are words, and the file does not list the names of the classes.
+    """
+    if columns.words_sorted:
+        raise DataError(
+            f"{where}: the labels are words and the file does not list the classes, so each device would number only "
+            "the words of its own file, and one number would mean different classes on different devices. Save an "
+            "array 'label_name' in it with the names of all classes, the same on every device and on the server, or "
+            'save class numbers from 0 as labels. If the task uses no labels, set [data] label = "" in the recipe'
+        )
+    return columns
 
 
 def check_held(node: NodeConfig, recipe: Recipe) -> None:

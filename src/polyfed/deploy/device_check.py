@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
@@ -53,6 +54,7 @@ class Inspection:
             exceed one of `limits`, or the recipe lacks protection that the device demands.
         limits: the limits on this device. Each entry says where the limit comes from: the device or the recipe.
         required: the protection that the device demands.
+        unchecked: why the check does not know what the recipe would send; "" if it knows.
     """
 
     node: NodeConfig
@@ -64,6 +66,7 @@ class Inspection:
     breaches: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    unchecked: str = ""
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -119,10 +122,10 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
-    planned = tuple(_planned(recipe, node, policy, population, required))
+    planned, unchecked = _planned(recipe, node, policy, population, required)
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
     lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
-    told = {"limits": limits.sentences(), "required": required.sentences()}
+    told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
     if population is None:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
         return Inspection(node, policy, None, {}, 0, planned, breaches, **told)
@@ -146,13 +149,14 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
     """Yield a sentence for each protection that the device demands and the recipe lacks.
 
     If the recipe has all demanded protections, the function checks the privacy budget of the device. If this budget
-    does not allow another reply, the function yields one sentence that says why.
+    does not cover all rounds of the recipe, the function yields one sentence that says for how many it is enough. The
+    function does not know how many rounds of the run are already done, so it counts all of them.
     """
     found = tuple(unmet(required, recipe, shared=node.silo >= 0))
     yield from found
     if node.data and not found:
         try:
-            refuse_spent(required, release_of(required, recipe), node.folder, node.client)
+            refuse_spent(required, release_of(required, recipe), node.folder, node.client, recipe.rounds)
         except EgressError as error:
             yield str(error)
 
@@ -166,8 +170,10 @@ def _of_policy(path: str) -> NodeConfig:
 
 def _planned(
     recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
-) -> list[Planned]:
-    """Return the parts of replies that tasks would send. The result is empty if no data can be read here.
+) -> tuple[tuple[Planned, ...], str]:
+    """Return the parts of replies that tasks would send, and why they are not known; one of the two is empty.
+
+    Without shapes, the model cannot be built, and the parts are not known.
 
     Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
     federation whose clients have only the modalities of this device.
@@ -177,17 +183,18 @@ def _planned(
     told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
     mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
     if population is None and recipe.data == ELSEWHERE:
-        return []
+        return (), "the recipe's data source is code, which a device does not run"
     try:
         assembly = assemble(mine, population=population, one_device=True)
-    except DataError:
+    except DataError as error:
         if population is not None:
             raise
-        return []
+        return (), f"the recipe's data cannot be read here ({error})"
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
     listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'
-    return [row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found]
+    shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
+    return tuple(shown), ""

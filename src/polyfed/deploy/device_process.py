@@ -16,12 +16,19 @@ from typing import Any
 from polyfed.core.errors import BadReply
 from polyfed.deploy.app_folder import CLIENT, RECIPE
 from polyfed.deploy.device_monitor import DeviceMonitor
-from polyfed.deploy.faults import log_problem
+from polyfed.deploy.faults import log, log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.flower import client_app
 from polyfed.engines.flower.worker import Duties, read_app, work
 from polyfed.engines.protocol import FAILED, reason
 from polyfed.federation.wire_format import Packet
+
+WAITS = (
+    "this device is ready and waits for the server. A run asks only devices that are connected when it begins. If no "
+    "task arrives, a run may have begun without this device: it takes part when the server's operator ends the run "
+    "(flwr stop) and calls `flwr run` again, which continues the run"
+)
+"""A device that connects after a run has begun gets no message of it, so it says in advance what silence means."""
 
 
 def handler_for(fab: bytes, folder: Path) -> Deployed:
@@ -53,6 +60,7 @@ def main(address: str, secret: bytes, metrics_port: int, supernode: int) -> None
         supernode: process id of the SuperNode, which started this process.
     """
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
+    log(WAITS)
     duties = Duties(lambda fab: handler_for(fab, folder), log_problem)
     if metrics_port:
         monitor = DeviceMonitor(metrics_port)

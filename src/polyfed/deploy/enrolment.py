@@ -21,6 +21,7 @@ from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.claimed_shapes import flaws_of
+from polyfed.deploy.device import refuse_own_numbers
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -219,7 +220,7 @@ def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
     except DataError as error:
         emit("note", text=f"the server has no data, so there is no global evaluation ({error})")
         return None
-    own = task_of(recipe).prepared(own)
+    own = task_of(recipe).prepared(refuse_own_numbers(own, f"the server's [data] '{own.name}'"))
     emit("note", text=f"the global test set: {len(own.rows(TEST))} of the {len(own)} rows of [data]")
     return own
 

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
@@ -14,6 +15,12 @@ LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard erro
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Disk errors whose names the device may send to the server."""
+
+CURE = (
+    "This device keeps its local state and its logs in {}. Make room there, or mend its permissions; or give another "
+    "folder as state in --node-config. The device takes part again at the next request"
+)
+"""What the device's log advises after a disk error."""
 
 
 class Fault(Exception):
@@ -44,14 +51,21 @@ def in_short(error: Exception) -> str:
     return " ".join([type(error).__name__, *(f"({words})" for words in known[:1])])
 
 
-def log_fault(who: str, fault: Fault) -> None:
+def log_fault(who: str, fault: Fault, folder: Path | None = None) -> None:
     """Write a fault with its cause to this device's log.
 
     If the cause is a user's mistake, the log shows the error's message. Otherwise the log shows a traceback.
+
+    Args:
+        who: the client.
+        fault: the fault.
+        folder: the state folder of the device, if it is known. A disk error often does not name a file.
     """
     cause = fault.__cause__
     if isinstance(cause, PolyfedError | OSError) or cause is None:
-        LOGGER.error("%s: %s%s", who, fault, "" if cause is None else f": {cause}")
+        full = isinstance(cause, OSError) and cause.errno in TELLING and folder is not None
+        cure = f". {CURE.format(folder)}" if full else ""
+        LOGGER.error("%s: %s%s%s", who, fault, "" if cause is None else f": {cause}", cure)
     else:
         LOGGER.error("%s: %s", who, fault, exc_info=cause)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polyfed.core.errors import BadReply, EgressError, NotAllowed
+from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
@@ -117,7 +117,7 @@ class Deployed:
         except EgressError as error:
             reply = reason(REFUSED, _request_id(packet), str(error))
         except Fault as fault:
-            log_fault(who, fault)
+            log_fault(who, fault, _folder_in(config))
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
             log_problem(str(reply.header["reason"]))
@@ -144,7 +144,8 @@ class Deployed:
         with blamed("its requirements cannot be compared with the recipe"):
             _refuse_unmet(unmet(required, recipe, shared=node.silo >= 0), node.client)
             if enrols:
-                refuse_spent(required, release_of(required, recipe), node.folder, node.client)
+                release, asked = release_of(required, recipe), packet.header.get("rounds_left")
+                refuse_spent(required, release, node.folder, node.client, asked if type(asked) is int else 1)
         if enrols:
             check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
@@ -167,6 +168,15 @@ class Deployed:
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
+
+
+def _folder_in(config: Mapping[str, Any]) -> Path | None:
+    """Return the state folder of a device, or None if its configuration is not valid."""
+    try:
+        node: NodeConfig = build(WHERE, NodeConfig, config)
+    except PolyfedError:
+        return None
+    return node.folder
 
 
 def _refuse_unmet(reasons: Iterable[str], client: int) -> None:

@@ -20,6 +20,17 @@ MEMBERS = ".clients.json"
 """The file in a run folder with the device of each client number. You may write this file before the first run."""
 
 
+def clients_of(folder: Path) -> dict[str, str]:
+    """Return the client number of each device of a run folder, by the fingerprint of its key.
+
+    The result is empty if the folder holds no readable file about its clients.
+    """
+    try:
+        return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 class Membership:
     """The clients of a run folder. The first device that enrols with a client number keeps the number.
 

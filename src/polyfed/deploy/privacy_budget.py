@@ -31,8 +31,11 @@ UNITS = ("client", "example")
 """The units that a count can have."""
 
 
-def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
-    """Refuse a run if the budget of the device does not allow another reply. This function counts nothing.
+def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, asked: int = 1) -> None:
+    """Refuse a run if the budget of the device does not cover its rounds. This function counts nothing.
+
+    A client is asked in every round at most. With partial participation it is asked in fewer rounds, but the server
+    alone decides in how many. So the function counts every round, as the check of the recipe by `unmet` does.
 
     Args:
         required: the section [require] of the device.
@@ -40,13 +43,33 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
             adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
+        asked: number of rounds in which the run may still ask for a reply. Only as many count as the recipe's own
+            budget allows, and at least one.
 
     Raises:
-        EgressError: one more reply would exceed the budget.
+        EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds it is
+            enough.
         CheckpointError: the file is damaged.
     """
-    if release is not None:
-        _checked(required, _with(_read(folder), release), client)
+    if release is None:
+        return
+    spent, rounds = _read(folder), max(min(asked, release.rounds), 1)
+    _checked(required, _with(spent, release), client)
+    assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
+    total = _epsilon(required, _with(spent, release, rounds), client)
+    if total <= required.max_epsilon:
+        return
+    enough, too_many = 1, rounds
+    while too_many - enough > 1:
+        middle = (enough + too_many) // 2
+        fits = _epsilon(required, _with(spent, release, middle), client) <= required.max_epsilon
+        enough, too_many = (middle, too_many) if fits else (enough, middle)
+    raise EgressError(
+        f"client {client} refused: [require] max_epsilon = {required.max_epsilon:g} of the device at delta = "
+        f"{required.delta:g}: the budget that is left is enough for {enough} of {rounds} rounds, and {rounds} rounds "
+        f"would bring all replies of the device in all runs to epsilon {number(total)}. Lower the number of rounds or "
+        f"raise the noise in the recipe. {_cure()}"
+    )
 
 
 def spend(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
@@ -117,26 +140,41 @@ def _is_noise(text: str) -> bool:
         return False
 
 
-def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
-    """Return how often the device has used each Gaussian mechanism, after one more reply.
+def _with(spent: dict[str, int], release: Release, replies: int = 1) -> dict[str, int]:
+    """Return how often the device has used each Gaussian mechanism, after this number of further replies.
 
     If the task of the reply does not train, it uses no rows, and the counts stay the same.
     """
     if not release.uses:
         return spent
     key = f"{release.unit} {release.noise!r}"
-    return spent | {key: spent.get(key, 0) + release.uses}
+    return spent | {key: spent.get(key, 0) + release.uses * replies}
 
 
 def _checked(required: Requirements, spent: dict[str, int], client: int) -> None:
-    """Refuse counts that exceed the budget.
-
-    Noise for a whole client also protects each of its rows. Noise for single rows does not protect a whole client.
+    """Refuse one more reply if the counts, which include it, exceed the budget.
 
     Raises:
         EgressError: epsilon exceeds `max_epsilon`.
     """
     assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
+    total = _epsilon(required, spent, client)
+    if total > required.max_epsilon:
+        raise EgressError(
+            f"client {client} refused: [require] max_epsilon = {required.max_epsilon:g} of the device at delta = "
+            f"{required.delta:g}, and one more reply would bring all replies of the device in all runs to epsilon "
+            f"{number(total)}. {_cure()}"
+        )
+
+
+def _epsilon(required: Requirements, spent: dict[str, int], client: int) -> float:
+    """Return the epsilon of these counts at the delta of the device.
+
+    Noise for a whole client also protects each of its rows. Noise for single rows does not protect a whole client.
+
+    Raises:
+        EgressError: the device protects its whole data, and some of the counts are for single rows.
+    """
     assert required.delta is not None, "max_epsilon has a delta"
     uses: Counter[float] = Counter()
     for key, count in spent.items():
@@ -147,13 +185,7 @@ def _checked(required: Requirements, spent: dict[str, int], client: int) -> None
                 f"protected single rows only. {_cure()}"
             )
         uses[float(noise)] += count
-    total = epsilon_of_all(uses, required.delta)
-    if total > required.max_epsilon:
-        raise EgressError(
-            f"client {client} refused: [require] max_epsilon = {required.max_epsilon:g} of the device at delta = "
-            f"{required.delta:g}, and one more reply would bring all replies of the device in all runs to epsilon "
-            f"{number(total)}. {_cure()}"
-        )
+    return epsilon_of_all(uses, required.delta)
 
 
 def _cure() -> str:

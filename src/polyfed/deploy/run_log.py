@@ -22,8 +22,14 @@ LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output
 LOGGED = ("client-missing", "late-reply")
 """Events whose log line lists all facts. Other events have their own sentences."""
 
+MARK = "WARNING: "
+"""The start of a note that is a warning."""
+
 SCORES = ("accuracy", "mae", "recall1", "loss")
 """Scores of the global model that a round's log line shows if they are available."""
+
+WRITE_EVERY = 1.0
+"""Seconds between two writes of the status for the events in `LOGGED`, of which a round may have thousands."""
 
 KEPT_REASONS = 20
 """Largest number of clients for which the status holds the newest reason for a missing reply."""
@@ -39,8 +45,9 @@ def log_run(event: str, **facts: Any) -> None:
         text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         facts = {"round": row["round"], "asked": len(row["cohort"]), "bytes_up": row["bytes_up"]}
     elif event == "note":
-        text, facts = facts["text"], {}
-        level = logging.WARNING if text.startswith("WARNING") else level
+        text, facts = str(facts["text"]), {}
+        if text.startswith(MARK):  # the line of the log names its level already
+            text, level = text.removeprefix(MARK), logging.WARNING
     elif event in LOGGED:
         level = logging.WARNING
         text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -58,7 +65,7 @@ class RunStatus:
     """
 
     def __init__(self, path: Path, run: Path) -> None:
-        self.path, self.complained = path, False
+        self.path, self.complained, self._crowded = path, False, -WRITE_EVERY
         self.facts: dict[str, Any] = {
             "run": str(run.absolute()),
             "state": "enrolling",
@@ -82,7 +89,10 @@ class RunStatus:
         handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
         if handler is not None:
             handler(**facts)
-            self._write()
+            now = time.monotonic()
+            if event not in LOGGED or now - self._crowded >= WRITE_EVERY:
+                self._crowded = now if event in LOGGED else self._crowded
+                self._write()
 
     def failed(self, error: str) -> None:
         """Record the error that ended the run."""

@@ -22,6 +22,7 @@ from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
+from polyfed.experiment.checkpoint import newest
 from polyfed.experiment.defaults import with_encoders
 from polyfed.experiment.events import INTERRUPTED, Emitter
 from polyfed.experiment.lock import alone_in
@@ -158,10 +159,25 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         with only_server(out):
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
+            transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             population = enrolled(recipe, transport, emit, members.left_out)
             recipe = without_absent(recipe, population.columns.modalities)
+            transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             engine = engine_by(transport, recipe.engine, members.session, deployed=True)
-            execute(recipe, records, emit, population=population, engine=engine)
+            with naming_the_option():
+                execute(recipe, records, emit, population=population, engine=engine)
+
+
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    """Add to the refusal to resume a run how a deployment chooses another folder."""
+    try:
+        yield
+    except (RecipeError, DataError) as error:
+        if "cannot resume" in str(error):
+            how = """`flwr run ... --run-config 'out="/another/folder"'` chooses another folder"""
+            error.args = (f"{error}. {how}", *error.args[1:])
+        raise
 
 
 @contextmanager

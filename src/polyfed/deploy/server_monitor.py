@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
+from polyfed.deploy.membership import clients_of
 from polyfed.deploy.metrics import CONTENT_TYPE, text_of
 
 TOKEN = "status.token"
@@ -80,14 +81,18 @@ def status_of(link: Facts, path: Path) -> dict[str, Any]:
     """Return the status of a server and its current run.
 
     Args:
-        link: `nodes` and `runs` from the SuperLink.
+        link: `nodes`, `away` and `runs` from the SuperLink. In the result, each device in `away` has the fingerprint
+            of its `key` and, if it has taken part in the current run, its number as `client`.
         path: the file that the server of the current run writes; see `polyfed.deploy.run_log`.
     """
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         run = None  # no server of a run has started yet
-    return {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr"), **link, "run": run}
+    numbers = {} if run is None else clients_of(Path(str(run.get("run", ""))))
+    away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
+    known = {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr")}
+    return {**known, **link, "away": away, "run": run}
 
 
 def metrics_of(status: Facts) -> bytes:

@@ -187,9 +187,14 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
         raise BadReply("comes from {}, {here} has {}; install the same version on both".format(*shown, here=here))
 
 
-def hello() -> Packet:
-    """Return the packet that asks a node to enrol."""
-    return Packet({"want": ENROL, **versions()})
+def hello(rounds_left: int = 1) -> Packet:
+    """Return the packet that asks a node to enrol.
+
+    Args:
+        rounds_left: in at most this number of rounds, the run may still ask the node. A device with a privacy budget
+            refuses to enrol if its budget does not cover these rounds. 1 if the number is not known.
+    """
+    return Packet({"want": ENROL, "rounds_left": rounds_left, **versions()})
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class _Loop:
                 records.refuse_lost_checkpoint()
                 self.emit("note", text=f"{records.folder} has no checkpoint to resume from: the run starts at round 1")
             self.fed.begin(0)
-            state = algorithm.init(self.fed, self.assembly.initial)
+            with self.repeated.set_up():
+                state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)

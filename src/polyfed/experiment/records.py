@@ -71,9 +71,8 @@ class Records:
                 f"{folder} holds another run. Resume it with --resume (in Python: resume=True), or choose another "
                 "folder"
             )
-        foreign = [
-            entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _is_facts_file(entry)
-        ]
+        own = "." if audit is None else (".", "audit")  # a set-up that failed may have left an audit log
+        foreign = [e.name for e in folder.iterdir() if not e.name.startswith(own) and not _is_facts_file(e)]
         if foreign and not self.begun:
             raise RecipeError(f"{folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder")
 

@@ -1,6 +1,8 @@
 """Rounds that a deployed run repeats after it was resumed, and that [privacy] has to count."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from polyfed.core.files import read_notes, replace_text
@@ -31,7 +33,22 @@ class Repetitions:
     def __init__(self, records: Records | None, assembly: Assembly) -> None:
         counts = records is not None and assembly.guarantee is not None and assembly.engine.deployed
         self._path = records.folder / REPEATED if records is not None and counts else None
-        self.rounds = 0
+        self.rounds, self._records, self._ledger = 0, records, assembly.ledger
+
+    @contextmanager
+    def set_up(self) -> Iterator[None]:
+        """Enclose the set-up of a run. If an exception ends a deployed set-up, the audit log still gets its entries.
+
+        The data of these entries has arrived here, so the server's log must name it. A run that is refused leaves its
+        folder free: the ledger gets the entries only if the folder already holds the run.
+        """
+        try:
+            yield
+        except BaseException:
+            entries, records = self._ledger.drain(), self._records
+            if entries and records is not None and records.audit is not None:
+                (records.book if records.begun else records.audit.append)(entries, self._ledger.run)
+            raise
 
     def begin(self, round: int) -> None:
         """Record the start of a round in the file, before the first request of the round is sent."""

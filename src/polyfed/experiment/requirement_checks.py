@@ -59,8 +59,8 @@ def release_of(required: Requirements, recipe: Recipe) -> Release | None:
     if required.max_epsilon is None or spec is None or spec.central:
         return None
     accounting = accounting_of(recipe, spec, None)
-    noise, _ = noise_and_rounds(recipe, spec, accounting)
-    return Release(spec.unit, noise / accounting.swing, accounting.uses)
+    noise, rounds = noise_and_rounds(recipe, spec, accounting)
+    return Release(spec.unit, noise / accounting.swing, accounting.uses, max(rounds, 1))
 
 
 def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:
@@ -133,11 +133,10 @@ def _unmet_epsilon(required: Requirements, recipe: Recipe, spec: Privacy) -> Ite
     assert required.delta is not None, "max_epsilon has a delta"
     release = release_of(required, recipe)
     assert release is not None, "the clients add the noise"
-    _, rounds = noise_and_rounds(recipe, spec, accounting_of(recipe, spec, None))
-    spent = epsilon_of_all({release.noise: release.uses * max(rounds, 1)}, required.delta)
+    spent = epsilon_of_all({release.noise: release.uses * release.rounds}, required.delta)
     if spent > required.max_epsilon:
         yield (
             f"[require] max_epsilon = {required.max_epsilon:g} of the device at delta = {required.delta:g}, and the "
-            f"{rounds} rounds of the recipe spend {number(spent)}. Lower [privacy] epsilon or the number of rounds in "
-            f"the recipe, or raise max_epsilon in the device's policy file"
+            f"{release.rounds} rounds of the recipe spend {number(spent)}. Lower [privacy] epsilon or the number of "
+            f"rounds in the recipe, or raise max_epsilon in the device's policy file"
         )

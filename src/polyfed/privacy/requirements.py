@@ -116,8 +116,10 @@ class Release:
         unit: `client` or `example`.
         noise: standard deviation of the noise, as a multiple of the largest change that one unit can cause.
         uses: number of Gaussian mechanisms in one reply.
+        rounds: largest number of rounds in which the run asks a client for such a reply.
     """
 
     unit: str
     noise: float
     uses: int
+    rounds: int = 1

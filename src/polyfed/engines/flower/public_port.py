@@ -17,30 +17,20 @@ from threading import Thread
 from typing import Any
 
 import uvicorn
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-from flwr.common.constant import (
-    HEARTBEAT_DEFAULT_INTERVAL,
-    NOOP_ACCOUNT_NAME,
-    NOOP_FLWR_AID,
-    SYSTEM_TIME_TOLERANCE,
-    TIMESTAMP_HEADER,
-    TIMESTAMP_TOLERANCE,
-)
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.router import router as fleet
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 
-from polyfed.core.errors import RecipeError
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
 from polyfed.engines.flower.link_facts import database_of_this_release, link_facts
+from polyfed.engines.flower.registration import keep_registered, public_key
 
 LOOPBACK = "127.0.0.1"
 
@@ -205,10 +195,11 @@ def run_superlink(
         services: additional web applications.
 
     Raises:
-        RecipeError: Flower does not accept a public key, or a newer release of Flower has written the database.
+        RecipeError: Flower does not accept a public key, the database cannot register it again, or a newer release of
+            Flower has written the database.
     """
     adopt_flower_log("superlink")
-    known = [_public_key(path) for path in keys]
+    known = {public_key(path): path for path in keys}
     Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
     Path(database).chmod(0o600)
     pragmas = vars(sql_mixin)
@@ -218,7 +209,7 @@ def run_superlink(
     with database_of_this_release(database):
         app = create_app(config, SuperLinkLifespan)
         state = app.state.linkstate_factory.state
-        _register(state(), known)
+        keep_registered(state(), known)
     common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
     tls: dict[str, Any] = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that the command ends if another process uses the port
@@ -259,23 +250,3 @@ def _patient(pragmas: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return Flower's settings of SQLite, but with polyfed's waiting time `LOCK_SECONDS`."""
     assert any(name == "busy_timeout" for name, _ in pragmas), "Flower 1.41 sets busy_timeout"
     return tuple((name, str(LOCK_SECONDS * 1000) if name == "busy_timeout" else value) for name, value in pragmas)
-
-
-def _public_key(path: Path) -> bytes:
-    try:
-        key = load_ssh_public_key(path.read_bytes())
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise RecipeError(f"{path} is not a public key in OpenSSH's format ({error}). {_HOW}") from None
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise RecipeError(f"{path} is a key of type {type(key).__name__}; Flower takes ECDSA keys only. {_HOW}")
-    return bytes(public_key_to_bytes(key))
-
-
-_HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
-
-
-def _register(state: Any, keys: Iterable[bytes]) -> None:
-    """Register the SuperNodes that the database does not contain yet. Their owner is the local account of `flwr`."""
-    for key in keys:
-        if state.get_node_id_by_public_key(key) is None:
-            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from flwr.supercore.logger import console_handler
 from flwr.supercore.retry import http_retry
 from flwr.supernode import start_client_internal
@@ -56,11 +57,22 @@ class Telling:
         os.kill(process, number)
 
 
+def speak_as_polyfed(config: dict[str, Any], log_lines: Any) -> None:
+    """Give the web server on loopback polyfed's log format. Flower starts this web server with uvicorn's defaults.
+
+    Args:
+        config: uvicorn's default logging configuration, which this function changes.
+        log_lines: the class `LogLines`.
+    """
+    config["formatters"] = {name: {"()": log_lines, "role": "device"} for name in config["formatters"]}
+
+
 def main() -> None:
     """Run the SuperNode until a signal ends it, or until the server refuses its key."""
     log_lines = runpy.run_path(str(LOG_LINES))
     vars(console_handler)["format"] = log_lines["LogLines"]("device").format
     console_handler.addFilter(log_lines["says_something"])
+    speak_as_polyfed(uvicorn.config.LOGGING_CONFIG, log_lines["LogLines"])
     fetch_limit = runpy.run_path(str(FETCH_LIMIT))
     telling = vars(http_retry)["os"] = Telling()
     with fetch_limit["at_most"](start_client_internal, int(os.environ[fetch_limit["DEVICE_LIMIT"]]) * 2**20):

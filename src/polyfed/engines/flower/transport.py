@@ -58,6 +58,7 @@ class GridTransport:
         vet: `vet(packet, device)` returns the reason to refuse an enrolment, or an empty text to accept the enrolment.
             `device` is the fingerprint of the device's key.
         limit: size in bytes of the largest reply that the transport fetches.
+        rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
         discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
@@ -66,6 +67,7 @@ class GridTransport:
     node_of: dict[int, int] = field(default_factory=dict)
     vet: Callable[[Packet, str], str] = lambda packet, device: ""
     limit: int = 2**29
+    rounds_left: int = 1
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -242,7 +244,7 @@ class GridTransport:
         """Ask every new node to enrol."""
         new = [node for node in online(self.grid) if node not in self._asked]
         self._asked.update(new)
-        messages = [Message(records(hello()), node, "query", ttl=max(seconds, 1.0)) for node in new]
+        messages = [Message(records(hello(self.rounds_left)), node, "query", ttl=max(seconds, 1.0)) for node in new]
         self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
 
     def _greeted(self) -> list[Packet]:

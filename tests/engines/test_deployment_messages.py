@@ -1,0 +1,72 @@
+"""Messages of a deployment say where, and what to do next; every line of a log is of one format."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+import uvicorn
+
+from engines.devices import Devices
+from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.core.log_lines import LOG_FORMAT, LogLines
+from polyfed.deploy import client_runtime, device_process
+from polyfed.engines.flower.link_facts import database_of_this_release
+from polyfed.engines.flower.supernode_process import speak_as_polyfed
+
+
+def test_a_device_with_a_full_disk_names_the_folder_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    devices = Devices(tmp_path)
+    monkeypatch.setattr(client_runtime, "book", full)
+    with pytest.raises(TooFewReplies):
+        devices.serve(tmp_path / "run")
+    said = capsys.readouterr()
+    folder = devices.places[1] / "polyfed-state"
+    assert f"No space left on device. This device keeps its local state and its logs in {folder}. Make room" in said.err
+    assert str(folder) not in said.out, "the server learns no path"
+
+
+def test_a_run_that_cannot_go_on_here_says_how_to_choose_another_folder(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    devices.serve(tmp_path / "run")
+    app = devices.app / "recipe.toml"
+    app.write_text(app.read_text().replace("lr = 0.1", "lr = 0.2"))
+    with pytest.raises(RecipeError, match=r"cannot resume: .*train\.lr.*--run-config 'out=\"/another/folder\"'"):
+        devices.serve(tmp_path / "run")
+    assert "--run-config" in json.loads((tmp_path / "run" / "error.json").read_text())["text"]
+
+
+def test_the_web_server_of_a_supernode_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_FORMAT, "json")
+    config = {**uvicorn.config.LOGGING_CONFIG}
+    speak_as_polyfed(config, LogLines)
+    record = logging.LogRecord("uvicorn.error", logging.INFO, "", 0, "Started server process [%d]", (7,), None)
+    for entry in config["formatters"].values():
+        told = json.loads(entry["()"](entry["role"]).format(record))
+        assert (told["source"], told["role"], told["text"]) == ("uvicorn", "device", "Started server process [7]")
+
+
+def test_the_warning_of_flowers_database_is_no_line_of_the_log(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught, database_of_this_release(str(tmp_path / "link.db")):
+        warnings.warn("No path_separator found in configuration; falling back", DeprecationWarning, stacklevel=1)
+    assert not caught
+
+
+def test_a_device_says_at_its_start_what_silence_of_the_server_means(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_process, "work", lambda *_: None)
+    device_process.main("127.0.0.1:1", b"", 0, 1)
+    said = capsys.readouterr().err
+    assert "this device is ready and waits for the server" in said
+    assert "a run may have begun without this device" in said
+    assert "`flwr run` again" in said

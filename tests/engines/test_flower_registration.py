@@ -1,0 +1,66 @@
+"""The keys in the folder of credentials, and no others, are registered with the SuperLink."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+
+from polyfed.core.errors import RecipeError
+from polyfed.engines.flower.link_facts import link_facts
+from polyfed.engines.flower.node_keys import fingerprint
+from polyfed.engines.flower.registration import keep_registered, public_key
+
+
+def linkstate(folder: Path) -> Any:
+    """The state of a SuperLink that starts with the database in this folder."""
+    database = str(folder / "link.db")
+    return LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
+
+
+def made(folder: Path, name: str) -> Path:
+    """Make a device's key and return the file of its public key."""
+    words = ("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(folder / name))
+    subprocess.run(words, check=True)
+    return folder / f"{name}.pub"
+
+
+def started(folder: Path) -> dict[str, Any]:
+    """Start with the public keys in the folder, as the SuperLink does, and return its facts about nodes."""
+    state = linkstate(folder)
+    keep_registered(state, {public_key(path): path for path in sorted(folder.glob("*.pub"))})
+    facts = link_facts(state)
+    assert len(facts["away"]) == facts["nodes"]["registered"], "no device is connected here"
+    nodes: dict[str, Any] = facts["nodes"]
+    return nodes
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # Flower's use of Alembic
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_a_key_whose_file_is_gone_is_revoked_when_the_superlink_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = made(tmp_path, "lost")
+    made(tmp_path, "kept")
+    assert started(tmp_path)["registered"] == 2
+    key = public_key(lost)
+    lost.rename(tmp_path / "lost.away")
+    capsys.readouterr()
+    assert started(tmp_path)["registered"] == 1
+    state = linkstate(tmp_path)
+    assert state.get_node_id_by_public_key(key) is None, "the SuperLink refuses calls with this key"
+    assert f"the key {fingerprint(key)} is revoked" in capsys.readouterr().err
+    assert started(tmp_path)["registered"] == 1
+    assert "revoked" not in capsys.readouterr().err, "a revoked key is reported once"
+    made(tmp_path, "new")
+    assert started(tmp_path)["registered"] == 2
+    (tmp_path / "lost.away").rename(lost)
+    with pytest.raises(RecipeError, match=r"lost\.pub holds the key SHA256:\S+, which was revoked earlier"):
+        started(tmp_path)

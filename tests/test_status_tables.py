@@ -1,0 +1,43 @@
+"""What `polyfed status` shows about devices that are away and about a run that has not begun."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from polyfed.cli.status_tables import status_tables
+from polyfed.deploy.membership import MEMBERS
+from polyfed.deploy.run_log import RunStatus
+from polyfed.deploy.server_monitor import metrics_of, status_of
+
+LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": []}
+
+
+def shown(folder: Path) -> str:
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(status_tables(status_of(LINK, folder / "status.json")))
+    return " ".join(console.export_text().split())
+
+
+def test_devices_that_are_away_have_their_numbers_and_keys(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert "Devices that are away" in shown(tmp_path), "before any run"
+    run.mkdir()
+    status = RunStatus(tmp_path / "status.json", run)
+    (run / MEMBERS).write_text(json.dumps({"session": 1, "clients": {"0": "SHA256:here", "1": "SHA256:one"}}))
+    told = shown(tmp_path)
+    assert "1 of 3 devices online" in told
+    assert "1 SHA256:one" in told
+    assert "not in the current run SHA256:two" in told
+    assert "SHA256:here" not in told
+    assert b"SHA256" not in metrics_of(status_of(LINK, tmp_path / "status.json"))
+    (run / MEMBERS).write_text("{")
+    assert "not in the current run SHA256:one" in shown(tmp_path)
+    assert "none yet: the server waits for devices to enrol" in told
+    assert "0 of 0," not in told
+    status("run-started", rounds=5, first_round=1)
+    assert "0 of 5" in shown(tmp_path)
+    assert "took" not in shown(tmp_path)
+    status("round-finished", row={"round": 1, "cohort": [0], "seconds": {"train": 2.0}, "bytes_up": 1, "bytes_down": 1})
+    assert "1 of 5, the latest took 2.0 s" in shown(tmp_path)
