@@ -235,3 +235,15 @@ def test_a_carry_of_parameters_keeps_their_numbers(
         assert torch.allclose(found[:, :3], found[:, 5:], atol=1e-6)
         assert torch.allclose(found[:, 3:5], found[:, 6:], atol=1e-6)
     assert torch.allclose(singly, stacked, atol=1e-5)
+
+
+def test_padding_repeats_a_row_of_the_client_itself() -> None:
+    stacked = stack_of([torch.tensor([7, 5, 3, 6]), torch.tensor([9, 2]), torch.tensor([], dtype=torch.int64)])
+    assert stacked.index.tolist() == [[7, 5, 3, 6], [9, 2, 9, 9], [0, 0, 0, 0]]
+    assert stacked.counts == (4, 2, 0)
+    assert stack_of([torch.tensor([], dtype=torch.int64)]).index.shape == (1, 0)
+    plan = make_plan(
+        [1, 2], stack_of([torch.arange(40, 49), torch.arange(60, 62)]), Train(batch_size=4), skip_single=False, stream=0
+    )
+    index = stack_of([torch.arange(40, 49), torch.arange(60, 62)]).index
+    assert set(index[1, plan.rows[1].flatten()].tolist()) == {60, 61}
