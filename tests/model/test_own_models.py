@@ -271,3 +271,20 @@ def test_a_weight_that_two_modalities_share_belongs_to_the_shared_block() -> Non
     blocks = {"a": ("net_a.bias",), "b": ("net_b.bias",)}
     model = build_model(ModelSpec(module="own_models:Tied", blocks=blocks), {"a": (16,), "b": (16,)}, 4)
     assert "shared.net_a.weight" in model.template
+
+
+def test_values_of_one_client_do_not_reach_a_client_that_lacks_their_block() -> None:
+    model = build_model(WHOLE, SHAPES, 4)
+    whole = model.init(1)
+    lacking = {name: value for name, value in model.init(2).items() if block_of(name) != "a"}
+    broken = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
+    batch = Batch({"b": torch.ones(3, 24)}, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    expected = model.logits(lacking, batch)
+    with model.live(broken) as lent:
+        assert torch.equal(model.logits(lacking, batch), expected), "while another Tree trains"
+        with torch.no_grad():
+            for value in lent.values():
+                value.add_(1.0)
+    assert torch.equal(model.logits(lacking, batch), expected)
+    with model.live(lacking) as lent:
+        assert torch.equal(model.logits(lent, batch), expected)

@@ -17,14 +17,15 @@ module.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.encoder_spec import Shape
@@ -101,6 +102,8 @@ class WholeModel(Model):
         assert isinstance(self._fusion, WholeFusion)
         for name in self._slots.parameters:  # `forward` also uses parameters of a block that a client lacks
             self._slots.own(name).requires_grad_(False)
+        several = len(self.modalities) > 1  # otherwise every Tree has all blocks
+        self._initial = {n: self._slots.own(n).clone() for n in self._slots.names if several and block_of(n) != SHARED}
         self.has_embeddings = self._fusion.encodes
         if self.has_embeddings:
             encode: Any = self._fusion.module.encode
@@ -116,7 +119,11 @@ class WholeModel(Model):
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients."""
+        """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients.
+
+        The module computes with its own values of the blocks that a Tree lacks. So that no client's values reach
+        another client, the own tensors of these blocks have their initial values whenever they are not lent.
+        """
         own = () if self._live is not None else self._slots.names
         lent = [self._slots.own(name) for name in own if name in w and not self.is_buffer(name)]
         for parameter in lent:
@@ -127,6 +134,21 @@ class WholeModel(Model):
         finally:
             for parameter in lent:
                 parameter.requires_grad_(False)
+            if changed := [name for name in own if name in w and name in self._initial]:
+                first = self._first_values(changed)
+                torch._foreach_copy_([self._slots.own(name) for name in first], list(first.values()))
+
+    def _first_values(self, names: Iterable[str]) -> Tree:
+        """Return the initial values of these tensors, on the device of the module."""
+        for name in names:
+            self._initial[name] = self._initial[name].to(self._slots.device)
+        return {name: self._initial[name] for name in names}
+
+    def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
+        lent = self._live if self._live is not None and w is not self._live else {}
+        if hidden := [name for name in lent if name in self._initial and name not in w]:
+            w = {**w, **self._first_values(hidden)}
+        return super()._using(w, batch)
 
 
 def build_whole(
