@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import polyfed
+from polyfed.core.errors import ModelError
 
 LABELS = torch.arange(48) % 3
 SAMPLES = torch.randn(48, 6, generator=torch.Generator().manual_seed(4)) + LABELS[:, None]
@@ -53,3 +54,78 @@ def test_parameters_without_dimensions_and_of_double_precision_train(kind: str, 
     norms = run.rounds[-1]["norms"]
     assert norms["clients"] == pytest.approx(norms["model"])
     assert norms["clients"]["a"] > 0
+
+
+class Linear(nn.Module):
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(shape[0], embedding)
+        self.register_buffer("ema", torch.zeros(embedding))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(embedding), persistent=False)
+        self.ema: Tensor
+        self.seen: Tensor
+        self.mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.changed(self.linear(x))
+
+    def changed(self, h: Tensor) -> Tensor:
+        """Change a buffer in place, which is allowed, and return the embeddings."""
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(0.1 * h.mean(0))
+        return torch.relu(h + self.ema) * self.mask
+
+
+class Counting(Linear):
+    def changed(self, h: Tensor) -> Tensor:
+        self.seen += 1
+        return h / (1 + self.seen)
+
+
+class Masking(Linear):
+    def changed(self, h: Tensor) -> Tensor:
+        self.mask = self.mask * 0.5
+        return h * self.mask
+
+
+class Rebinding(Linear):
+    def changed(self, h: Tensor) -> Tensor:
+        self.ema = 0.9 * self.ema + 0.1 * h.detach().mean(0)
+        return h + self.ema
+
+
+class Caching(Linear):
+    """Fills a buffer in its first call only."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        if not bool(self.seen):
+            self.seen.fill_(1)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "Counting",
+            r"a\.encoder\.seen: forward\(\) changes this buffer, .* constant.* in place, as in self\.ema\.mul_",
+        ),
+        ("Masking", r"a\.encoder\.mask: forward\(\) changes this buffer"),
+        (
+            "Rebinding",
+            r"a\.encoder\.ema: forward\(\) assigns a new tensor to this buffer, .* in place, as in self\.ema",
+        ),
+    ],
+)
+def test_a_state_that_polyfed_cannot_keep_for_each_client_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        trained(kind)
+
+
+def test_a_float_buffer_that_changes_in_place_belongs_to_the_client() -> None:
+    one, many = trained("Linear"), trained("Linear", "vectorised")
+    assert one.params["a.encoder.ema"].abs().sum() > 0
+    for name, value in one.params.items():
+        torch.testing.assert_close(many.params[name], value, atol=1e-5, rtol=1e-4)
+    trained("Caching", rounds=1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyfed.core import keys
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.checks import check_entries
+from polyfed.model.checks import check_entries, refuse_state
 from polyfed.model.encoder_spec import Shape
 from polyfed.model.model import Model
 from polyfed.model.spec import ModelSpec
@@ -139,6 +139,9 @@ def _logits(model: Model, w: Tree, modalities: Sequence[str], what: str) -> Tens
     try:
         with torch.no_grad():
             logits = model.logits(w, batch)
+            refuse_state(lambda: model.constants, lambda: model.logits(w, batch))
+    except ModelError as error:
+        raise ModelError(f"{WHERE} {what}: {error}") from error
     except Exception as error:
         shapes = {m: model.shapes[m] for m in model.modalities}
         raise ModelError(
