@@ -1,13 +1,16 @@
 """Encoders of one's own with unusual parameters and buffers."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import polyfed
-from polyfed.core.errors import ModelError
+from polyfed.core.errors import DataError, ModelError
 
 LABELS = torch.arange(48) % 3
 SAMPLES = torch.randn(48, 6, generator=torch.Generator().manual_seed(4)) + LABELS[:, None]
@@ -129,3 +132,46 @@ def test_a_float_buffer_that_changes_in_place_belongs_to_the_client() -> None:
     for name, value in one.params.items():
         torch.testing.assert_close(many.params[name], value, atol=1e-5, rtol=1e-4)
     trained("Caching", rounds=1)
+
+
+class Shuffling(nn.Module):
+    """Draws constants that do not depend on the seed: a buffer that is not saved, and one of integers."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, embedding)
+        draw = np.random.default_rng(DRAWS[-1])
+        self.register_buffer("map", torch.from_numpy(draw.normal(size=(shape[0], 16))).float(), persistent=False)
+        self.register_buffer("order", torch.from_numpy(draw.permutation(16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(torch.cos(x @ self.map)[:, self.order])
+        return out
+
+
+DRAWS = [0]
+
+
+def test_other_constant_buffers_are_refused(tmp_path: Path) -> None:
+    run = trained("Shuffling", out=tmp_path / "run")
+    run.export(tmp_path / "model")
+    imports = ["test_own_encoders.*"]
+    again = polyfed.load_model(tmp_path / "model", imports=imports)
+    assert torch.equal(again.predict({"a": SAMPLES}), run.predict({"a": SAMPLES}))
+    assert torch.equal(polyfed.load_run(tmp_path / "run").predict({"a": SAMPLES}), run.predict({"a": SAMPLES}))
+    DRAWS.append(1)
+    try:
+        with pytest.raises(DataError, match="constant buffers are others than those of the run"):
+            polyfed.load_model(tmp_path / "model", imports=imports)
+        with pytest.raises(DataError, match="cannot load: the model's constant buffers are not those of the run"):
+            polyfed.load_run(tmp_path / "run")
+        with pytest.raises(DataError, match="cannot resume: the model's constant buffers are not those of the run"):
+            trained("Shuffling", out=tmp_path / "run", rounds=3, resume=True)
+        for path, key in ((tmp_path / "model/model.json", "constants"), (tmp_path / "run/run.json", "constants")):
+            said = json.loads(path.read_text())
+            assert said.pop(key)
+            path.write_text(json.dumps(said))
+        polyfed.load_model(tmp_path / "model", imports=imports)  # as an older version of polyfed wrote it
+        polyfed.load_run(tmp_path / "run")
+    finally:
+        DRAWS.pop()

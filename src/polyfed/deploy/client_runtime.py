@@ -201,20 +201,21 @@ class ClientRuntime:
 
     @cached_property
     def _frozen(self) -> str:
-        return digest(self.engine.model.frozen)
+        return digest(self.engine.model.unsent)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse a request if the server's frozen parameters differ from the client's.
+        """Refuse a request if the server's frozen parameters or constant buffers differ from the client's.
 
-        Messages never hold frozen parameters.
+        Messages never hold them.
 
         Raises:
-            BadReply: the frozen parameters differ.
+            BadReply: they differ.
         """
         if Facts.read(packet.header).frozen != self._frozen:
             raise BadReply(
-                f"is for a model whose frozen parameters differ from those of client {client}; give both the same file "
-                "of weights (what is drawn at random may differ between kinds of machines: save it to a file)"
+                f"is for a model whose frozen parameters differ from those of client {client}, or whose constant "
+                "buffers differ; give both the same file of weights (what is drawn at random may differ "
+                "between kinds of machines: save it to a file)"
             )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
