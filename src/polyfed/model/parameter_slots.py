@@ -90,14 +90,14 @@ class Slots:
         for key, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            name, place = self._named(buffer, f"{path}.{key}"), (module._buffers, key)
+            name = self._named(buffer, f"{path}.{key}")
             if key in saved and buffer.is_floating_point():
-                self._places.setdefault(name, []).append(place)
+                self._places.setdefault(name, []).append((module._buffers, key))
                 self.buffers.add(name)
                 if not isinstance(module, BatchNorm):  # which changes its buffers in training mode only
                     self._moving.add(name)
             else:
-                self._constants[name] = place
+                self._constants[name] = (module._buffers, key)
 
     def _named(self, tensor: Tensor, name: str) -> str:
         """Return the name of a tensor. If two modules share the tensor, both use the name from the first module."""
