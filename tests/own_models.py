@@ -120,3 +120,42 @@ class OnlyZ(Encoding):
 
 BLOCKS = {"a": ("net_a",), "b": ("net_b", "bias_b")}
 OWN_BLOCKS = {"a": ("nets.a",), "b": ("nets.b",)}
+
+
+class Tied(Whole):
+    """Both nets use the same weight."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], num_outputs: int) -> None:
+        super().__init__(shapes, num_outputs)
+        a, b = nn.Linear(16, 6), nn.Linear(16, 6)
+        b.weight = a.weight
+        self.net_a, self.net_b = a, b  # type: ignore[assignment]
+
+
+class Mixing(Whole):
+    """Gives the samples of `b` to the net of `a`, which has no bias; so a sample of zeros gives zeros."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], num_outputs: int) -> None:
+        super().__init__(shapes, num_outputs)
+        self.net_a = nn.Sequential(nn.Linear(shapes["a"][0], 6, bias=False))
+
+    def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> Tensor:
+        mixed = nn.functional.layer_norm(self.net_a(x["a"] + x["b"][:, :16]), (6,))
+        out: Tensor = self.top(mixed)
+        return out
+
+
+class Ids(nn.Module):
+    """Reads the samples as ids of two words."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], num_outputs: int) -> None:
+        super().__init__()
+        self.net_a, self.net_b = nn.Embedding(2, 5), nn.Embedding(2, 5)
+        self.top = nn.Linear(5, num_outputs)
+
+    def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> Tensor:
+        found = [
+            net(x[m].long()).mean(1) * present[m].unsqueeze(1) for m, net in (("a", self.net_a), ("b", self.net_b))
+        ]
+        out: Tensor = self.top(found[0] + found[1])
+        return out

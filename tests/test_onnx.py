@@ -36,15 +36,42 @@ def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
     module = back.module(who)
     expected = run.predict(X, client=who)
     torch.testing.assert_close(module(X), expected, rtol=0, atol=0)
-    assert not list(module.parameters())
+    torch.testing.assert_close(module(with_gaps()), run.predict(with_gaps(), client=who), rtol=0, atol=0)
+    whole = {m: torch.ones(value.shape, dtype=torch.int64) for m, value in X.items()}
+    torch.testing.assert_close(module(whole), run.predict(whole, client=who), rtol=0, atol=0)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
     onnx = pytest.importorskip("onnx", reason="the extra polyfed[onnx] is not installed")
     from onnx.reference import ReferenceEvaluator
 
     folder = run.export(tmp_path / "onnx", onnx=True)
     path = folder / (f"client-{client:06d}.onnx" if private else "global.onnx")
     onnx.checker.check_model(onnx.load(path))
-    (found,) = ReferenceEvaluator(str(path)).run(None, {m: value.numpy() for m, value in X.items()})
-    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=1e-4)
+    for x in (X, with_gaps()):
+        (found,) = ReferenceEvaluator(str(path)).run(None, {m: value.numpy() for m, value in x.items()})
+        torch.testing.assert_close(torch.from_numpy(found), run.predict(x, client=who), atol=1e-5, rtol=1e-4)
+
+
+def with_gaps() -> dict[str, torch.Tensor]:
+    """`X`, where some rows lack one of the modalities."""
+    x = {m: value.clone() for m, value in X.items()}
+    x["a"][1], x["b"][3:] = torch.nan, torch.nan
+    return x
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_the_parameters_of_a_module_have_their_names_and_can_be_trained(case: str) -> None:
+    run = polyfed.run(recipe(algorithm("fedavg"), model=SPECS[case], rounds=1))
+    module = run.models.module()
+    assert {f"tensors.{name}" for name in run.params} <= module.state_dict().keys()
+    names = {name for name, _ in module.named_parameters()}
+    assert names == {f"tensors.{name}" for name in run.models.model.trainable(run.params)}
+    before = {name: value.clone() for name, value in run.params.items()}
+    optimiser = torch.optim.SGD(module.requires_grad_().parameters(), lr=0.5)
+    first = torch.nn.functional.cross_entropy(module(X), torch.zeros(5, dtype=torch.int64))
+    first.backward()
+    optimiser.step()
+    assert torch.nn.functional.cross_entropy(module(X), torch.zeros(5, dtype=torch.int64)) < first
+    assert all(torch.equal(value, before[name]) for name, value in run.params.items())
 
 
 def test_without_the_package_the_text_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

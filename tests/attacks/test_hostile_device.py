@@ -20,13 +20,13 @@ from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.deploy.enrolment import Admission, capped_rows
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
-from polyfed.engines.base import registry_of
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 
 HOSTILE = 1

@@ -207,6 +207,11 @@ def test_a_device_imports_only_what_its_owner_allows() -> None:
         ({"module": "own_models:Whole", "blocks": BLOCKS, "module_options": {"size": 1}}, "calling it with"),
         ({"module": "own_models:Whole", "blocks": BLOCKS, "embedding": 32, "head": (8,)}, "embedding, head: no effect"),
         ({"module": "own_models:Leaky", "blocks": BLOCKS}, r"without a depend on .* present\['a'\]"),
+        ({"module": "own_models:Mixing", "blocks": BLOCKS}, r"without a depend on .* present\['a'\]"),
+        (
+            {"module": "own_models:Tied", "blocks": BLOCKS},
+            r"net_a\.weight and net_b\.weight are the same parameter, and belong to a and to b\. .* 'shared'",
+        ),
         ({"module": "own_models:Narrow", "blocks": BLOCKS}, r"gives \(2, 3\) for two rows; it must give \(2, 4\)"),
         ({"module": "own_models:NoFusion", "blocks": BLOCKS}, r"must be a class that extends torch.nn.Module"),
         ({"module": 3, "blocks": BLOCKS}, r"must extend torch.nn.Module"),
@@ -253,3 +258,33 @@ def _flat(out: Any) -> list[torch.Tensor]:
 def test_a_whole_module_in_a_file() -> None:
     told = made("module")
     assert parse_recipe(told.table()).model == told.model
+
+
+def test_the_check_gives_valid_ids_and_the_same_samples_every_time() -> None:
+    state = torch.get_rng_state()
+    for _ in range(2):
+        build_model(ModelSpec(module="own_models:Ids", blocks={"a": ("net_a",), "b": ("net_b",)}), SHAPES, 4)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_weight_that_two_modalities_share_belongs_to_the_shared_block() -> None:
+    blocks = {"a": ("net_a.bias",), "b": ("net_b.bias",)}
+    model = build_model(ModelSpec(module="own_models:Tied", blocks=blocks), {"a": (16,), "b": (16,)}, 4)
+    assert "shared.net_a.weight" in model.template
+
+
+def test_values_of_one_client_do_not_reach_a_client_that_lacks_their_block() -> None:
+    model = build_model(WHOLE, SHAPES, 4)
+    whole = model.init(1)
+    lacking = {name: value for name, value in model.init(2).items() if block_of(name) != "a"}
+    broken = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
+    batch = Batch({"b": torch.ones(3, 24)}, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    expected = model.logits(lacking, batch)
+    with model.live(broken) as lent:
+        assert torch.equal(model.logits(lacking, batch), expected), "while another Tree trains"
+        with torch.no_grad():
+            for value in lent.values():
+                value.add_(1.0)
+    assert torch.equal(model.logits(lacking, batch), expected)
+    with model.live(lacking) as lent:
+        assert torch.equal(model.logits(lent, batch), expected)

@@ -13,7 +13,8 @@ import world
 from engines.direct import grid_of, joined, played
 from polyfed.core.errors import DataError
 from polyfed.deploy.app_folder import write_nodes
-from polyfed.deploy.device import NodeConfig, population_on
+from polyfed.deploy.device import NodeConfig
+from polyfed.deploy.device_data import population_on
 from polyfed.deploy.enrolment import Admission
 from polyfed.engines.protocol import Enrolment, Facts
 from polyfed.experiment.events import Emitter

@@ -206,3 +206,44 @@ def test_tensors_of_a_carry_share_no_memory(what: str, replays: bool, monkeypatc
     assert torch.allclose(singly, stacked, atol=1e-5)
     assert (singly[:, 3] == 3).all()
     assert (singly[:, -3:] == 0).all()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("counts", [[24, 24, 24], [20, 33, 12]])
+def test_a_carry_of_parameters_keeps_their_numbers(
+    counts: list[int], replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A carry with tensors of `params` holds their numbers before the last step, also after other clients trained."""
+    monkeypatch.setattr(step_replay, "FEW", 2)
+    name = "shared.bias"
+    kept: list[Any] = []
+
+    def task(data: Any) -> Tensor:
+        def direction(grads: Any, w: Any, aux: Any, _: Any) -> Any:
+            return grads, {"whole": w[name], "part": w[name][1:]}
+
+        start = {"whole": torch.zeros(3), "part": torch.zeros(2)}
+        fit = data.minimise(error, INITIAL, train=Train(lr=0.1, steps=3), direction=direction, carry=start)
+        earlier = data.minimise(error, INITIAL, train=Train(lr=0.1, steps=2)).params[name]
+        kept.append(fit.carry)
+        return torch.cat([fit.carry["whole"], fit.carry["part"], earlier])
+
+    singly, stacked = both_ways(task, counts, replays=replays)
+    for carry, expected in zip(kept, singly, strict=False):  # the task of each client alone comes first
+        assert torch.equal(carry["whole"], expected[:3]), "a later training changed the carry"
+    for found in (singly, stacked):
+        assert torch.allclose(found[:, :3], found[:, 5:], atol=1e-6)
+        assert torch.allclose(found[:, 3:5], found[:, 6:], atol=1e-6)
+    assert torch.allclose(singly, stacked, atol=1e-5)
+
+
+def test_padding_repeats_a_row_of_the_client_itself() -> None:
+    stacked = stack_of([torch.tensor([7, 5, 3, 6]), torch.tensor([9, 2]), torch.tensor([], dtype=torch.int64)])
+    assert stacked.index.tolist() == [[7, 5, 3, 6], [9, 2, 9, 9], [0, 0, 0, 0]]
+    assert stacked.counts == (4, 2, 0)
+    assert stack_of([torch.tensor([], dtype=torch.int64)]).index.shape == (1, 0)
+    plan = make_plan(
+        [1, 2], stack_of([torch.arange(40, 49), torch.arange(60, 62)]), Train(batch_size=4), skip_single=False, stream=0
+    )
+    index = stack_of([torch.arange(40, 49), torch.arange(60, 62)]).index
+    assert set(index[1, plan.rows[1].flatten()].tolist()) == {60, 61}

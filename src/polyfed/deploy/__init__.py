@@ -6,10 +6,13 @@ Files:
     launch: starts the SuperLink of a server and the SuperNode of a device.
     server: the main function of the ServerApp, which waits for clients and runs the recipe.
     enrolment: decides which clients take part, and checks the facts that they report.
+    claimed_shapes: bounds the encoders that a server builds for shapes that devices claim.
     membership: stores which device has which client number.
     device_process: on a device, answers the server's messages in a process that runs only installed code.
     handlers: answers the packets that the server sends, on a device and in a simulation.
     device: what a device's owner configures: the data, the policy, and the code that recipes may use.
+    device_arrays: which arrays of its file a recipe may use as labels, ids and split.
+    device_data: reads the data of a device, and checks that it fits the federation.
     device_check: checks a recipe on a device before a run.
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
     request_limits: on a device, limits how many requests of the server the device answers.

@@ -23,8 +23,8 @@ from polyfed.deploy.request_limits import admit, admit_release
 from polyfed.deploy.secrets_once import admit_secrets, bind_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
-from polyfed.engines.base import registry_of
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, check_versions, reason
+from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
@@ -207,20 +207,21 @@ class ClientRuntime:
 
     @cached_property
     def _frozen(self) -> str:
-        return digest(self.engine.model.frozen)
+        return digest(self.engine.model.unsent)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse a request if the server's frozen parameters differ from the client's.
+        """Refuse a request if the server's frozen parameters or constant buffers differ from the client's.
 
-        Messages never hold frozen parameters.
+        Messages never hold them.
 
         Raises:
-            BadReply: the frozen parameters differ.
+            BadReply: they differ.
         """
         if Facts.read(packet.header).frozen != self._frozen:
             raise BadReply(
-                f"is for a model whose frozen parameters differ from those of client {client}; give both the same file "
-                "of weights (what is drawn at random may differ between kinds of machines: save it to a file)"
+                f"is for a model whose frozen parameters differ from those of client {client}, or whose constant "
+                "buffers differ; give both the same file of weights (what is drawn at random may differ "
+                "between kinds of machines: save it to a file)"
             )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:

@@ -20,12 +20,12 @@ from polyfed.deploy.device import (
     limits_on,
     node_from,
     policy_on,
-    population_on,
     recipe_on,
     requirements_on,
     used_on,
 )
 from polyfed.deploy.device_arrays import ELSEWHERE
+from polyfed.deploy.device_data import population_on
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan

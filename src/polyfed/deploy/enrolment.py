@@ -21,7 +21,7 @@ from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.claimed_shapes import flaws_of
-from polyfed.deploy.device import refuse_own_numbers
+from polyfed.deploy.device_data import refuse_own_numbers
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe

@@ -21,10 +21,10 @@ from polyfed.deploy.device import (
     check_held,
     limits_on,
     policy_on,
-    population_on,
     recipe_on,
     requirements_on,
 )
+from polyfed.deploy.device_data import population_on
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.deploy.secrets_once import conditions_of

@@ -21,7 +21,7 @@ from polyfed.engines.gpu_memory import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
-from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
+from polyfed.federation.client_registry import TEST, VALIDATION, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer
@@ -298,20 +298,6 @@ class Engine(ABC):
 
     def _to_device(self, msg: Any) -> Any:
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
-
-
-def registry_of(population: Population) -> ClientRegistry:
-    """Make the client registry of a population."""
-    own = population.test
-    tested = () if own is None else ClientNumbers(own.sizes > 0)
-    return ClientRegistry(
-        modalities=tuple(population.columns.modalities),
-        num_rows=population.train.sizes,
-        holds=population.holds,
-        silo=population.silo,
-        tested=tested,
-        limited=population.limited,
-    )
 
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:

@@ -82,7 +82,7 @@ class Facts:
     Attributes:
         shapes: shape of a sample by modality, in the federation's order.
         num_classes: number of classes, or number of targets if the objective has no classes.
-        frozen: digest of the model's frozen parameters. Every client loads or initialises these parameters locally.
+        frozen: digest of the model's frozen parameters and constant buffers. Every client makes these locally.
     """
 
     shapes: dict[str, tuple[int, ...]]

@@ -85,7 +85,7 @@ class Remote(Engine):
         self.transport, self.terms = transport, terms
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.frozen))
+        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent))
         if self.clock is not None:
             raise RecipeError("[network] is simulated time; the flower engine runs in real time. Remove the section")
         self._refuse_silos()

@@ -7,10 +7,11 @@ from typing import Any
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.problems import Problems
-from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
+from polyfed.core.tree import SHARED, Tree, blocks, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines.base import Engine
 from polyfed.experiment.client_checks import refuse_clients
+from polyfed.experiment.constants import constant_facts
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.engine_choice import device_of, engine_of
 from polyfed.experiment.events import Emitter
@@ -233,7 +234,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             for c in shown
         ],
         "blocks": block_sizes(assembly),
-        "frozen": frozen_facts(assembly.model),
+        **constant_facts(assembly.model),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
     }
@@ -250,12 +251,3 @@ def private_sizes(assembly: Assembly) -> dict[str, int]:
     kept = assembly.algorithm.private_names(assembly.model)
     private = {name: value for name, value in assembly.initial.items() if name in kept}
     return {block: size_bytes(select(private, [block])) for block in blocks(private)}
-
-
-def frozen_facts(model: Model) -> dict[str, Any]:
-    """Return the number of frozen parameters by block, and a digest of their values; empty if nothing is frozen."""
-    frozen = model.frozen
-    if not frozen:
-        return {}
-    counts = {block: sum(v.numel() for v in select(frozen, [block]).values()) for block in blocks(frozen)}
-    return {"parameters": counts, "sha256": digest(frozen)}

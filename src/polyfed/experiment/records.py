@@ -10,10 +10,11 @@ from typing import Any, Protocol, TypeVar
 
 import tomli_w
 
-from polyfed.core.errors import CheckpointError, DataError, RecipeError
+from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.experiment.checkpoint import RESTORE, newest
+from polyfed.experiment.constants import refuse_changes
 from polyfed.experiment.json_text import json_ready, to_json
 from polyfed.experiment.lock import LOCK, alone_in
 from polyfed.experiment.settings import CheckpointSpec
@@ -109,14 +110,14 @@ class Records:
 
         Raises:
             RecipeError: the recipe differs in a part that is not in `MAY_CHANGE`.
-            DataError: the data or the frozen parameters differ.
+            DataError: the data, the frozen parameters or the constant buffers differ.
             CheckpointError: a file cannot be read.
         """
         self._check_same(recipe)
-        before = _read(self.folder / FACTS, partial(parse_as, RUN_FACTS))
+        before = self.facts()
         if not isinstance(before.get("run"), str):
             raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
-        self._check_data(before, facts)
+        refuse_changes(before, facts, self.folder, "cannot resume")
         return facts | {"run": before["run"], "started": before.get("started", facts["started"])}
 
     def note(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -207,6 +208,10 @@ class Records:
         path = self.folder / ROUNDS
         return _read(path, lambda text: _rounds(text.encode()[:size])) if path.exists() else []
 
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the run in the folder, run.json."""
+        return _read(self.folder / FACTS, partial(parse_as, RUN_FACTS))
+
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
         replace_text(self.folder / RESULT, to_json(result))
@@ -243,16 +248,6 @@ class Records:
                 )
         self._check_engine(before.get("engine", {}).get("name"), now["engine"]["name"])
         self._check_rounds(before, now)
-
-    def _check_data(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """Compare the fingerprints of data and frozen parameters, because the recipe only names their files."""
-        for part, what in (
-            ("data", "the data is not that of the run in {}: its labels, splits or features have changed"),
-            ("frozen", "the model's frozen parameters are not those of the run in {}: their file has changed"),
-        ):
-            old, new = (facts.get(part, {}).get("sha256") for facts in (before, now))
-            if old and new and old != new:
-                raise DataError(f"cannot resume: {what.format(self.folder)}. Restore it, or start in another folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
         """Refuse a change from or to the engine `flower`, which stores the clients' local state in another place."""

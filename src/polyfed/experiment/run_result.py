@@ -20,6 +20,7 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
 from polyfed.experiment.assembly import model_of
+from polyfed.experiment.constants import constant_facts, refuse_changes
 from polyfed.experiment.display import clients_frame, metrics_frame, run_html
 from polyfed.experiment.models import ClientModalities, Models, Personal, warn_unscaled
 from polyfed.experiment.recipe import Recipe, load_recipe
@@ -269,6 +270,7 @@ def load_run(folder: str | Path) -> Run:
 
     Raises:
         RecipeError: the folder holds no finished run, or its recipe names a class that cannot be imported.
+        DataError: the frozen parameters or the constant buffers of the model differ from those of the run.
         CheckpointError: the files are damaged, or were written by a version of polyfed that kept no models.
     """
     folder = Path(folder).expanduser()
@@ -287,6 +289,7 @@ def load_run(folder: str | Path) -> Run:
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
     policy = Policy.parse(recipe.egress, shapes)
     model = model_of(recipe, shapes, facts["classes"], policy)
+    refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
     initial = model.init(keys.key(recipe.seed, "init"))
     context = ClientContext(
         model,

@@ -130,6 +130,7 @@ def _description(models: Models) -> dict[str, Any]:
         "classes": models.model.num_classes,
         "key": models.model.key,
         "frozen": digest(models.model.frozen) if models.model.frozen else "",
+        "constants": digest(models.model.constants) if models.model.constants else "",
         "class_names": models.class_names,
         "task": {"name": name_of(models.task, OBJECTIVES)} | as_table(models.task),
         "clients": [{"modalities": modalities, "clients": clients} for modalities, clients in held.items()],
@@ -217,6 +218,12 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         raise DataError(
             f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained "
             "model that the run read, or the code of your own module"
+        )
+    if said.get("constants") and digest(model.constants) != said["constants"]:  # older versions wrote no digest of them
+        raise DataError(
+            f"{folder / DESCRIPTION}: the constant buffers are others than those of the run. Their values depend on "
+            "more than the seed, for example because they were drawn with NumPy. Restore the code or the file "
+            "that they come from"
         )
     task = dict(said.get("task", {"name": Classification.NAME}))
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]

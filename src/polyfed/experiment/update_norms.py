@@ -84,7 +84,8 @@ class ClientUpdates:
             if before is None or stack.dim() != before.dim() + 1 or not stack.is_floating_point():
                 continue
             received = before.detach()[tuple(map(slice, stack.shape[1:]))]  # cut to the ranks of the clients
-            moved = (stack.detach()[places] - received.to(stack.device)).flatten(1)
-            norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
+            moved = stack.detach()[places] - received.to(stack.device)
+            flat = moved.unsqueeze(1).flatten(1).float()  # (clients, numbers), also for a parameter of one number
+            norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(flat, dim=1))
         for block, parts in norms.items():
             self._norms.setdefault(block, []).extend(torch.stack(parts, dim=1).norm(dim=1).tolist())

@@ -12,5 +12,6 @@ neither engines nor algorithms. It works only with the messages of the clients, 
 - `attack`: simulated attacks by clients that send false replies.
   - `backdoor`: the attack with training rows that contain a trigger.
 - `wire_format`: conversion of messages to bytes and back.
-- `network`: simulated time of a round over given links.
+- `network`: simulated links and devices of the clients.
+- `clock`: simulated time of a round over these links.
 """

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from polyfed.core.tree import SHARED
+from polyfed.data import Population
 
 TEST, VALIDATION = -1, -2
 """Numbers of the evaluation clients: pseudo-clients that hold the server's own test and validation rows. They run only
@@ -124,3 +125,17 @@ class ClientRegistry:
         """Return the number of training rows of each of these clients."""
         asked = list(clients)
         return dict(zip(asked, self._num_rows[asked].tolist(), strict=True))
+
+
+def registry_of(population: Population) -> ClientRegistry:
+    """Make the client registry of a population."""
+    own = population.test
+    tested = () if own is None else ClientNumbers(own.sizes > 0)
+    return ClientRegistry(
+        modalities=tuple(population.columns.modalities),
+        num_rows=population.train.sizes,
+        holds=population.holds,
+        silo=population.silo,
+        tested=tested,
+        limited=population.limited,
+    )

@@ -10,7 +10,7 @@
 - `encoders.py`: the encoders that a recipe can name, and the user's own encoders.
 - `fusion.py`: the fusions that a recipe can name.
 - `user_classes.py`: the user's own fusions and whole modules.
-- `whole_module.py`: a whole module as the model.
+- `whole_module.py`, `whole_module_checks.py`: a whole module as the model, and its checks before the run.
 - `trial_calls.py`: checks the user's own code with trial calls.
 - `names.py`: the names in a model's Tree.
 - `layer_replacement.py`: replaces layers of a PyTorch module that depend on the batch.

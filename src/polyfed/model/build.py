@@ -1,12 +1,13 @@
 """Builds a model from the `[model]` section of a recipe and the shapes of the data."""
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.checks import check_entries
+from polyfed.model.checks import check_entries, refuse_state
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.encoders import Custom
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
@@ -117,9 +118,13 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
     trained = {name: value.requires_grad_() for name, value in model.trainable(w).items()}
     for name in model.modalities:
         where = f"[model.encoders] {name} ({spec.encoders[name].kind})"
+        batch = model.zero_batch(2, [name])
         try:
             with torch.no_grad(), draws_watched():
-                z = model.features(w, model.zero_batch(2, [name]))[name]
+                z = model.features(w, batch)[name]
+                refuse_state(lambda: model.constants, partial(model.features, w, batch))
+        except ModelError as error:
+            raise ModelError(f"{where}: {error}") from error
         except Exception as error:
             raise ModelError(f"{where} cannot read samples of shape {model.shapes[name]}: {error}") from error
         if model.sequential and (z.dim() != 3 or z.shape[-1] != spec.embedding):
@@ -147,7 +152,11 @@ def _check_fusion(model: Model, w: Tree, where: str) -> None:
         batch = model.zero_batch(2, read)
         try:
             with torch.no_grad(), draws_watched():
-                logits = model.fuse(w, model.features(w, batch), batch)
+                z = model.features(w, batch)
+                logits = model.fuse(w, z, batch)
+                refuse_state(lambda: model.constants, partial(model.fuse, w, z, batch))
+        except ModelError as error:
+            raise ModelError(f"{where}: {error}") from error
         except Exception as error:
             why = str(error) or "joint() is missing"
             raise ModelError(

@@ -4,8 +4,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.model.parameter_slots import IN_PLACE
 
 
 def whole(where: str, value: Any) -> None:
@@ -42,6 +46,32 @@ def known_fields(where: str, given: Iterable[str], spec: type) -> None:
     for name in given:
         if name not in allowed:
             raise ModelError(f"{where} has no option {name!r}: {did_you_mean(name, allowed)}.")
+
+
+def refuse_state(constants: Callable[[], Mapping[str, Tensor]], call: Callable[[], Any]) -> None:
+    """Call a module once more, and refuse it if the call changes a buffer that polyfed takes for a constant.
+
+    The value of such a buffer would pass from one client to the next. Modules that fill such a buffer in their first
+    call only, as a cache, are allowed.
+
+    Args:
+        constants: returns the constant buffers by name.
+        call: calls the module. It has been called before.
+
+    Raises:
+        ModelError: a buffer has changed. The text names it and the cure.
+    """
+    before = {name: value.clone() for name, value in constants().items()}
+    if not before:
+        return
+    call()
+    for name, value in constants().items():
+        if value.shape != before[name].shape or not torch.equal(value.nan_to_num(), before[name].nan_to_num()):
+            raise ModelError(
+                f"{name}: forward() changes this buffer, and polyfed takes it for a constant, because it holds "
+                "integers, is not saved with the module, or belongs to a module in evaluation mode. Its value would "
+                f"pass from one client to the next. {IN_PLACE}"
+            )
 
 
 def check_entries(

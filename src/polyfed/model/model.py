@@ -79,8 +79,7 @@ class Model(Named):
         # looked up once, because reading attributes of an nn.Module is slow in the inner loop
         self._encoders: dict[str, Callable[[Tensor], Tensor]] = {name: b.encoder for name, b in blocks.items()}
         self._parts = {name: block.fusion for name, block in blocks.items()}
-        self._rows = rows
-        self._naming, self._slots = naming, Slots(self._modules, naming)
+        self._rows, self._naming, self._slots = rows, naming, Slots(self._modules, naming)
         names = list(reversed(self._slots.names))
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
         self._live: Tree | None = None
@@ -172,6 +171,7 @@ class Model(Named):
         self._live = tree
         try:
             yield tree
+            self._slots.refuse_new(tree)
         finally:
             self._live = None
             for value in tree.values():
@@ -276,7 +276,7 @@ class Model(Named):
             return _NOTHING
         # the Tree is empty if the whole encoder is frozen; the labels then determine the device
         self._slots.place(next(iter(w.values()), batch.y).device)
-        return self._slots.bound(w)
+        return self._slots.bound(w, evaluation=batch.key is None)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
         """Check that the Tree holds these blocks. Otherwise the model would use its own, meaningless values."""

@@ -56,6 +56,16 @@ class Named:
         """The frozen parameters (`requires_grad=False`). They are constants, and no other Tree contains them."""
         return self._slots.frozen
 
+    @property
+    def constants(self) -> Tree:
+        """The buffers that no Tree contains: see `Slots`."""
+        return self._slots.constants
+
+    @property
+    def unsent(self) -> Tree:
+        """The frozen parameters and the constant buffers, which every device must make for itself."""
+        return {**self.frozen, **self.constants}
+
     def held(self) -> list[Tensor]:
         """Return all parameters and buffers that the modules themselves hold, including the frozen parameters."""
         return self._slots.held()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import Tree
+from polyfed.model.layers import BatchNorm
 
 _Holder = dict[str, Any]  # a module's own dictionary of parameters or buffers
 _Place = tuple[_Holder, str]
@@ -28,6 +29,13 @@ Naming = Callable[[str], str]
 def as_it_is(path: str) -> str:
     """Return the path unchanged. A model with one module for each block names its tensors in this way."""
     return path
+
+
+IN_PLACE = (
+    "Change a floating-point buffer that register_buffer(...) saves with the module, and change it in place, as in "
+    "self.ema.mul_(0.9).add_(0.1 * h)"
+)
+"""The cure for a module that keeps a state in another way."""
 
 
 class Slots:
@@ -58,6 +66,8 @@ class Slots:
         self._layers = {path: m for name, block in blocks.items() for path, m in block.named_modules(prefix=name)}
         self._places: dict[str, list[_Place]] = {}
         self._frozen: dict[str, _Place] = {}
+        self._moving: set[str] = set()
+        self._constants: dict[str, _Place] = {}
         self._names: dict[int, str] = {}
         self.parameters: set[str] = set()
         self.buffers: set[str] = set()
@@ -78,10 +88,16 @@ class Slots:
                 self._frozen[name] = place
         saved = module._buffers.keys() - module._non_persistent_buffers_set if module.training else ()
         for key, buffer in module._buffers.items():
-            if buffer is not None and key in saved and buffer.is_floating_point():
-                name = self._named(buffer, f"{path}.{key}")
+            if buffer is None:
+                continue
+            name = self._named(buffer, f"{path}.{key}")
+            if key in saved and buffer.is_floating_point():
                 self._places.setdefault(name, []).append((module._buffers, key))
                 self.buffers.add(name)
+                if not isinstance(module, BatchNorm):  # which changes its buffers in training mode only
+                    self._moving.add(name)
+            else:
+                self._constants[name] = (module._buffers, key)
 
     def _named(self, tensor: Tensor, name: str) -> str:
         """Return the name of a tensor. If two modules share the tensor, both use the name from the first module."""
@@ -124,6 +140,24 @@ class Slots:
         """Return the frozen parameters by name."""
         return {name: holder[key].detach() for name, (holder, key) in self._frozen.items()}
 
+    @property
+    def constants(self) -> Tree:
+        """Return the constant buffers by name."""
+        return {name: holder[key].detach() for name, (holder, key) in self._constants.items()}
+
+    def refuse_new(self, w: Mapping[str, Tensor]) -> None:
+        """Refuse a module whose `forward` has put another tensor in the place of a buffer of `w`.
+
+        Raises:
+            ModelError: a place holds another tensor than the one of `w`. The text names the buffer.
+        """
+        for name in self.buffers:
+            if name in w and any(holder[key] is not w[name] for holder, key in self._places[name]):
+                raise ModelError(
+                    f"{name}: forward() assigns a new tensor to this buffer, and polyfed would lose its value. "
+                    + IN_PLACE
+                )
+
     def held(self) -> list[Tensor]:
         """Return all parameters and buffers of the modules."""
         return [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
@@ -142,8 +176,18 @@ class Slots:
             self.device = device
 
     @contextmanager
-    def bound(self, w: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the `with` block, the modules run on the tensors of `w` instead of their own."""
+    def bound(self, w: Mapping[str, Tensor], *, evaluation: bool = False) -> Iterator[None]:
+        """Inside the `with` block, the modules run on the tensors of `w` instead of their own.
+
+        Args:
+            w: the Tree.
+            evaluation: whether `forward` works on copies of the buffers that it may change, so that `w` stays the same.
+
+        Raises:
+            ModelError: see `refuse_new`.
+        """
+        if evaluation and self._moving:
+            w = {**w, **{name: w[name].clone() for name in self._moving if name in w}}
         saved: list[tuple[_Holder, str, Tensor]] = []
         try:
             for name, value in w.items():
@@ -152,6 +196,7 @@ class Slots:
                     saved.append((holder, key, holder[key]))
                     holder[key] = value
             yield
+            self.refuse_new(w)
         finally:
             for holder, key, value in reversed(saved):
                 holder[key] = value

@@ -18,7 +18,8 @@ from polyfed.model.model import Model
 class PlainModule(nn.Module):
     """A trained model that takes samples and returns logits, like any module of PyTorch.
 
-    It computes the same as `predict`, always in evaluation mode. Its parameters are copies that require no gradient.
+    It computes the same as `predict`, always in evaluation mode. Its parameters are copies, which require no gradient
+    until you call `requires_grad_()`. Parameters and buffers have their names in the Tree, after `tensors.`.
 
     Args:
         model: the model. The module uses this model, so do not train the model at the same time.
@@ -31,9 +32,9 @@ class PlainModule(nn.Module):
         self, model: Model, w: Tree, reads: Sequence[str], scaling: Mapping[str, Scaling] | None = None
     ) -> None:
         super().__init__()
-        self.model, self.names, self.reads = model, list(w), tuple(reads)
-        for number, value in enumerate(w.values()):
-            self.register_buffer(f"w{number}", value.detach().clone())
+        self.model, self.reads = model, tuple(reads)
+        self.tensors = nn.Module()
+        self.paths = {name: self._register(name, value.detach().clone()) for name, value in w.items()}
         place = next(iter(w.values())).device
         self.scaled = {m: number for number, m in enumerate(self.reads) if m in (scaling or {})}
         for m, number in self.scaled.items():
@@ -42,14 +43,38 @@ class PlainModule(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Ignore `mode` and stay in evaluation mode, because the module cannot be trained."""
+        """Ignore `mode` and stay in evaluation mode: dropout would need a batch's key, which the module lacks."""
         return super().train(False)
+
+    def _register(self, name: str, value: Tensor) -> str:
+        """Register a parameter or a buffer, and return its path in this module."""
+        *parts, last = name.split(".")
+        holder, path = self.tensors, "tensors"
+        for part in parts:
+            taken = hasattr(holder, part) and part not in holder._modules
+            key = f"{part}_" if taken else part  # an nn.Module has attributes such as `type`
+            if key not in holder._modules:
+                holder.add_module(key, nn.Module())
+            holder, path = holder.get_submodule(key), f"{path}.{key}"
+        key = f"{last}_" if hasattr(holder, last) else last
+        if self.model.is_buffer(name):
+            holder.register_buffer(key, value)
+        else:
+            holder.register_parameter(key, nn.Parameter(value, requires_grad=False))
+        return f"{path}.{key}"
+
+    def _tensor(self, path: str) -> Tensor:
+        holder, _, key = path.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(holder), key)
+        return found
 
     def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...); all modalities of `reads` or some of them. They are not scaled yet.
+            x: modality -> samples (n, ...); all modalities of `reads` or some of them. They are not scaled yet. They
+                have any real type. A row whose entries are all NaN lacks the modality. If a row is partly NaN, its
+                logits are NaN; `predict` refuses such a row.
             present: modality -> bool (n,), for modalities that some rows lack.
 
         Raises:
@@ -63,13 +88,27 @@ class PlainModule(nn.Module):
             )
         first = next(iter(x.values()))
         rows = torch.arange(first.shape[0], device=first.device)
-        w = {name: self.get_buffer(f"w{number}") for number, name in enumerate(self.names)}
-        own = {m: x[m] for m in self.reads if m in x}
+        w = {name: self._tensor(path) for name, path in self.paths.items()}
+        own, there = {}, dict(present or {})
+        for m in self.reads:
+            if m in x:
+                own[m], there[m] = _present_rows(x[m], there.get(m))
         for m in own.keys() & self.scaled.keys():
             own[m] = Scaling(*(self.get_buffer(f"{part}{self.scaled[m]}") for part in Scaling._fields)).applied(own[m])
-        batch = Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=present or {})
-        with torch.no_grad():
-            return self.model.logits(w, batch)
+        return self.model.logits(w, Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=there))
+
+
+def _present_rows(value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return samples in float32, with zeros in rows of NaN, and which rows have the modality, bool (n,).
+
+    There are no branches on values, so that ONNX files and exported programs do the same.
+    """
+    there = torch.ones_like(value.reshape(value.shape[0], -1)[:, 0], dtype=torch.bool) if present is None else present
+    if value.is_floating_point():
+        missing = value.isnan().flatten(1).all(1) if value.dim() > 1 else value.isnan()
+        there = there & ~missing
+        value = torch.where(there.reshape(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
+    return value.to(torch.float32), there
 
 
 class _ByPosition(nn.Module):

@@ -17,30 +17,34 @@ module.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.checks import check_entries
 from polyfed.model.encoder_spec import Shape
 from polyfed.model.fusion import Features, Fusion, Parts, masked, mixes
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
-from polyfed.model.seeded_modules import draws_watched
+from polyfed.model.seeded_modules import made
 from polyfed.model.spec import ModelSpec
 from polyfed.model.trial_calls import check_trial_calls
-from polyfed.model.user_classes import called, described, found, refusal
-
-WHERE = "[model] module"
-
-_PATH = f"{SHARED}.module."
+from polyfed.model.user_classes import called, described, found
+from polyfed.model.whole_module_checks import (
+    WHERE,
+    check_blocks,
+    check_logits,
+    check_methods,
+    check_modalities,
+    name_of,
+)
 
 _FORM = "def __init__(self, shapes, num_outputs), with the keys of module_options as more arguments"
 
@@ -99,6 +103,8 @@ class WholeModel(Model):
         assert isinstance(self._fusion, WholeFusion)
         for name in self._slots.parameters:  # `forward` also uses parameters of a block that a client lacks
             self._slots.own(name).requires_grad_(False)
+        several = len(self.modalities) > 1  # otherwise every Tree has all blocks
+        self._initial = {n: self._slots.own(n).clone() for n in self._slots.names if several and block_of(n) != SHARED}
         self.has_embeddings, self.mixes = self._fusion.encodes, mixes(type(self._fusion.module))
         if self.has_embeddings:
             encode: Any = self._fusion.module.encode
@@ -114,7 +120,11 @@ class WholeModel(Model):
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients."""
+        """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients.
+
+        The module computes with its own values of the blocks that a Tree lacks. So that no client's values reach
+        another client, the own tensors of these blocks have their initial values whenever they are not lent.
+        """
         own = () if self._live is not None else self._slots.names
         lent = [self._slots.own(name) for name in own if name in w and not self.is_buffer(name)]
         for parameter in lent:
@@ -125,6 +135,21 @@ class WholeModel(Model):
         finally:
             for parameter in lent:
                 parameter.requires_grad_(False)
+            if changed := [name for name in own if name in w and name in self._initial]:
+                first = self._first_values(changed)
+                torch._foreach_copy_([self._slots.own(name) for name in first], list(first.values()))
+
+    def _first_values(self, names: Iterable[str]) -> Tree:
+        """Return the initial values of these tensors, on the device of the module."""
+        for name in names:
+            self._initial[name] = self._initial[name].to(self._slots.device)
+        return {name: self._initial[name] for name in names}
+
+    def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
+        lent = self._live if self._live is not None and w is not self._live else {}
+        if hidden := [name for name in lent if name in self._initial and name not in w]:
+            w = {**w, **self._first_values(hidden)}
+        return super()._using(w, batch)
 
 
 def build_whole(
@@ -140,14 +165,14 @@ def build_whole(
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
     read = [name for name in inputs if only is None or name in only]
-    _check_modalities(spec, inputs)
+    check_modalities(spec, inputs)
     make = _maker(spec, {name: shapes[name] for name in read}, num_outputs, rows)
     blocks = {name: tuple(spec.blocks[name]) for name in read}
-    fusion = make()
-    _check_methods(fusion, described(spec.module))
-    _check_blocks(fusion.module, blocks)
-    model = WholeModel(make, rows, shapes, read, num_outputs, key, partial(_name, blocks))
-    _check_logits(model, described(spec.module))
+    fusion = made(make, key, SHARED)
+    check_methods(fusion.module, fusion.encodes, described(spec.module))
+    check_blocks(fusion.module, blocks)
+    model = WholeModel(make, rows, shapes, read, num_outputs, key, partial(name_of, blocks))
+    check_logits(model, described(spec.module))
     check_trial_calls(model, model.init(0), f"{WHERE} {described(spec.module)}", read, model.logits)
     return model
 
@@ -180,97 +205,3 @@ def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Row
         return fusion
 
     return make
-
-
-def _name(blocks: Mapping[str, Sequence[str]], path: str) -> str:
-    """Return a parameter's name in the Tree, given the parameter's path in the model."""
-    own = path.removeprefix(_PATH)
-    owner = next((m for m, prefixes in blocks.items() if any(_begins(own, prefix) for prefix in prefixes)), SHARED)
-    return f"{owner}.{own}"
-
-
-def _begins(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
-
-
-def _check_modalities(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
-    """Check that `[model.blocks]` has exactly the modalities of the data."""
-    cure = (
-        "[...] with the first parts of the names of the parameters that only this modality needs; [] if there are none."
-    )
-    check_entries("[model.blocks]", spec.blocks, inputs, lambda name: f". Write {name} = {cure}")
-
-
-def _check_methods(fusion: WholeFusion, what: str) -> None:
-    """Check the methods that polyfed calls on the module: each must take the arguments that polyfed gives it."""
-    methods = {"encode": ("modality", "x"), "fuse": ("z", "present")}
-    for name, arguments in (methods if fusion.encodes else {"forward": ("x", "present")}).items():
-        if why := refusal(getattr(fusion.module, name), arguments):
-            raise ModelError(
-                f"{WHERE} {what}: polyfed calls {name}({', '.join(arguments)}), and this method does not take these "
-                f"arguments ({why}). Write def {name}(self, {', '.join(arguments)}){_MEANING[name]}."
-            )
-
-
-_MEANING = {
-    "forward": ": x holds the samples (B, ...) of each modality, and present says which rows have it, bool (B,)",
-    "fuse": ": z holds the embeddings (B, E) of each modality, and present says which rows have it, bool (B,)",
-    "encode": ": x holds the samples (B, ...) of this modality",
-}
-"""The meaning of the arguments of each method of a module."""
-
-
-def _check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> None:
-    """Check that every prefix matches parameters, and that no parameter belongs to two modalities."""
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    for modality, prefixes in blocks.items():
-        for prefix in prefixes:
-            mine = [name for name in names if _begins(name, prefix)]
-            if not mine:
-                heads = dict.fromkeys(name.split(".")[0] for name in names)
-                raise ModelError(
-                    f"[model.blocks] {modality} = '{prefix}': no parameter's name begins with it; "
-                    f"{did_you_mean(prefix, heads)}."
-                )
-            for other, others in blocks.items():
-                if other != modality and any(_begins(mine[0], prefix) or _begins(prefix, mine[0]) for prefix in others):
-                    raise ModelError(
-                        f"[model.blocks]: {mine[0]} belongs to {modality} and to {other}. A parameter that several "
-                        f"modalities need belongs to '{SHARED}': name it under neither."
-                    )
-
-
-def _check_logits(model: WholeModel, what: str) -> None:
-    """Run the module on two rows of zeros, with all modalities and with each modality left out."""
-    w = model.init(0)
-    logits = _logits(model, w, model.modalities, what)
-    if tuple(logits.shape) != (2, model.num_classes):
-        raise ModelError(
-            f"{WHERE} {what} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number "
-            "for each class or target."
-        )
-    for modality in model.modalities if len(model.modalities) > 1 else ():
-        others = [m for m in model.modalities if m != modality]
-        before = _logits(model, w, others, what)
-        moved = {n: v + 1.0 if block_of(n) == modality else v for n, v in w.items()}
-        if not torch.equal(before, _logits(model, moved, others, what)):
-            raise ModelError(
-                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of its block. A "
-                f"client without {modality} does not have them. Multiply what they compute by present['{modality}']."
-            )
-
-
-def _logits(model: WholeModel, w: Tree, modalities: Sequence[str], what: str) -> Tensor:
-    batch = model.zero_batch(2, modalities)
-    try:
-        with torch.no_grad(), draws_watched():
-            logits = model.logits(w, batch)
-    except Exception as error:
-        shapes = {m: model.shapes[m] for m in model.modalities}
-        raise ModelError(
-            f"{WHERE} {what} fails on two rows of {', '.join(modalities)} with the shapes {shapes}: "
-            f"{type(error).__name__}: {error}."
-        ) from error
-    if not isinstance(logits, Tensor):
-        raise ModelError(f"{WHERE} {what} gives a {type(logits).__name__}; it must give the logits, a tensor (B, C).")
-    return logits

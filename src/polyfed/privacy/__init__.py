@@ -4,6 +4,7 @@
 - `announcement`: everything that the replies of a client can hold. `polyfed check` and the gate use the same list.
 - `gate`: all replies leave through the gate. It refuses data that the policy forbids, and data that is not announced.
 - `limits`: the minimum rows and steps, and the maximum rounds and requests, of a device ([limits] of a device).
+- `limit_guard`: the checks of these limits during local training.
 - `requirements`: the protection that a device demands ([require] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.
 - `differential`: the options of differential privacy ([privacy] of a recipe).

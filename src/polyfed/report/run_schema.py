@@ -129,6 +129,7 @@ class RunFacts(TypedDict, total=False):
     data: DataFacts
     task: TaskFacts
     frozen: FrozenFacts
+    constants: FrozenFacts
     num_clients: Count
     clients: list[ClientFacts]
     blocks: dict[str, Count]

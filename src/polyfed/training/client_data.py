@@ -44,7 +44,8 @@ of 0-dim tensors by name."""
 
 Direction = Callable[[Any, Tree, Any, Tree], tuple[Tree, Tree]]
 """`direction(grads, params, aux, carry)` returns (grads, carry): the gradient for the optimiser, and the state for the
-next step. Use it for gradient modulation, control variates and running sums. With `split=True`, `grads` is a dict with
+next step. Use it for gradient modulation, control variates and running sums. The state may hold tensors of `params`:
+polyfed keeps their values from before the optimiser step. With `split=True`, `grads` is a dict with
 one Tree for each term of the loss, but the returned gradient is still a single Tree."""
 
 Step = Callable[[Any, Batch], Any]

@@ -33,7 +33,7 @@ from polyfed.training.client_data import (
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.step_counts import steps_trained, usable_rows
-from polyfed.training.tensor_memory import snapshot
+from polyfed.training.tensor_memory import apart_from, snapshot
 
 
 @dataclass
@@ -114,6 +114,7 @@ class SingleClientData(ClientData):
                 with torch.no_grad():
                     if direction is not None:
                         grads, kept = direction(grads, w, aux, kept)
+                        kept = apart_from(kept, w.values())  # later steps change the tensors of `w` in place
                     elif job.split:
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)

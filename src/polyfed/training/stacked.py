@@ -39,7 +39,7 @@ from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
 from polyfed.training.step_source import Source, Unreadable
-from polyfed.training.tensor_memory import snapshot
+from polyfed.training.tensor_memory import apart_from, snapshot
 
 Kind = tuple[bool, bool]
 """The two facts on which Python branches in a step: whether no row is padding, and whether every client trains."""
@@ -289,6 +289,7 @@ def _step_of(
             value = torch.stack(list(value.values())).sum()
         if direction is not None:
             grads, kept = direction(grads, w, aux, kept)
+            kept = apart_from(kept, w.values())  # the optimiser changes the tensors of `w` in place
         elif job.split:
             grads = summed(grads)
         train.step(w, grads, moments, lr, number)

@@ -22,7 +22,7 @@ class Rows:
     """The rows of a stack of clients.
 
     Attributes:
-        index: positions of the clients' rows in the table, int64 (K, N), padded with 0.
+        index: positions of the clients' rows in the table, int64 (K, N), padded as in `Shards.padded`.
         counts: number of rows of each client.
     """
 

@@ -8,10 +8,29 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from polyfed.training.plain_tensors import below
+
 
 def snapshot(nest: Any) -> Any:
     """Return a nested structure with copies of its tensors. The copies share no memory, even if the tensors do."""
     return pytree.tree_map_only(Tensor, Tensor.clone, nest)
+
+
+def apart_from(nest: Any, others: Iterable[Tensor]) -> Any:
+    """Return a nested structure with detached tensors that share no memory with `others`.
+
+    Tensors that share no memory with `others` stay the same objects. The function also works inside `vmap`.
+    """
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(nest)):
+        return nest
+    taken = {memory_of(tensor) for tensor in below([*others])[0]}
+
+    def apart(tensor: Tensor) -> Tensor:
+        shared = memory_of(below([tensor])[0][0]) in taken
+        found = tensor.detach() if tensor.requires_grad else tensor
+        return found.clone() if shared else found
+
+    return pytree.tree_map_only(Tensor, apart, nest)
 
 
 def copies_of(tensors: Iterable[Any]) -> list[Any]:

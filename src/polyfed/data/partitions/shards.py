@@ -79,12 +79,17 @@ class Shards:
         return self.rows[start:end]
 
     def padded(self, clients: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-        """Rows of several clients, int64 (len(clients), n) padded with 0, and the number of rows of each client."""
+        """Rows of several clients, int64 (len(clients), n), and the number of rows of each client.
+
+        The first row of a client is its padding, so that a model computes no values from the rows of other clients.
+        The padding of a client without rows is 0.
+        """
         picked, offsets = np.array(clients, np.int64), self.offsets.numpy()
         first, sizes = offsets[picked], offsets[picked + 1] - offsets[picked]
         place = np.arange(max(sizes, default=0))
         inside = place < sizes[:, None]
         index = np.zeros(inside.shape, np.int64)
+        index[sizes > 0] = self.rows.numpy()[first[sizes > 0]][:, None]
         index[inside] = self.rows.numpy()[(first[:, None] + place)[inside]]
         return torch.from_numpy(index), tuple(sizes.tolist())
 
