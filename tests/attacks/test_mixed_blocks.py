@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.smuggling import ENGINES, up
-from attacks.test_shared_block import exposed
+from attacks.test_shared_block import exposed, heard
 from own_models import Product, Whole
 from polyfed.cli import main
 from polyfed.core.errors import EgressError
@@ -22,7 +22,6 @@ from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.fusion import Concat
 from polyfed.objective import Retrieval
 from polyfed.privacy.policy import Policy
-from world import through
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*measures nothing")
 
@@ -50,20 +49,7 @@ def stolen(parts: Assembly) -> tuple[int, set[str]]:
     """
     for name in ("b.fusion.weight", "b.fusion.bias"):
         parts.initial[name] = torch.zeros_like(parts.initial[name])
-    seen: dict[int, Tree] = {}
-    answer = parts.engine.answer
-
-    def listening(*args: Any) -> Any:
-        got = answer(*args)
-        for part in got.parts:
-            for place, client in enumerate(part.clients):
-                if client >= 0 and hasattr(part.message, "params"):
-                    seen[client] = {name: stack[place] for name, stack in part.message.params.items()}
-        return got
-
-    parts.engine.answer = listening  # type: ignore[method-assign]
-    through(parts, 1)
-    found = 0
+    seen, found = heard(parts), 0
     for client, after in seen.items():
         own = parts.engine.columns.modalities["a"].values[parts.population.train[client]]
         gradient = -after["b.fusion.bias"].double() / 0.5

@@ -59,8 +59,8 @@ def exposed(name: str, egress: Any, engine: str = "sequential", **changes: Any) 
     return replace(base, **changes)
 
 
-def recovered(parts: Assembly) -> int:
-    """How many of the clients' rows a server reads off what the first step did to the head's weights."""
+def heard(parts: Assembly) -> dict[int, Tree]:
+    """Run one round. Return the parameters that the server received from each client."""
     seen: dict[int, Tree] = {}
     answer = parts.engine.answer
 
@@ -74,8 +74,13 @@ def recovered(parts: Assembly) -> int:
 
     parts.engine.answer = listening  # type: ignore[method-assign]
     through(parts, 1)
+    return seen
+
+
+def recovered(parts: Assembly) -> int:
+    """How many of the clients' rows a server reads off what the first step did to the head's weights."""
     found = 0
-    for client, after in seen.items():
+    for client, after in heard(parts).items():
         moved = {name: after[name] - parts.initial[name] for name in after}
         (weight,) = (change for change in moved.values() if change.dim() == 2)
         (bias,) = (change for change in moved.values() if change.dim() == 1)

@@ -232,7 +232,7 @@ def test_shards_give_back_what_they_were_made_of():
     with pytest.raises(IndexError):
         shards[3]
     index, counts = shards.padded([2, 0, 1])
-    assert (index.tolist(), counts) == ([[7, 0], [4, 2], [0, 0]], (1, 2, 0))
+    assert (index.tolist(), counts) == ([[7, 7], [4, 2], [0, 0]], (1, 2, 0))
     assert shards.padded([1])[0].shape == (1, 0)
 
 

@@ -193,6 +193,7 @@ def test_splits_that_are_files_or_arrays_are_refused_with_the_cure(data: Any, wo
         polyfed.make_recipe(data, labels="emotion")
 
 
+@pytest.mark.filterwarnings("ignore:data. modality 'features' has the columns")
 @pytest.mark.parametrize("data", [DATA, FRAME], ids=["arrays", "data frame"])
 @pytest.mark.parametrize("clients", [3, np.int64(3), {"num": 3}, {"ids": WHO, "missing": {"text": 0.3}}])
 def test_beside_a_recipe_clients_is_only_the_natural_client_of_each_row(data: Any, clients: Any) -> None:

@@ -23,7 +23,7 @@ from polyfed.experiment.check_tables import check_tables
 from polyfed.experiment.recipe import CheckpointSpec, EngineSpec, Recipe
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.training.optimisers import Train
-from polyfed.training.step_program import Program
+from stacks import steps_of_programs
 from world import FROZEN, WHOLE, FrozenBackbone, algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
@@ -120,14 +120,7 @@ def test_attention_that_stays_in_evaluation_runs_stacked_as_alone() -> None:
 
 
 def test_replayed_steps_are_the_plain_ones_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    original = Program.__call__
-
-    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any, **options: Any) -> Any:
-        taken.append(len(steps))
-        return original(self, state, columns, steps, outside, **options)
-
-    monkeypatch.setattr(Program, "__call__", spied)
+    taken = steps_of_programs(monkeypatch)
     made = recipe(algorithm("fedavg", train=Train(lr=0.1, batch_size=16, epochs=5)), "vectorised", FROZEN)
     parts, state, _ = played(made)
     assert sum(taken) > 10

@@ -15,7 +15,7 @@ from polyfed.core.tree import Tree
 from polyfed.model import ModelSpec, build_model
 from polyfed.training import step_replay
 from polyfed.training.optimisers import Train
-from polyfed.training.step_program import Program
+from stacks import steps_of_programs
 from world import furthest
 
 ENCODERS = {"a": {"kind": "test_second_pass:Drop"}}
@@ -40,14 +40,7 @@ class RDrop(Averaging):
 
 
 def test_a_second_pass_has_other_masks_that_agree_between_engines_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    original = Program.__call__
-
-    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any, **options: Any) -> Any:
-        taken.append(len(steps))
-        return original(self, state, columns, steps, outside, **options)
-
-    monkeypatch.setattr(Program, "__call__", spied)
+    taken = steps_of_programs(monkeypatch)
     monkeypatch.setattr(step_replay, "_known", OrderedDict())
     monkeypatch.setattr(step_replay, "FEW", 2)
     RDrop.apart.clear()

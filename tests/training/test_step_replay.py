@@ -27,9 +27,8 @@ from polyfed.training import StackedClientData, TrainingResult
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_memory import calls
-from polyfed.training.step_program import Program
 from polyfed.training.step_trace import Ref, Tracer
-from stacks import stack_of
+from stacks import stack_of, steps_of_programs
 from world import AWKWARD, PLAIN, furthest, played
 
 NEVER = ("centralized", "split-learning", "splitfed")
@@ -49,14 +48,7 @@ def short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No program is known at first; the list fills with how many steps each call of a program took."""
-    taken: list[int] = []
-    original = Program.__call__
-
-    def spied(self: Program, state: Any, columns: Any, steps: range, outside: Any, **options: Any) -> Any:
-        taken.append(len(steps))
-        return original(self, state, columns, steps, outside, **options)
-
-    monkeypatch.setattr(Program, "__call__", spied)
+    taken = steps_of_programs(monkeypatch)
     monkeypatch.setattr(replay, "_known", OrderedDict())
     return taken
 

@@ -31,7 +31,7 @@ def algorithms(
 
     if recipe:
         lines = init.lines_for(name)
-        answer({"recipe": lines}, lines, as_json=as_json)
+        answer({"recipe": lines}, *lines.split("\n"), as_json=as_json)
         return
     if name is None:
         answer(catalogue.algorithm_list(), catalogue_pages.algorithm_list(), as_json=as_json)

@@ -45,7 +45,7 @@ def completion(
     name = shell.value if shell is not None else detected()
     if show_script:
         script = get_completion_script(prog_name=COMMAND, complete_var=COMPLETE_VARIABLE, shell=name)
-        answer({"shell": name, "script": script}, script, as_json=as_json)
+        answer({"shell": name, "script": script}, *script.split("\n"), as_json=as_json)
         return
     _, path = install(name, COMMAND, COMPLETE_VARIABLE)
     answer(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from polyfed.core.log_lines import escaped
+from polyfed.core.log_lines import escaped, escaped_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,7 +33,7 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
         shown: whether standard error already shows the text.
     """
     if not shown:
-        typer.echo("polyfed: " + "\n".join(map(escaped, text.split("\n"))), err=True)
+        typer.echo(f"polyfed: {escaped_lines(text)}", err=True)
     if as_json:
         typer.echo(json.dumps({"error": {"kind": kind, "exit_code": code, "message": text}}, indent=1))
 

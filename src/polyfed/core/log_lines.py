@@ -82,6 +82,11 @@ def logger_of(role: str, stream: str) -> logging.Logger:
     return logger
 
 
+def escaped_lines(text: str) -> str:
+    """Return a text of several lines, whose other unprintable characters become escapes; see `escaped`."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
 def escaped(text: str) -> str:
     r"""Return a text as one line. Characters that are not printable become escapes, so they cannot forge a log line.
 
