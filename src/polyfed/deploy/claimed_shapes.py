@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polyfed.core.errors import BadReply, ModelError
+from polyfed.core.operations import SeesOperations
 from polyfed.experiment.check import MEGABYTE
 from polyfed.experiment.recipe import Recipe
 from polyfed.model.user_classes import fusion_class
@@ -26,7 +26,7 @@ MAX_OPERATIONS = 100_000
 for each step of a sequence."""
 
 
-class _Bounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Bounded(SeesOperations):
     """Stops a computation with `BadReply` if it takes too many operations or makes a tensor that is too large."""
 
     def __init__(self, limit: int) -> None:
