@@ -64,26 +64,25 @@ def end_idle_threads() -> None:
 
 @contextmanager
 def threads_worth(num_bytes: int) -> Iterator[None]:
-    """Limit the OpenMP threads of the operations in this block: one thread, and one more for each `THREAD_BYTES`.
+    """Limit the threads of the operations in this block: one thread, and one more for each `THREAD_BYTES`.
 
-    The limit applies only to the Python thread that runs the block, and it never raises the number of threads. It does
-    not apply to the operations that PyTorch leaves to MKL, such as large matrix products. If the OpenMP library lacks
-    the function `omp_set_num_threads`, there is no limit.
+    The limit applies only to the Python thread that runs the block, and it never raises the number of threads. It also
+    applies to the matrix products that PyTorch leaves to MKL. If the number of threads cannot be set for one Python
+    thread alone (`using_threads`), there is no limit.
 
     Args:
         num_bytes: size of the tensors that the operations read.
     """
-    limit = _function("omp_set_num_threads")
     before = torch.get_num_threads()
     allowed = 1 + num_bytes // THREAD_BYTES
-    if limit is None or allowed >= before:
+    if allowed >= before or _setters() == (torch.set_num_threads,):
         yield
         return
-    limit(allowed)
+    _set_threads(allowed)
     try:
         yield
     finally:
-        limit(before)
+        _set_threads(before)
 
 
 def _set_threads(num: int) -> None:
