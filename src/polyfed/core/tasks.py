@@ -76,6 +76,14 @@ def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
+def task_of(algorithm: Any, name: str) -> Callable[..., Any]:
+    """Return one task by its name in `tasks_of`. The name must come from this program, not from another machine."""
+    owner, _, method = name.rpartition(".")
+    found: Callable[..., Any] = getattr(getattr(algorithm, owner) if owner else algorithm, method)
+    assert is_task(found)
+    return found
+
+
 def is_task(method: Any) -> bool:
     """Whether a method is marked with `@task`."""
     return hasattr(method, "__polyfed_task__")

@@ -16,7 +16,7 @@ import torch
 from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
-from polyfed.core.tasks import tasks_of
+from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
 from polyfed.engines.shared_memory import Arena, Place, copied
 from polyfed.federation.clock import Clock
@@ -178,7 +178,7 @@ def _done(
     engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, events: list[tuple[str, dict[str, Any]]]
 ) -> Done:
     """Run a job on the engine's device, and write the results into the worker's memory."""
-    request = Request(tasks_of(engine.algorithm)[job.task], job.task, **job.facts)
+    request = Request(task_of(engine.algorithm, job.task), job.task, **job.facts)
     source = broadcast if job.shared else down
     messages = {client: msg for k, e in job.sent for msg in [message_of(request.got, e, source)] for client in k}
     clients = [client for unit in job.units for client in unit]
