@@ -29,7 +29,7 @@ from polyfed.model import ModelSpec
 from polyfed.objective import Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import earlier_steps
 
 
 @message
@@ -112,7 +112,7 @@ class Centralized(Algorithm):
         """Train on the pooled rows for the epochs of one round."""
         earlier = None
         if state.num_steps:
-            earlier = KeptTraining({}, state.optimiser, torch.tensor(state.num_steps)).earlier()
+            earlier = earlier_steps(state.optimiser, state.num_steps)
         data = fed.server_data(state.samples, state.labels, present=state.present)
         fit = data.minimise(fed.context.loss, state.params, train=self.train, after=earlier)
         steps = int(fit.num_steps)

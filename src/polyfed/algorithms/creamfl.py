@@ -38,7 +38,7 @@ from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import earlier_steps
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
@@ -260,7 +260,7 @@ class CreamFL(Algorithm):
 
         after = None
         if state.steps:
-            after = KeptTraining({}, state.optimiser, torch.tensor(state.steps)).earlier()
+            after = earlier_steps(state.optimiser, state.steps)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         fit = fed.server_data(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
         return state.with_(params=fit.params, optimiser=fit.moments, steps=int(fit.num_steps))

@@ -36,7 +36,7 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import earlier_steps
 from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Moments
 
@@ -205,7 +205,7 @@ class FedGKT(Algorithm):
         data = fed.server_data(x, y, present=present)
         after = None
         if state.steps:
-            after = KeptTraining({}, state.optimiser, torch.tensor(state.steps)).earlier()
+            after = earlier_steps(state.optimiser, state.steps)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         fit = data.minimise(loss, state.params, train=train, model=model, after=after)
         logits = data.collect(lambda batch: {SHARED: model.logits(fit.params, batch)})[SHARED]

@@ -60,7 +60,7 @@ class KeptTraining:
 
     def earlier(self) -> TrainingResult:
         """Return this training run in the form that `ClientData.minimise(..., after=)` takes."""
-        return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
+        return earlier_steps(self.moments, self.steps)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
         """Return the state of this training run after `fit`. Parameters and moments that `fit` lacks do not change."""
@@ -78,3 +78,14 @@ class KeptTraining:
         including the earlier ones. This function divides the same sum by the number of added steps.
         """
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)
+
+
+def earlier_steps(moments: Moments, steps: Tensor | int) -> TrainingResult:
+    """Return the earlier steps of a training run in the form that `ClientData.minimise(..., after=)` takes.
+
+    Args:
+        moments: the optimiser's moments after these steps.
+        steps: the number of these steps, a Python number or a 0-dim int64 tensor.
+    """
+    taken = torch.as_tensor(steps)
+    return TrainingResult({}, torch.zeros((), device=taken.device), taken, moments=moments)

@@ -37,7 +37,7 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import SUPERVISED, Classification, Objective
 from polyfed.training import ClientData
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import KeptTraining, earlier_steps
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
@@ -212,7 +212,7 @@ class PartialFL(PartialOptions):
 
             leg, taken = None, after.tower_steps if self.keep_server_optimiser else 0
             if taken:
-                leg = KeptTraining({}, after.tower_moments, torch.tensor(taken)).earlier()
+                leg = earlier_steps(after.tower_moments, taken)
             fit = data.minimise(loss, after.tower, train=train, model=model, after=leg)
             steps = int(fit.num_steps)
             losses.append(float(fit.loss) * steps / max(steps - taken, 1))

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from polyfed.algorithms.split.local_state import (
     client_half,
-    earlier_steps,
     fresh_local,
     last_loss,
     local_after,
     padded,
+    steps_before,
 )
 from polyfed.algorithms.split.messages import CutGradients, Half, HeadGradient, HeadInput, Ready, Smashed, StepNumber
 from polyfed.core import keys
@@ -35,7 +35,7 @@ from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import steps_trained
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
 
 COMMON = -1
@@ -140,7 +140,7 @@ class Cut:
             direction=without_cut,
             carry={"cut": torch.zeros_like(joint)},
             only=("shared",),
-            after=earlier_steps(local, got.step),
+            after=steps_before(local, got.step),
             on=batch,
         )
         reply = HeadGradient(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64))
@@ -157,7 +157,7 @@ class Cut:
             products = [(z[m] * g).flatten(1).sum(1) for m, g in gradients.items()]
             return batch.sum(torch.stack(products).sum(0))
 
-        half, after = client_half(local), earlier_steps(local, got.step)
+        half, after = client_half(local), steps_before(local, got.step)
         names = [n for n in half if ".encoder." in n]
         fit = data.minimise(loss, half, train=self.train, only=names, after=after, on=batch)
         return Ready(data.num_rows), local_after(fit, local)
@@ -203,7 +203,7 @@ class Cut:
             return {n: g for n, g in grads.items() if n not in cuts}, {n: grads[n] for n in cuts}
 
         data = fed.server_data(sent.activations, number=k)
-        after = KeptTraining({}, half.moments, torch.tensor(half.steps)).earlier()
+        after = earlier_steps(half.moments, half.steps)
         fit = data.minimise(loss, half.params | cuts, train=self.train, direction=without_cut, after=after, on=batch)
         params = {n: v for n, v in fit.params.items() if n not in cuts}
         return ServerHalf(params, fit.moments, half.steps + 1), fit

@@ -7,7 +7,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, nested, under
 from polyfed.model import Model
 from polyfed.training import TrainingResult
-from polyfed.training.kept_training import KeptTraining
+from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
 
 WEIGHT, MOMENT = "weight", "moment"
@@ -25,13 +25,13 @@ def client_half(local: Tree) -> Tree:
     return under(WEIGHT, local)
 
 
-def earlier_steps(local: Tree, step: Tensor) -> TrainingResult:
-    """Return the result of the client's earlier steps in the form that `ClientData.minimise(..., after=)` takes."""
+def steps_before(local: Tree, step: Tensor) -> TrainingResult:
+    """Return the client's steps before `step` in the form that `ClientData.minimise(..., after=)` takes."""
     moments: Moments = {}
     for name, value in under(MOMENT, local).items():
         kind, _, of = name.partition("/")
         moments.setdefault(kind, {})[of] = value
-    return KeptTraining({}, moments, step - 1).earlier()
+    return earlier_steps(moments, step - 1)
 
 
 def local_after(fit: TrainingResult, local: Tree) -> Tree:
@@ -49,7 +49,7 @@ def last_loss(fit: TrainingResult) -> Tensor:
     """Return the loss of the last step.
 
     In each task, the client trains one step with `ClientData.minimise`. The argument `after` is the result of
-    `earlier_steps`, so the step continues the earlier training. `fit` is the result of `minimise`. `fit.loss` is the
+    `steps_before`, so the step continues the earlier training. `fit` is the result of `minimise`. `fit.loss` is the
     mean loss over all steps, where the loss of every earlier step counts as 0. The sum over all steps is therefore the
     loss of the last step.
     """
