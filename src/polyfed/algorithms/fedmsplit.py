@@ -27,7 +27,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.request import Send, names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
+from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.training.optimisers import refuse_server
@@ -92,7 +92,7 @@ class FedMSplit(Averaging):
         memory = self.selector.learn(memory, state.params, replies, fed)
         trained = {client: reply.params for client, reply in replies.items()}
         models = state.models | self.mixed(trained, fed)
-        params = state.params | mean_model(models, fed)
+        params = state.params | mean_of(models, fed.clients.rows_of(models))
         return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
@@ -185,27 +185,10 @@ class FedMSplit(Averaging):
         return select(fed.context.initial, fed.clients[client].blocks)
 
 
-def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
-    """Return the mean of models, weighted by training rows. Each tensor is averaged over the clients that have it."""
-    total: Tree = {}
-    rows = fed.clients.rows_of(models)
-    for name in dict.fromkeys(name for tree in models.values() for name in tree):
-        holders = [client for client in sorted(models) if name in models[client]]
-        weights = [rows[client] for client in holders]
-        total[name] = _weighted([models[client][name] for client in holders], [w / sum(weights) for w in weights])
-    return total
-
-
 def _mix(own: Tree, shares: Tensor, others: list[Tree]) -> Tree:
     block = block_of(next(iter(own)))
     used = [(float(share), tree) for share, tree in zip(shares, others, strict=True) if float(share) > 0]
     assert all(any(block_of(name) == block for name in tree) for _, tree in used), (
         "a positive weight for a client that lacks the block"
     )
-    return {name: _weighted([tree[name] for _, tree in used], [share for share, _ in used]) for name in own}
-
-
-def _weighted(values: list[Tensor], shares: list[float]) -> Tensor:
-    if not values[0].is_floating_point():
-        return torch.stack(values).amax(0)
-    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(0)
+    return {name: weighted_sum([tree[name] for _, tree in used], [share for share, _ in used]) for name in own}

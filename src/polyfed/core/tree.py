@@ -7,7 +7,7 @@ new trees and do not change their arguments.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +93,34 @@ def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor 
 def scaled(tree: Mapping[str, Tensor], by: float | Tensor) -> Tree:
     """Return the tree with every tensor multiplied by `by`."""
     return {name: value * by for name, value in tree.items()}
+
+
+def weighted_sum(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return the sum of tensors of one shape, each times its share. For integers, such as counters, the maximum."""
+    if not values[0].is_floating_point():
+        return torch.stack([*values]).amax(0)
+    total: Tensor = values[0] * shares[0]
+    for value, share in zip(values[1:], shares[1:], strict=True):
+        total.add_(value, alpha=share)
+    return total
+
+
+def mean_of(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
+    """Return the weighted mean of trees. Each tensor is averaged over the clients that have it.
+
+    For integers, the result is the maximum, as in `weighted_sum`.
+
+    Args:
+        trees: client -> its tree.
+        weights: client -> its positive weight.
+    """
+    found: Tree = {}
+    for name in dict.fromkeys(name for tree in trees.values() for name in tree):
+        holders = [client for client in sorted(trees) if name in trees[client]]
+        total = sum(weights[client] for client in holders)
+        shares = [weights[client] / total for client in holders]
+        found[name] = weighted_sum([trees[client][name] for client in holders], shares)
+    return found
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -9,14 +9,14 @@ server's optimiser keeps its state over rounds.
 The messages are the same as in split learning. Page: docs/algorithms/splitfed.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
@@ -78,28 +78,12 @@ class SplitFed(Algorithm):
         done, loss = self.cut.exchange(fed, order, state.params, halves)
         fed.require_quorum(done, "cut")
         weights = fed.clients.rows_of(done) if self.aggregation == "weighted" else dict.fromkeys(done, 1.0)
-        upper = mean({k: halves[k].params for k in done}, weights) if self.version == 1 else halves[COMMON].params
+        upper = mean_of({k: halves[k].params for k in done}, weights) if self.version == 1 else halves[COMMON].params
         params = state.params | done.mean("params", weights) | upper
         after = state.with_(params=params, memory=memory, train_loss=loss)
         if self.version == 2:
             after = after.with_(optimiser=halves[COMMON].moments, steps=halves[COMMON].steps)
         return after
-
-
-def mean(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
-    """Return the weighted mean of trees. Each tensor is averaged over its owners, in ascending order of clients.
-
-    Args:
-        trees: client -> its tree.
-        weights: client -> its weight.
-    """
-    found: Tree = {}
-    for name in dict.fromkeys(n for tree in trees.values() for n in tree):
-        owners = [k for k in sorted(trees) if name in trees[k]]
-        total = sum(weights[k] for k in owners)
-        first, *rest = ((weights[k] / total) * trees[k][name] for k in owners)
-        found[name] = sum(rest, start=first)
-    return found
 
 
 def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
