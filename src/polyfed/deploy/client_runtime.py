@@ -50,6 +50,7 @@ class ClientRuntime:
         audit: the device's audit log, or None in a simulation.
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
         conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
+        rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
     """
 
     engine: Sequential
@@ -60,6 +61,7 @@ class ClientRuntime:
     audit: AuditLog | None = None
     release: Release | None = None
     conditions: str = ""
+    rounds: int | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -224,6 +226,22 @@ class ClientRuntime:
                 "between kinds of machines: save it to a file)"
             )
 
+    def _check_rounds(self, round: int, rounds: int) -> None:
+        """Refuse a request of a round that the recipe does not have.
+
+        Learning rates and the strengths of pulls follow schedules over the rounds of the recipe. Beyond them, a rate
+        could have any size and sign, so that the checks of the recipe's options (`limit_checks`) would mean nothing.
+
+        Raises:
+            BadReply: the round is after the last one, or the run has more rounds than the recipe.
+        """
+        most = rounds if self.rounds is None else self.rounds
+        if not round <= rounds <= most:
+            raise BadReply(
+                f"is for round {round} of {rounds}, and its recipe has {most} rounds. Send the recipe with which the "
+                "run was started, or start the run again with a larger number of rounds"
+            )
+
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
         """Read the request from a packet's header.
 
@@ -238,6 +256,7 @@ class ClientRuntime:
                 raise BadReply("is not a request that can be read")
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
+        self._check_rounds(request_id.round, rounds)
         request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
         if request.scope == "silo" and not self.relay:
             raise EgressError(
