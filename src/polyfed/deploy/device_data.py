@@ -31,6 +31,8 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         base = replace(base, ids=Npz.ids)
     # a device belongs to one client and has only one test set, so it needs neither of these arrays
     base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
+    if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
+        base = replace(base, split=Npz.split)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
