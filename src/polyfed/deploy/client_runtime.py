@@ -275,10 +275,10 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
     """
-    if why := enrolment_refusal(population, policy, client, limits):
-        return reason(REFUSED, None, why)
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
+    if why := enrolment_refusal(known.num_rows, policy, client, limits):
+        return reason(REFUSED, None, why)
     told = Enrolment(
         client=client,
         rows=known.num_rows,
@@ -291,8 +291,8 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
     return Packet(told.header())
 
 
-def enrolment_refusal(population: Population, policy: Policy, client: int, limits: Limits) -> str:
-    """Return why a client refuses to take part in a run, or "" if it takes part. The arguments are `enrolment`'s.
+def enrolment_refusal(rows: int, policy: Policy, client: int, limits: Limits) -> str:
+    """Return why a client with this number of training rows refuses to take part in a run, or "" if it takes part.
 
     A device asks this for every task too, because a server may send a task to a device that has never enrolled. The
     text holds no number of rows, because a client that takes no part tells none.
@@ -301,7 +301,7 @@ def enrolment_refusal(population: Population, policy: Policy, client: int, limit
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
         what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
         return f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
-    if registry_of(population)[client].num_rows < limits.min_rows:
+    if rows < limits.min_rows:
         whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
         line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
         return f"client {client} refused to enrol: it has fewer training rows than {line}"

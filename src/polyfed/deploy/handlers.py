@@ -149,16 +149,19 @@ class Deployed:
         if enrols:
             check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
+
+        def vet(rows: int) -> None:
+            if why := enrolment_refusal(rows, policy, node.client, limits):
+                raise EgressError(why)
+
         with blamed("its data cannot be used"):
             check_held(node, recipe)
-            population = population_on(node, recipe, facts)
+            population = population_on(node, recipe, facts, vet)
         if facts is None:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             return enrolment(population, policy, node.client, limits)
-        if why := enrolment_refusal(population, policy, node.client, limits):
-            raise EgressError(why)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
