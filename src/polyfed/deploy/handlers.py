@@ -238,6 +238,4 @@ def runtime_of(
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)
-    return ClientRuntime(
-        engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds
-    )
+    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds)
