@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
@@ -55,9 +56,9 @@ message_megabytes = 1
 """
 
 
-def said(folder: Path, shape: list[int], capsys: Any) -> str:
+def said(folder: Path, shape: list[int], capsys: Any, recipe: str = RECIPE) -> str:
     """The log of a server without rows of its own, where the loner claims this shape."""
-    devices, out = Devices(folder, RECIPE), folder / "out"
+    devices, out = Devices(folder, recipe), folder / "out"
     text = (devices.app / "recipe.toml").read_text()
     data = '[data]\nname = "npz"\npath = "/nowhere.npz"\nmodalities = ["a", "b"]\n[clients]\nnum = 4\n'
     text = text[: text.index("[data]")] + data + text[text.index("[model]") :]
@@ -103,6 +104,35 @@ def test_the_only_holder_of_a_modality_cannot_make_the_server_build_an_enormous_
     assert "no client that takes part has 'b', so the model has no encoder for it" in told
     assert "starting with 3 of 4 clients" in told
     assert largest[0] < 2**18
+
+
+class OfVectors(nn.Module):
+    """A user's encoder that reads vectors only, and cannot run on the device `meta`."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(shape[0], embedding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(self.layer.weight.sum())  # impossible on `meta`
+        assert x.dim() == 2, "vectors only"
+        return cast(Tensor, self.layer(x * scale))
+
+
+USERS = "attacks.test_claimed_shapes:OfVectors"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [("mlp", [], "it cannot read them: IndexError"), (USERS, [3, 3], "it cannot read them: AssertionError: vectors")],
+)
+def test_a_shape_that_the_encoder_cannot_read_costs_its_claimant_the_place_and_not_all_the_run(
+    kind: str, shape: list[int], words: str, tmp_path: Path, capsys: Any
+) -> None:
+    recipe = RECIPE.replace('b = { kind = "mlp", hidden = [8] }', f'b = {{ kind = "{kind}" }}')
+    told = said(tmp_path, shape, capsys, recipe)
+    assert words in told
+    assert "starting with 3 of 4 clients" in told
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from attacks.smuggling import ENGINES, up
 from attacks.test_shared_block import exposed, heard
 from own_models import Product, Whole
+from polyfed.algorithms.moon import Moon, contrast
 from polyfed.cli import main
 from polyfed.core.errors import EgressError
 from polyfed.core.tree import Tree, block_of
@@ -32,6 +33,10 @@ ONLY_B: dict[str, dict[str, list[str]]] = {
     "shared": {"server": ["statistic"]},
 }
 """Nothing of modality `a` may reach the server, and of the shared layers only numbers such as the loss."""
+
+
+A, B = (torch.linspace(-1, 1, 12).sin().reshape(3, 4), torch.linspace(0, 2, 8).cos().reshape(2, 4))
+"""Features of modalities a and b."""
 
 
 def gated(egress: Any, engine: str = "sequential", fusion: str = "gated", encoder: Any = IDENTITY) -> Recipe:
@@ -115,6 +120,28 @@ def test_a_loss_that_compares_modalities_mixes_them_whatever_the_fusion() -> Non
     made = replace(gated(ONLY_B, fusion="concat"), task=Retrieval(dimension=4))
     made = replace(made, algorithm=replace(made.algorithm, train=replace(made.algorithm.train, batch_size=2)))
     assert {row.block for row in check(made).refused} == {"b"}
+
+
+def test_a_method_that_compares_all_modalities_together_mixes_them_whatever_the_fusion() -> None:
+    """MOON's cosine of the concatenated features has a gradient for b that depends on the features of a."""
+    slopes = []
+    for of_a in (1.0, 3.0):
+        b = torch.ones(1, 4, requires_grad=True)
+        own, received, last = (torch.cat([of_a * a, z], 1) for a, z in ((A[:1], b), (A[1:2], B[:1]), (A[2:], B[1:])))
+        slopes.append(torch.autograd.grad(contrast(own, received, last, 0.5).sum(), b)[0])
+    assert not torch.allclose(*slopes, atol=1e-3)
+    made = gated(ONLY_B, fusion="concat", encoder={"kind": "mlp"})
+    told = made.algorithm
+    for per_modality in (False, True):
+        moon = Moon(
+            train=told.train,
+            selector=told.selector,  # type: ignore[attr-defined]
+            private=("a", "shared"),
+            projection=0,
+            per_modality=per_modality,
+        )
+        blocks = {row.block for row in check(replace(made, algorithm=moon)).refused}
+        assert blocks == (set() if per_modality else {"b"})
 
 
 def test_both_rows_are_named_if_both_are_missing_and_an_owner_of_one_modality_needs_only_one() -> None:

@@ -78,6 +78,19 @@ def test_a_device_reads_no_array_that_it_does_not_need(named: str, tmp_path: Pat
     assert enrols(Devices(tmp_path), named) == "enrolled"
 
 
+def test_a_recipe_cannot_take_the_split_of_the_owner_away(tmp_path: Path) -> None:
+    """Otherwise rows that the owner has left out, and the device's own test rows, would train."""
+    devices = Devices(tmp_path)
+    place = devices.places[1] / "data.npz"
+    with np.load(place) as kept:
+        arrays = dict(kept)
+    arrays["split"] = np.array([3] * 20 + [1] * 5 + [0] * (len(arrays["label"]) - 25))
+    np.savez(place, **arrays)
+    hostile(devices, 'split = ""')
+    told = devices.handler(hello(), devices.configs[1]).header
+    assert (told["rows"], told["tested"]) == (len(arrays["label"]) - 25, True)
+
+
 def test_check_tells_the_owner_beforehand_also_without_data(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     enrols(devices, 'label = "visits"')

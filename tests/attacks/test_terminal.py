@@ -1,9 +1,18 @@
 """Text from files of strangers neither controls the terminal nor forges a line of a finding."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from polyfed.cli import main
+from polyfed.cli.application import _as_one_line
 from polyfed.cli.comparison import sheet_table
 from polyfed.cli.output import print_error, show
+from polyfed.cli.preparation import PrepareProgress
+from polyfed.core.errors import PolyfedWarning
 from polyfed.report.comparison_tables import Sheet
 from polyfed.report.reconciliation import WHAT, _shown
 
@@ -13,11 +22,40 @@ HOSTILE = "\x1b]0;pwned\x07\x1b[2J\u202e\r\u2028\x9b"
 def test_errors_and_lines_show_control_characters_as_escapes_and_keep_the_line_breaks_of_errors(capsys: Any) -> None:
     print_error("RecipeError", f"one {HOSTILE}\n  two", 2, as_json=False)
     show(f"line {HOSTILE}\nforged")
+    print(_as_one_line(PolyfedWarning(HOSTILE), PolyfedWarning), end="")
     told = capsys.readouterr()
     assert told.err.startswith("polyfed: one \\x1b]0;pwned")
     assert told.err.split("\n")[1:] == ["  two", ""]
     assert all(c.isprintable() or c == "\n" for c in told.err + told.out)
-    assert len(told.out.splitlines()) == 1
+    assert len(told.out.splitlines()) == 2
+
+
+def test_words_of_a_data_file_control_no_terminal_in_check_and_run(tmp_path: Path, capsys: Any) -> None:
+    """Class names, the file's name and the modalities come from a file that somebody else has made."""
+    rng, words = np.random.default_rng(0), np.array([f"cat{HOSTILE}", "dog", "cow"])
+    features = {"a": rng.normal(size=(60, 5)), "b": rng.normal(size=(60, 4))}
+    np.savez(tmp_path / f"ta{HOSTILE}ble.npz", label=words[rng.integers(0, 3, 60)], **features)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'rounds = 1\n[data]\nname = "npz"\npath = {json.dumps(str(tmp_path / f"ta{HOSTILE}ble.npz"))}\n'
+        'modalities = ["a", "b"]\n[clients]\nnum = 3\n[model]\nembedding = 4\n[algorithm]\nname = "fedavg"\n'
+    )
+    for verb in (["check", str(recipe)], ["run", str(recipe), "--out", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit) as stop:
+            main(verb)
+        assert stop.value.code == 0
+        told = capsys.readouterr()
+        assert "cat\\x1b]0;pwned" in told.out + told.err
+        assert all(c.isprintable() or c == "\n" for c in told.out + told.err)
+
+
+def test_a_clip_of_a_data_set_controls_no_terminal(capsys: Any) -> None:
+    with PrepareProgress() as progress:
+        progress("clip-skipped", name=HOSTILE, reason=HOSTILE)
+        progress("prepare-unchanged", name=HOSTILE)
+    told = capsys.readouterr().err
+    assert "skipped \\x1b]0;pwned" in told
+    assert all(c.isprintable() or c == "\n" for c in told)
 
 
 def test_a_finding_is_one_line_whatever_a_device_wrote_into_its_log() -> None:

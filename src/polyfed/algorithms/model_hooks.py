@@ -7,10 +7,18 @@ from polyfed.model.whole_module import require_embeddings
 
 
 class ModelHooks:
-    """The hooks `check_model` and `private_names`."""
+    """The hooks `check_model`, `private_names` and `mixes_modalities`."""
 
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
+
+    @property
+    def mixes_modalities(self) -> bool:
+        """Whether a loss of the method compares representations of several modalities at once.
+
+        The gradient of one modality's block can then depend on the features of another modality, with every fusion.
+        """
+        return False
 
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""

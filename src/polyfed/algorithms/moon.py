@@ -77,6 +77,11 @@ class Moon(Averaging):
                 "Set projection = 0 or per_modality = true"
             )
 
+    @property
+    def mixes_modalities(self) -> bool:
+        """Whether the contrastive term reads several modalities at once; see `ModelHooks.mixes_modalities`."""
+        return not self.per_modality
+
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the first state as under FedAvg, with the parameters of the projection head added to the model."""
         return super().init(fed, params | self._head(fed.context, fed.seed))

@@ -18,6 +18,7 @@ from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
 from polyfed.experiment.parts import build
+from polyfed.report.text_layout import SafeConsole
 
 FEW = 10
 """The largest number of skipped samples in the summary. The manifest lists all of them."""
@@ -39,7 +40,7 @@ class PrepareProgress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True, highlight=False),
+            console=console or SafeConsole(stderr=True, highlight=False),
         )
         self.task = self.bar.add_task("", total=None, rate="")
 
@@ -52,7 +53,7 @@ class PrepareProgress:
             speed = self.bar.tasks[0].speed
             self.bar.update(self.task, completed=facts["done"], rate=f"{speed:.1f} clips/s" if speed else "")
         elif event == "prepare-unchanged":
-            self.bar.console.print(f"{facts['name']}: unchanged since it was prepared")
+            self.bar.console.print(f"{facts['name']}: unchanged since it was prepared", markup=False)
         elif event == "clip-skipped":
             self.bar.console.print(f"skipped {facts['name']}: {facts['reason']}", markup=False)
 

@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from polyfed.core.errors import BadReply, ModelError
 from polyfed.core.operations import SeesOperations
 from polyfed.experiment.check import MEGABYTE
 from polyfed.experiment.recipe import Recipe
+from polyfed.model.encoders import Custom
+from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.user_classes import fusion_class
 
 SHARE = 4
@@ -50,8 +53,8 @@ def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> d
 
     No tensor may be larger than `[engine] message_megabytes`. The parameters of all these encoders together may take a
     part of it, one in `SHARE`, because a message of some methods holds several copies of the parameters. An encoder
-    that does not run on the device `meta`, such as some encoders of the user, is not limited. A model that is one
-    module of the user is not limited either.
+    that does not run on the device `meta`, such as some encoders of the user, is not limited, but it must be able to
+    read such samples. A model that is one module of the user is neither limited nor tried.
 
     Args:
         recipe: the recipe.
@@ -77,15 +80,14 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
     Raises:
         BadReply: the encoder cannot read such samples, or is too large.
     """
-    encoder, sequence = recipe.model.encoders[name], fusion_class(recipe.model.fusion).sequential
-    megabytes = recipe.engine.message_megabytes
+    encoder, megabytes = recipe.model.encoders[name], recipe.engine.message_megabytes
     try:
-        with torch.device("meta"), torch.no_grad(), _Bounded(megabytes * MEGABYTE):
-            net = encoder.build(shape, recipe.model.embedding, sequence).eval()
-            net(torch.zeros(2, *shape))
+        with torch.device("meta"), _Bounded(megabytes * MEGABYTE):
+            net = _tried(recipe, name, shape)
     except (ModelError, BadReply) as error:
         raise BadReply(f"{str(error).rstrip('.')} ([engine] message_megabytes = {megabytes})") from None
-    except Exception:  # a module of the user, or of a library, may do what is impossible on `meta`
+    except Exception as error:
+        _refuse_unreadable(recipe, name, shape, None if isinstance(encoder, Custom | HuggingFace) else error)
         return 0
     size: int = sum(value.nbytes for value in net.state_dict().values())
     if size > room:
@@ -94,6 +96,38 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
             f"{room:,} bytes left for shapes that only clients claim"
         )
     return size
+
+
+def _tried(recipe: Recipe, name: str, shape: tuple[int, ...]) -> nn.Module:
+    """Build the encoder of a modality, and run it on two samples of zeros."""
+    sequence = fusion_class(recipe.model.fusion).sequential
+    with torch.no_grad():
+        net: nn.Module = recipe.model.encoders[name].build(shape, recipe.model.embedding, sequence).eval()
+        net(torch.zeros(2, *shape))
+    return net
+
+
+def _refuse_unreadable(recipe: Recipe, name: str, shape: tuple[int, ...], error: Exception | None) -> None:
+    """Refuse samples that an encoder cannot read. Otherwise the claim of one client would end the run.
+
+    Args:
+        recipe: the recipe.
+        name: the modality.
+        shape: the shape of a sample.
+        error: why the encoder does not run on the device `meta`. None if the encoder belongs to the user or to a
+            library. It may do what is impossible on `meta`, so the function tries it on the CPU.
+
+    Raises:
+        BadReply: the encoder cannot read such samples.
+    """
+    if error is None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _tried(recipe, name, shape)
+        except Exception as fault:
+            error = fault
+    if error is not None:
+        raise BadReply(f"it cannot read them: {type(error).__name__}: {str(error).rstrip('.')[:500]}")
 
 
 def without_absent(recipe: Recipe, present: Collection[str]) -> Recipe:

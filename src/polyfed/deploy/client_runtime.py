@@ -50,6 +50,7 @@ class ClientRuntime:
         audit: the device's audit log, or None in a simulation.
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
         conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
+        rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
     """
 
     engine: Sequential
@@ -60,6 +61,7 @@ class ClientRuntime:
     audit: AuditLog | None = None
     release: Release | None = None
     conditions: str = ""
+    rounds: int | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -224,6 +226,22 @@ class ClientRuntime:
                 "between kinds of machines: save it to a file)"
             )
 
+    def _check_rounds(self, round: int, rounds: int) -> None:
+        """Refuse a request of a round that the recipe does not have.
+
+        Learning rates and the strengths of pulls follow schedules over the rounds of the recipe. Beyond them, a rate
+        could have any size and sign, so that the checks of the recipe's options (`limit_checks`) would mean nothing.
+
+        Raises:
+            BadReply: the round is after the last one, or the run has more rounds than the recipe.
+        """
+        most = rounds if self.rounds is None else self.rounds
+        if not round <= rounds <= most:
+            raise BadReply(
+                f"is for round {round} of {rounds}, and its recipe has {most} rounds. Send the recipe with which the "
+                "run was started, or start the run again with a larger number of rounds"
+            )
+
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
         """Read the request from a packet's header.
 
@@ -238,6 +256,7 @@ class ClientRuntime:
                 raise BadReply("is not a request that can be read")
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
+        self._check_rounds(request_id.round, rounds)
         request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
         if request.scope == "silo" and not self.relay:
             raise EgressError(
@@ -256,10 +275,10 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
     """
-    if why := enrolment_refusal(population, policy, client, limits):
-        return reason(REFUSED, None, why)
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
+    if why := enrolment_refusal(known.num_rows, policy, client, limits):
+        return reason(REFUSED, None, why)
     told = Enrolment(
         client=client,
         rows=known.num_rows,
@@ -272,8 +291,8 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
     return Packet(told.header())
 
 
-def enrolment_refusal(population: Population, policy: Policy, client: int, limits: Limits) -> str:
-    """Return why a client refuses to take part in a run, or "" if it takes part. The arguments are `enrolment`'s.
+def enrolment_refusal(rows: int, policy: Policy, client: int, limits: Limits) -> str:
+    """Return why a client with this number of training rows refuses to take part in a run, or "" if it takes part.
 
     A device asks this for every task too, because a server may send a task to a device that has never enrolled. The
     text holds no number of rows, because a client that takes no part tells none.
@@ -282,7 +301,7 @@ def enrolment_refusal(population: Population, policy: Policy, client: int, limit
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
         what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
         return f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
-    if registry_of(population)[client].num_rows < limits.min_rows:
+    if rows < limits.min_rows:
         whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
         line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
         return f"client {client} refused to enrol: it has fewer training rows than {line}"

@@ -141,7 +141,7 @@ def _of_model(policy: Policy, recipe: Recipe) -> Policy:
     spec = recipe.model
     told = Policy.parse(recipe.egress, {**dict.fromkeys(spec.modalities), **recipe.egress})
     read = recipe.algorithm.model_spec(spec, spec.modalities, told)[1]
-    mixes = task_of(recipe).mixes_modalities(spec)
+    mixes = recipe.algorithm.mixes_modalities or task_of(recipe).mixes_modalities(spec)
     return policy.for_model(spec.modalities if read is None else read, mixes=mixes)
 
 

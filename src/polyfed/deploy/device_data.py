@@ -1,5 +1,6 @@
 """Reads the data of a device, and checks that it fits the federation."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,13 +16,17 @@ from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import task_of
 
 
-def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Population:
+def population_on(
+    node: NodeConfig, recipe: Recipe, facts: Facts | None, vet: Callable[[int], None] = lambda rows: None
+) -> Population:
     """Return a population in which only this client has rows.
 
     Args:
         node: the device's configuration.
         recipe: the recipe. If its data source is `npz`, the section [data] says which arrays hold labels and ids.
         facts: shapes and classes of the federation, or None if they are not known yet.
+        vet: called with the number of training rows before the data is compared with `facts`. A device that refuses to
+            take part raises the refusal here. Otherwise the server could try facts until the data fits them.
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
@@ -31,6 +36,8 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         base = replace(base, ids=Npz.ids)
     # a device belongs to one client and has only one test set, so it needs neither of these arrays
     base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
+    if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
+        base = replace(base, split=Npz.split)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
@@ -39,6 +46,7 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
             f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "
             f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
         )
+    vet(len(columns.rows(TRAIN)))
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
@@ -78,15 +86,16 @@ def refuse_own_numbers(columns: Columns, where: str) -> Columns:
 
 
 def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:
+    """Return the modalities of the device in the order of the federation; those that it lacks are last."""
     if facts is None:
         return node.held
-    strange = [name for name in node.held if name not in facts.shapes]
-    if strange:
-        raise DataError(f"{WHERE} modalities: the federation has no '{strange[0]}', only {list(facts.shapes)}")
-    return tuple(name for name in facts.shapes if name in node.held)
+    known = tuple(name for name in facts.shapes if name in node.held)
+    return (*known, *(name for name in node.held if name not in facts.shapes))
 
 
 def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bool) -> None:
+    if strange := [name for name in node.held if name not in facts.shapes]:
+        raise DataError(f"{WHERE} modalities: the federation has no '{strange[0]}', only {list(facts.shapes)}")
     for name, column in columns.modalities.items():
         if column.shape != facts.shapes[name]:
             raise DataError(

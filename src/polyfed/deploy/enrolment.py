@@ -240,7 +240,7 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
     names = sorted({name for told in known for name in told.modalities} | {*pinned})
     holding = {name: [told for told in known if name in told.shapes] for name in names}
     found = {name: majority(told.shapes[name] for told in holders) for name, holders in holding.items()}
-    claimed = [(name, shape) for name, shape in found.items() if own is None and name not in pinned and shape]
+    claimed = [(m, shape) for m, shape in found.items() if own is None and m not in pinned and shape is not None]
     flaws = flaws_of(recipe, sorted(claimed, key=lambda claim: -len(holding[claim[0]])))
     for name, holders in holding.items():
         if name in flaws:

@@ -149,16 +149,19 @@ class Deployed:
         if enrols:
             check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
+
+        def vet(rows: int) -> None:
+            if why := enrolment_refusal(rows, policy, node.client, limits):
+                raise EgressError(why)
+
         with blamed("its data cannot be used"):
             check_held(node, recipe)
-            population = population_on(node, recipe, facts)
+            population = population_on(node, recipe, facts, vet)
         if facts is None:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             return enrolment(population, policy, node.client, limits)
-        if why := enrolment_refusal(population, policy, node.client, limits):
-            raise EgressError(why)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
@@ -235,4 +238,4 @@ def runtime_of(
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)
-    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
+    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds)

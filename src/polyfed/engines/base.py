@@ -59,6 +59,10 @@ class Method(Asking, Protocol):
     def handles_missing_rows(self) -> bool:
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
 
+    @property
+    def mixes_modalities(self) -> bool:
+        """Whether a loss of the method compares representations of several modalities at once."""
+
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state. `key` seeds the random numbers."""
 
@@ -208,12 +212,16 @@ class Engine(ABC):
         announcement = self.announcement(context.modalities)
         return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether the model, the objective or the algorithm mixes modalities; see `Policy.for_model`."""
+        return self.algorithm.mixes_modalities or self.objective.mixes_modalities(self.model)
+
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
         """Return the announcement for clients with these modalities: everything that their replies can hold."""
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
-            read, mixes = self.model.modalities, self.objective.mixes_modalities(self.model)
-            policy = self.policy.for_client(modalities).for_model(read, mixes=mixes)
+            policy = self.policy.for_client(modalities).for_model(self.model.modalities, mixes=self.mixes)
             parts = policy, bool(self.registry.tested), PrivateNames.of(self.algorithm, self.model)
             demand = self.required, self.privacy
             self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)

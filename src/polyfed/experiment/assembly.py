@@ -164,7 +164,7 @@ def assemble(
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
-    mixed = policy.for_model(model.modalities, mixes=held.objective.mixes_modalities(model))
+    mixed = policy.for_model(model.modalities, mixes=held.mixes)
     return Assembly(recipe, population, model, mixed, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 

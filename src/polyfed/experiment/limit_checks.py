@@ -3,6 +3,7 @@
 A device with [limits] refuses such recipes. docs/egress.md lists the bounds.
 """
 
+import math
 from collections.abc import Iterator
 
 from polyfed.algorithms.base import Algorithm
@@ -52,7 +53,8 @@ def _weights(limits: Limits, recipe: Recipe) -> Iterator[str]:
 def _pull(method: Algorithm, rounds: int) -> tuple[str, float]:
     """Return the strength with which a method pulls parameters back to where they started, and its options."""
     if isinstance(method, FedAmp):
-        return "lam / alpha", method.lam / min(method.alpha_at(1), method.alpha_at(rounds))
+        alpha = min(method.alpha_at(1), method.alpha_at(rounds))
+        return "lam / alpha", method.lam / alpha if alpha else math.inf  # alpha may have decayed to zero
     if isinstance(method, FedMSplit):
         return "2 * lam", 2 * method.lam
     if isinstance(method, FedProx | Hfl | VerticalOptions | PartialOptions):

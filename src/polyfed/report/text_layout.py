@@ -1,13 +1,33 @@
 """The layout of text output: tables without lines, titles, blank lines."""
 
+from collections.abc import Iterator
 from io import StringIO
 
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from polyfed.core.log_lines import escaped_lines
+
 WIDE = 200
 """The width of text, in characters, that does not go to a terminal, such as that in a file or a pipe."""
+
+
+class SafeConsole(Console):
+    """A console that shows unprintable characters as escapes, whichever table or line they are in.
+
+    Names of files, classes and modalities come from data files and recipes of strangers. Without escapes, they could
+    control the terminal or forge a line.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render as `Console` does. Line breaks stay, and the codes for colours and cursor are not part of the text."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(escaped_lines(segment.text), segment.style)
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
@@ -40,5 +60,5 @@ def stacked(*parts: RenderableType) -> Group:
 def text_of(part: RenderableType) -> str:
     """A part as plain text of the width `WIDE`, without a line break at its end."""
     file = StringIO()
-    Console(file=file, highlight=False, width=WIDE, color_system=None).print(part)
+    SafeConsole(file=file, highlight=False, width=WIDE, color_system=None).print(part)
     return file.getvalue().removesuffix("\n")
