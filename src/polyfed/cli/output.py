@@ -40,11 +40,9 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
 
 def standard_output() -> "Console":
     """Return the console of standard output. If the output is not a terminal, tables may be `WIDE` characters wide."""
-    from rich.console import Console
+    from polyfed.report.text_layout import WIDE, SafeConsole
 
-    from polyfed.report.text_layout import WIDE
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    return SafeConsole(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def show(*parts: "RenderableType") -> None:

@@ -18,6 +18,7 @@ from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
 from polyfed.experiment.parts import build
+from polyfed.report.text_layout import SafeConsole
 
 FEW = 10
 """The largest number of skipped samples in the summary. The manifest lists all of them."""
@@ -39,7 +40,7 @@ class PrepareProgress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True, highlight=False),
+            console=console or SafeConsole(stderr=True, highlight=False),
         )
         self.task = self.bar.add_task("", total=None, rate="")
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.results import cell_text
 from polyfed.report.formatting import seconds_of
-from polyfed.report.text_layout import plain_table, titled
+from polyfed.report.text_layout import SafeConsole, plain_table, titled
 
 MOST_LINES = 24
 """The largest number of results in the live table, because a terminal cannot show more."""
@@ -32,7 +32,7 @@ class SweepProgress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or SafeConsole(stderr=True, highlight=False)
         self.clock = clock
         self.board: Board | None = None
         self.live: Live | None = None

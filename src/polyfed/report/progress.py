@@ -14,6 +14,7 @@ from rich.text import Text
 
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
 from polyfed.report.scores import Headline
+from polyfed.report.text_layout import SafeConsole
 
 MOST_LINES = 20
 """The approximate number of lines about the rounds if there is no terminal."""
@@ -65,7 +66,7 @@ class NotebookPanel:
         self.handle.update(self)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
-        console = Console(record=True, file=io.StringIO(), width=NOTEBOOK_WIDTH, force_jupyter=False)
+        console = SafeConsole(record=True, file=io.StringIO(), width=NOTEBOOK_WIDTH, force_jupyter=False)
         console.print(self.panel)
         page = '<pre style="line-height:normal">{code}</pre>'
         html = console.export_html(inline_styles=True, code_format=page, clear=False)
@@ -81,7 +82,7 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or SafeConsole(stderr=True, highlight=False)
         self.clock = clock
         self.live: Live | NotebookPanel | None = None
         self.headline = ""

@@ -1,13 +1,32 @@
 """The layout of text output: tables without lines, titles, blank lines."""
 
+from collections.abc import Iterable
 from io import StringIO
+from typing import Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from polyfed.core.log_lines import escaped_lines
+
 WIDE = 200
 """The width of text, in characters, that does not go to a terminal, such as that in a file or a pipe."""
+
+
+class SafeConsole(Console):
+    """A console that shows unprintable characters of any text, cell or title as escapes.
+
+    Names, paths and reasons often come from files or machines of strangers. Rich writes the character ESC of a text to
+    the terminal unchanged, and this character starts a command to the terminal.
+    """
+
+    def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
+        """Return the segments of text, with escapes. The console's own commands, such as colours, stay as they are."""
+        for segment in super().render(renderable, options):
+            safe = segment.text if segment.control else escaped_lines(segment.text)
+            yield segment if safe == segment.text else Segment(safe, segment.style)
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
@@ -40,5 +59,5 @@ def stacked(*parts: RenderableType) -> Group:
 def text_of(part: RenderableType) -> str:
     """A part as plain text of the width `WIDE`, without a line break at its end."""
     file = StringIO()
-    Console(file=file, highlight=False, width=WIDE, color_system=None).print(part)
+    SafeConsole(file=file, highlight=False, width=WIDE, color_system=None).print(part)
     return file.getvalue().removesuffix("\n")
