@@ -105,6 +105,15 @@ def test_the_only_holder_of_a_modality_cannot_make_the_server_build_an_enormous_
     assert largest[0] < 2**18
 
 
+def test_the_only_holder_of_a_modality_cannot_end_the_run_with_samples_without_axes(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """No file has such samples, and no encoder reads them, so the server could not build the model."""
+    told = said(tmp_path, [], capsys)
+    assert "enrolled with a number out of range" in told
+    assert "starting with 3 of 4 clients" in told
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "words"),
     [
