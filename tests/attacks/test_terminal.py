@@ -8,10 +8,12 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from polyfed.cli import app
+from polyfed.cli.application import _as_one_line
 from polyfed.cli.comparison import sheet_table
 from polyfed.cli.output import print_error, show
 from polyfed.cli.tables import result_table
-from polyfed.report.comparison_tables import Sheet
+from polyfed.core.errors import PolyfedWarning
+from polyfed.report.comparison_tables import Sheet, latex
 from polyfed.report.reconciliation import WHAT, _shown
 from polyfed.report.text_layout import SafeConsole
 
@@ -78,3 +80,12 @@ def test_colours_and_line_breaks_stay() -> None:
     file = StringIO()
     SafeConsole(file=file, force_terminal=True, color_system="standard").print(Text("one\ntwo", "red"))
     assert file.getvalue() == "\x1b[31mone\x1b[0m\n\x1b[31mtwo\x1b[0m\n"
+
+
+def test_a_note_of_a_strangers_run_adds_no_line_to_a_latex_file() -> None:
+    text = latex([], ["the run failed: one\n\\input{/etc/passwd}"])
+    assert all(line.startswith("%") for line in text.splitlines())
+
+
+def test_warnings_are_escaped() -> None:
+    assert _as_one_line(HOSTILE, PolyfedWarning).removesuffix("\n").isprintable()

@@ -16,6 +16,7 @@ import typer
 
 from polyfed.cli.output import print_error
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.log_lines import escaped_lines
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
@@ -111,5 +112,5 @@ def _end(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False)
 def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
     """Format a `PolyfedWarning` like an error of polyfed, and any other warning like Python does."""
     if issubclass(category, PolyfedWarning):
-        return f"polyfed: warning: {message}\n"
+        return f"polyfed: warning: {escaped_lines(str(message))}\n"
     return PYTHON_FORMAT(message, category, *where, **line)
