@@ -31,7 +31,7 @@ from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.request_limits import REQUESTS
 from polyfed.deploy.state_store import JOURNAL, Store
 from polyfed.engines.flower.codec import HEADER, packet_of
-from polyfed.engines.protocol import RequestId
+from polyfed.engines.protocol import Facts, RequestId
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
@@ -232,3 +232,9 @@ def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
     assert any(path.suffix == ".safetensors" for path in found)
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize("shapes", [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a": {"x": 1}}])
+def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: Any) -> None:
+    with pytest.raises(BadReply, match="carries no facts about the federation"):
+        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": ""}})

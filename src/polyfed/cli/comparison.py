@@ -9,6 +9,7 @@ import typer
 from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import print_json, show, standard_output
 from polyfed.core.errors import RecipeError
+from polyfed.core.log_lines import escaped, escaped_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -108,13 +109,13 @@ def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written:
         case Format.json:
             print_json(comparison_tables.content(comparison, proof))
         case Format.csv:
-            typer.echo(comparison_tables.csv(comparison, proof), nl=False)
+            typer.echo(escaped_lines(comparison_tables.csv(comparison, proof)), nl=False)
         case Format.markdown:
             sheets = comparison_tables.sheets_of(comparison, proof)
-            typer.echo(comparison_tables.markdown(sheets, comparison.not_compared), nl=False)
+            typer.echo(escaped_lines(comparison_tables.markdown(sheets, comparison.not_compared)), nl=False)
         case Format.latex:
             sheets = comparison_tables.sheets_of(comparison, proof)
-            typer.echo(comparison_tables.latex(sheets, comparison.not_compared), nl=False)
+            typer.echo(escaped_lines(comparison_tables.latex(sheets, comparison.not_compared)), nl=False)
         case Format.table:
             found = [comparison_tables.scenarios_sheet(comparison, proof), *comparison_tables.tests_of(proof)]
             show(
@@ -128,7 +129,6 @@ def sheet_table(sheet: "Sheet") -> "Group":
     """A table of text for the terminal, below its title. Names come from files of runs, so they are escaped."""
     from rich.text import Text
 
-    from polyfed.core.log_lines import escaped
     from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table(*map(escaped, sheet.headings))

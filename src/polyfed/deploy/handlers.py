@@ -133,12 +133,14 @@ class Deployed:
 
     def _work(self, packet: Packet, node: NodeConfig) -> Packet:
         """Answer a packet. The recipe came from the server, so only code that the device's owner allows may run."""
+        enrols = packet.header.get("want") == ENROL
+        with blamed("its files cannot be read"):  # first, so that a later change of a file shows
+            conditions = "" if enrols else conditions_of(self.recipe_path, node)
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
             policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
             required = requirements_on(node)
-        enrols = packet.header.get("want") == ENROL
         with blamed("its limits cannot be compared with the recipe"):
             _refuse_unmet(unfit_options(limits, recipe), node.client)
         with blamed("its requirements cannot be compared with the recipe"):
@@ -167,7 +169,7 @@ class Deployed:
             runtime = runtime_of(
                 recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
             )
-            runtime.conditions = conditions_of(self.recipe_path, node)
+            runtime.conditions = conditions
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)

@@ -44,7 +44,8 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     """Return the digest of what decides the replies of a device, apart from the requests and the local state.
 
     This is the text of the recipe, the configuration of the device, the text of its policy file, and the name, size and
-    time of change of each data file.
+    time of change of each data file. If the data is a folder, its other files, such as those of an editor, do not
+    count. Call this before the files are read, so that the digest never names newer files than the reply depends on.
 
     Args:
         recipe: path of the recipe that came with the app.
@@ -53,9 +54,10 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    data = Path(node.data)
-    files = sorted(data.iterdir()) if data.is_dir() else [data]
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    data = Path(node.data).expanduser()  # as `Npz` reads it
+    files = sorted(data.glob("*.npy")) if data.is_dir() else [data]
+    stats = [(path.name, path.stat()) for path in files if path.exists()]  # the reader of the data names a missing file
+    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     policy = Path(node.policy).read_bytes() if node.policy else b""
     parts = (recipe.read_bytes(), policy, repr((node, stamps)).encode())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()

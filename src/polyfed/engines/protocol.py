@@ -98,7 +98,8 @@ class Facts:
         """
         match header.get("facts"):
             case {"shapes": dict(shapes), "num_classes": int(num_classes), "frozen": str(frozen)} if num_classes > 0:
-                if all(type(n) is int and n > 0 for shape in shapes.values() for n in shape):
+                whole = all(isinstance(shape, list | tuple) for shape in shapes.values())
+                if whole and all(type(n) is int and n > 0 for shape in shapes.values() for n in shape):
                     return cls({str(name): tuple(shape) for name, shape in shapes.items()}, num_classes, frozen)
         raise BadReply("carries no facts about the federation that can be read")
 
@@ -150,7 +151,7 @@ class Enrolment:
             0 <= self.rows < MAX_ROWS,
             0 < self.num_classes < MAX_CLIENTS,
             self.silo is None or 0 <= self.silo < MAX_CLIENTS,
-            all(len(shape) <= MAX_AXES and all(size > 0 for size in shape) for shape in self.shapes.values()),
+            all(0 < len(shape) <= MAX_AXES and all(size > 0 for size in shape) for shape in self.shapes.values()),
         )
         if not all(ranges) or any(math.prod(shape) > MAX_SAMPLE for shape in self.shapes.values()):
             raise BadReply(f"enrolled with a number out of range: {asdict(self)!s:.200}")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from polyfed.core.log_lines import escaped
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.report.cells import Cell, Column
 from polyfed.report.compare import Comparison
@@ -179,7 +180,7 @@ def markdown(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
 
 def latex(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
     """Return the tables in LaTeX, for the package booktabs, with the best cells in bold, and the notes as comments."""
-    parts = ["\n".join(["% needs \\usepackage{booktabs}", *(f"% {note}" for note in notes)])]
+    parts = ["\n".join(["% needs \\usepackage{booktabs}", *(f"% {escaped(note)}" for note in notes)])]
     for sheet in sheets:
         head = " & ".join(_escaped(heading) for heading in sheet.headings)
         lines = [
