@@ -234,7 +234,7 @@ def test_a_device_whose_budget_is_enough_for_a_part_of_a_run_does_not_enrol(tmp_
     server = Hostile(devices)
     assert server.ask().header["verdict"] == REPLY
     spent = next(devices.places[1].rglob(SPENT)).read_text()
-    with pytest.raises(EgressError, match="the budget that is left is enough for 1 of 2 rounds"):
+    with pytest.raises(EgressError, match="The rest of this budget is enough for 1 of 2 rounds"):
         devices.serve(tmp_path / "run")
     assert next(devices.places[1].rglob(SPENT)).read_text() == spent
     words = " ".join(f"{key}={json.dumps(value)}" for key, value in devices.configs[1].items())

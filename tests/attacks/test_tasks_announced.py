@@ -136,7 +136,7 @@ class Straying(Averaging):
 
 @pytest.mark.parametrize("how", ["unmarked", "other", "parent"])
 def test_only_tasks_of_the_algorithm_are_asked(how: str) -> None:
-    refused(recipe(Straying(train=TRAIN, how=how)), "is no task of Straying", RecipeError)
+    refused(recipe(Straying(train=TRAIN, how=how)), "is not a task of Straying", RecipeError)
 
 
 # what the method says it does not ask or send

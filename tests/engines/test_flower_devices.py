@@ -326,7 +326,7 @@ def test_a_check_that_cannot_know_what_the_recipe_sends_says_so_and_fails(
             main(("check", str(tmp_path / "recipe.toml"), "--node", str(own), *more))
         assert stop.value.code == 5
     said = " ".join(capsys.readouterr().out.split())
-    assert "NOT CHECKED what the recipe would send: the recipe's data cannot be read here" in said
+    assert "NOT CHECKED: what the recipe would send, because the recipe's data cannot be read here" in said
     assert "'/nowhere.npz' does not exist" in said
     assert "Give the device's data: --node 'data=" in said
 

@@ -226,7 +226,7 @@ def test_clients_elsewhere_have_the_servers_frozen_values_or_are_left_out(tmp_pa
     assert "a.encoder.layer.weight" not in state.params
     torch.save(torch.zeros(12, 16), tmp_path / "weights.pt")
     parts = joined(made, grid)  # the server reads the file anew, the clients have read it
-    with pytest.raises(TooFewReplies, match="a model whose frozen parameters differ from those of client"):
+    with pytest.raises(TooFewReplies, match="whose frozen parameters or constant buffers differ from those of client"):
         played_there(made, parts)
 
 

@@ -161,7 +161,7 @@ def test_other_constant_buffers_are_refused(tmp_path: Path) -> None:
     assert torch.equal(polyfed.load_run(tmp_path / "run").predict({"a": SAMPLES}), run.predict({"a": SAMPLES}))
     DRAWS.append(1)
     try:
-        with pytest.raises(DataError, match="constant buffers are others than those of the run"):
+        with pytest.raises(DataError, match="constant buffers differ from those of the run"):
             polyfed.load_model(tmp_path / "model", imports=imports)
         with pytest.raises(DataError, match="cannot load: the model's constant buffers are not those of the run"):
             polyfed.load_run(tmp_path / "run")

@@ -42,7 +42,7 @@ class Written:
         keys: the number of device keys that were asked for; None if no credentials were asked for.
         kept: whether the folder of the credentials had files before.
         new: the new files in this folder.
-        lacking: whether no credentials were asked for, and this folder holds no certificate of a server either.
+        lacking: whether no credentials were asked for, and the folder of the credentials holds no server certificate.
     """
 
     folder: Path
@@ -71,8 +71,8 @@ class Written:
         """What to print."""
         yield from (f"warning: {text}" for text in self.warnings)
         if self.lacking:
-            yield f"app in {self.folder}; no credentials were asked for, and {self.credentials} holds none"
-            yield "to write the server's certificate, repeat the command with --host NAME, its name for the devices"
+            yield f"app in {self.folder}; no credentials were asked for, and {self.credentials} holds no credentials"
+            yield "to write a certificate of the server, repeat the command with --host NAME, its name or address"
             yield f"once a SuperLink uses the credentials, start the app with: {self.start}"
             return
         yield f"app in {self.folder}; start it with: {self.start}"
@@ -134,7 +134,7 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     if inspection.unchecked:
         cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
-        why = f"NOT CHECKED what the recipe would send: {inspection.unchecked}. Give the device's data: {cure}"
+        why = f"NOT CHECKED: what the recipe would send, because {inspection.unchecked}. Give the device's data: {cure}"
         parts.append(Text(why, "bold red"))
     return stacked(*parts)
 

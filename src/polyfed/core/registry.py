@@ -138,8 +138,9 @@ def check_array(role: str, name: str) -> None:
     allowance = _ALLOWANCE.get()
     if allowance is not None and name not in getattr(allowance, role):
         raise NotAllowed(
-            f"[data] {role} = '{name}' names an array that this device has not been allowed to use so. Remove the key "
-            f'from the recipe. It would be allowed if the device\'s policy file said: [allow] {role} = ["{name}"]'
+            f"[data] {role} = '{name}' names an array that this device has not been allowed to use for this key. "
+            "Remove the key from the recipe. The array would be allowed if the device's policy file said: "
+            f'[allow] {role} = ["{name}"]'
         )
 
 

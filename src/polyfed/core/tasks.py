@@ -155,6 +155,6 @@ def path_of(task: Callable[..., Any], algorithm: Any) -> str:
                 if getattr(type(part), name) is function and is_task(function):
                     return f"{prefix}{name}"
     raise RecipeError(
-        f"{getattr(task, '__qualname__', task)} is no task of {type(algorithm).__name__}. Clients are asked for methods"
-        " marked @task(), of the algorithm or of a dataclass in one of its fields"
+        f"{getattr(task, '__qualname__', task)} is not a task of {type(algorithm).__name__}. Clients run only methods "
+        "that are marked with @task() and belong to the algorithm or to a dataclass in one of its fields"
     )

@@ -69,7 +69,7 @@ class Guess:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Sentences of which the user must be warned: columns left out, and columns that may be no inputs."""
+        """Warnings for the user about columns that are left out, and about columns that may not be inputs."""
         rest = self.groups.get(REST, [])
         if not rest:
             return self.left_out
@@ -78,7 +78,7 @@ class Guess:
         )
         return (
             f"modality '{REST}' has the columns that are in no other modality: {listed}. The model trains on them, so "
-            "another target or a row number among them would reveal the answer. Choose the columns of each modality, "
+            "another target or a row number among them would reveal the label. Choose the columns of each modality, "
             f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}",
             *self.left_out,
         )

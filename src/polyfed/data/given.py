@@ -28,7 +28,7 @@ class Given:
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
         needs_labels: whether the task needs labels.
-        numeric: whether the labels are targets, so that whole numbers are quantities and no class numbers.
+        numeric: whether the labels are targets, so that whole numbers are quantities and not class numbers.
     """
 
     labels: Any = None

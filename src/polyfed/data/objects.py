@@ -171,7 +171,10 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
 
 
 def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:
-    """Add a fault for each pandas Series or frame whose rows pandas would not pair with the data frame by position."""
+    """Add a fault for each pandas Series or frame whose index differs from the index of the data frame.
+
+    polyfed pairs rows by their position, and pandas pairs them by the index. With different indices, the two disagree.
+    """
     for role in ("labels", "clients", "split", "ids"):
         value = getattr(given, role)
         if hasattr(value, "iloc") and len(value) == len(frame) and not value.index.equals(frame.index):
@@ -252,7 +255,8 @@ def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[
     """Yield a sentence for each modality whose samples were padded to the length of another split."""
     for name, values in joined.items():
         if len({np.shape(draft.modalities[name])[1:] for draft in drafts.values()}) > 1:
-            yield f"modality '{name}': splits differ in length; samples are filled up with zeros to {values.shape[1]}"
+            text = "samples differ in length between the splits; shorter ones are filled up with zeros to"
+            yield f"modality '{name}': {text} {values.shape[1]}"
 
 
 def _names(data: Any, given: Given) -> Sequence[str] | None:

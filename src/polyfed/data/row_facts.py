@@ -66,7 +66,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None, *, nu
         values: (N,) or (N, T). Words, whole numbers and booleans of the shape (N, 1) are read like (N,).
         where: the name of the labels, for error messages.
         names: names of the classes in order of their numbers; None if they are not known.
-        numeric: whether whole numbers are targets, and no class numbers.
+        numeric: whether whole numbers are targets and not class numbers.
 
     Raises:
         DataError: The labels are neither numbers nor words, are mixed, or some are missing.

@@ -46,7 +46,7 @@ class Draft:
             are the ids. If None, the data has no ids.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
-        numeric: Whether whole numbers among the labels are quantities and no class numbers.
+        numeric: Whether whole numbers among the labels are quantities and not class numbers.
     """
 
     name: str

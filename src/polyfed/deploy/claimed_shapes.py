@@ -1,4 +1,4 @@
-"""Bounds what a sample shape that clients claim can make the server build.
+"""Bounds the size of the encoders that a server builds for sample shapes that clients claim.
 
 With `[engine] shapes`, or with rows of its own, the server knows the shape of a sample. Otherwise it takes the shape
 from the clients that have the modality. If only one client has the modality, this client alone determines the shape.
@@ -22,7 +22,8 @@ from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.user_classes import fusion_class
 
 SHARE = 4
-"""Encoders whose sample shape only clients claim may take one part in `SHARE` of `message_megabytes` (inferred)."""
+"""If only clients claim the sample shapes of encoders, the parameters of these encoders together may take at most
+`message_megabytes / SHARE` (inferred)."""
 
 MAX_OPERATIONS = 100_000
 """Largest number of tensor operations of an encoder for two rows (inferred). A recurrent encoder needs a few operations
@@ -49,12 +50,12 @@ class _Bounded(SeesOperations):
 
 
 def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
-    """Return, for each modality whose encoder the server does not build, the reason.
+    """Return modality -> reason, for each modality whose encoder the server does not build.
 
-    No tensor may be larger than `[engine] message_megabytes`. The parameters of all these encoders together may take a
-    part of it, one in `SHARE`, because a message of some methods holds several copies of the parameters. An encoder
-    that does not run on the device `meta`, such as some encoders of the user, is not limited, but it must be able to
-    read such samples. A model that is one module of the user is neither limited nor tried.
+    No tensor may be larger than `[engine] message_megabytes`. The parameters of all these encoders together may take at
+    most `message_megabytes / SHARE`, because a message of some methods holds several copies of the parameters. An
+    encoder that does not run on the device `meta`, such as some encoders of the user, is not limited, but it must be
+    able to read such samples. A model that is one module of the user is neither limited nor tried.
 
     Args:
         recipe: the recipe.
@@ -92,8 +93,8 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
     size: int = sum(value.nbytes for value in net.state_dict().values())
     if size > room:
         raise BadReply(
-            f"its parameters would take {size:,} bytes, and of [engine] message_megabytes = {megabytes} there are "
-            f"{room:,} bytes left for shapes that only clients claim"
+            f"its parameters would take {size:,} bytes, but encoders whose shapes only clients report may take "
+            f"{room:,} bytes more ([engine] message_megabytes = {megabytes})"
         )
     return size
 

@@ -221,16 +221,17 @@ class ClientRuntime:
         """
         if Facts.read(packet.header).frozen != self._frozen:
             raise BadReply(
-                f"is for a model whose frozen parameters differ from those of client {client}, or whose constant "
-                "buffers differ; give both the same file of weights (what is drawn at random may differ "
-                "between kinds of machines: save it to a file)"
+                f"is for a model whose frozen parameters or constant buffers differ from those of client {client}. "
+                "Give the server and the client the same file of weights. Random values can differ between kinds of "
+                "machines, so save such values to a file and load them from it"
             )
 
     def _check_rounds(self, round: int, rounds: int) -> None:
         """Refuse a request of a round that the recipe does not have.
 
-        Learning rates and the strengths of pulls follow schedules over the rounds of the recipe. Beyond them, a rate
-        could have any size and sign, so that the checks of the recipe's options (`limit_checks`) would mean nothing.
+        Learning rates and the strengths of proximal terms follow schedules over the rounds of the recipe. In a later
+        round, a learning rate could have any size and sign, and the checks of the recipe's options (`limit_checks`)
+        would be useless.
 
         Raises:
             BadReply: the round is after the last one, or the run has more rounds than the recipe.
@@ -238,8 +239,8 @@ class ClientRuntime:
         most = rounds if self.rounds is None else self.rounds
         if not round <= rounds <= most:
             raise BadReply(
-                f"is for round {round} of {rounds}, and its recipe has {most} rounds. Send the recipe with which the "
-                "run was started, or start the run again with a larger number of rounds"
+                f"is for round {round} of {rounds}, but the recipe on the device has {most} rounds. Send the recipe "
+                "with which the run was started, or start the run again with a larger number of rounds"
             )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
@@ -294,8 +295,8 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
 def enrolment_refusal(rows: int, policy: Policy, client: int, limits: Limits) -> str:
     """Return why a client with this number of training rows refuses to take part in a run, or "" if it takes part.
 
-    A device asks this for every task too, because a server may send a task to a device that has never enrolled. The
-    text holds no number of rows, because a client that takes no part tells none.
+    A device also calls this function for every task, because a server may send a task to a device that has never
+    enrolled. The text does not contain the number of rows, because a client that takes no part does not reveal it.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")

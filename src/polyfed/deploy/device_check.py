@@ -137,7 +137,7 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
 
 
 def _of_model(policy: Policy, recipe: Recipe) -> Policy:
-    """Return the policy, made stricter if the recipe's model mixes modalities, as the device does it."""
+    """Return the policy. If the recipe's model mixes modalities, it is stricter, as on a device during a run."""
     spec = recipe.model
     told = Policy.parse(recipe.egress, {**dict.fromkeys(spec.modalities), **recipe.egress})
     read = recipe.algorithm.model_spec(spec, spec.modalities, told)[1]
@@ -171,9 +171,9 @@ def _of_policy(path: str) -> NodeConfig:
 def _planned(
     recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
 ) -> tuple[tuple[Planned, ...], str]:
-    """Return the parts of replies that tasks would send, and why they are not known; one of the two is empty.
+    """Return the parts of replies that tasks would send, and "". If they are not known, return none and the reason.
 
-    Without shapes, the model cannot be built, and the parts are not known.
+    If the shapes are not known, the model cannot be built, and the parts are not known.
 
     Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
     federation whose clients have only the modalities of this device.

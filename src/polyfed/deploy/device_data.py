@@ -25,8 +25,9 @@ def population_on(
         node: the device's configuration.
         recipe: the recipe. If its data source is `npz`, the section [data] says which arrays hold labels and ids.
         facts: shapes and classes of the federation, or None if they are not known yet.
-        vet: called with the number of training rows before the data is compared with `facts`. A device that refuses to
-            take part raises the refusal here. Otherwise the server could try facts until the data fits them.
+        vet: called with the number of training rows before the data is compared with `facts`. It raises the refusal of
+            a device that takes no part in the run. If the comparison came first, the server could find out shapes and
+            classes by trying facts until the data fits them.
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
@@ -86,7 +87,7 @@ def refuse_own_numbers(columns: Columns, where: str) -> Columns:
 
 
 def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:
-    """Return the modalities of the device in the order of the federation; those that it lacks are last."""
+    """Return the device's modalities in the order of the federation. Those that the federation lacks come last."""
     if facts is None:
         return node.held
     known = tuple(name for name in facts.shapes if name in node.held)
@@ -99,7 +100,8 @@ def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bo
     for name, column in columns.modalities.items():
         if column.shape != facts.shapes[name]:
             raise DataError(
-                f"{node.data}: samples of '{name}' have shape {column.shape}, in the federation {facts.shapes[name]}"
+                f"{node.data}: samples of '{name}' have the shape {column.shape}, but in the federation they have the "
+                f"shape {facts.shapes[name]}"
             )
     here, there = columns.num_classes, facts.num_classes
     if here > there or (here != there and not of_classes):

@@ -17,8 +17,8 @@ TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Disk errors whose names the device may send to the server."""
 
 CURE = (
-    "This device keeps its local state and its logs in {}. Make room there, or mend its permissions; or give another "
-    "folder as state in --node-config. The device takes part again at the next request"
+    "This device keeps its local state and its logs in {}. Make room there, or correct the permissions of this folder, "
+    "or set another folder as state in --node-config. The device takes part again at the next request"
 )
 """What the device's log advises after a disk error."""
 

@@ -134,7 +134,7 @@ class Deployed:
     def _work(self, packet: Packet, node: NodeConfig) -> Packet:
         """Answer a packet. The recipe came from the server, so only code that the device's owner allows may run."""
         enrols = packet.header.get("want") == ENROL
-        with blamed("its files cannot be read"):  # first, so that a later change of a file shows
+        with blamed("its files cannot be read"):  # before the files are read, see `conditions_of`
             conditions = "" if enrols else conditions_of(self.recipe_path, node)
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)

@@ -32,10 +32,10 @@ UNITS = ("client", "example")
 
 
 def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, asked: int = 1) -> None:
-    """Refuse a run if the budget of the device does not cover its rounds. This function counts nothing.
+    """Refuse a run if the budget of the device does not cover the rounds of the run. This spends no budget.
 
-    A client is asked in every round at most. With partial participation it is asked in fewer rounds, but the server
-    alone decides in how many. So the function counts every round, as the check of the recipe by `unmet` does.
+    A server asks a client for at most one such reply in each round. With partial participation, it asks in fewer
+    rounds, but only the server decides in how many. So the function counts all rounds, as `unmet` does.
 
     Args:
         required: the section [require] of the device.
@@ -43,12 +43,12 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
             adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
-        asked: number of rounds in which the run may still ask for a reply. Only as many count as the recipe's own
-            budget allows, and at least one.
+        asked: number of rounds in which the run may still ask for a reply. The function counts at least one round, and
+            at most `release.rounds`.
 
     Raises:
-        EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds it is
-            enough.
+        EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds the budget
+            is enough.
         CheckpointError: the file is damaged.
     """
     if release is None:
@@ -66,7 +66,7 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
         enough, too_many = (middle, too_many) if fits else (enough, middle)
     raise EgressError(
         f"client {client} refused: [require] max_epsilon = {required.max_epsilon:g} of the device at delta = "
-        f"{required.delta:g}: the budget that is left is enough for {enough} of {rounds} rounds, and {rounds} rounds "
+        f"{required.delta:g}. The rest of this budget is enough for {enough} of {rounds} rounds, and {rounds} rounds "
         f"would bring all replies of the device in all runs to epsilon {number(total)}. Lower the number of rounds or "
         f"raise the noise in the recipe. {_cure()}"
     )

@@ -8,8 +8,8 @@ it has used for which request. If the same request arrives again, the device ans
 device refuses any other request that needs the same secrets.
 
 Everything that decides the reply belongs to a request: its whole header and body, and the *conditions* on the device,
-such as the recipe. A server that repeats a request under another recipe would otherwise get a second reply under the
-same masks, and the difference of the two replies is not masked at all.
+such as the recipe. Otherwise, a server could repeat a request under another recipe and get a second reply with the
+same masks. The difference of the two replies would have no mask.
 """
 
 import hashlib
@@ -34,10 +34,8 @@ UNMASKED = "unmasked"
 """Key of the newest request for which the client has revealed shares, with its round and its
 number, separated by a space. The other keys are digests, or `seeds ` and a digest."""
 
-
 CHANGING = ("session", "kept")
-"""The entries of a header that may differ if a server that was started again repeats a request. No reply depends on
-them."""
+"""The entries of a header that may differ if a restarted server repeats a request. No reply depends on them."""
 
 
 def conditions_of(recipe: Path, node: NodeConfig) -> str:
@@ -110,7 +108,8 @@ def admit_secrets(
     if used.get(seeds, conditions) != conditions:
         raise EgressError(
             f"client {client} refused task {request.name}: it drew its keys of secure aggregation under another "
-            "recipe, policy, configuration or data. Keys serve under one recipe: begin the request with new keys"
+            "recipe, policy, configuration or data, and does not use them after such a change. Begin the request with "
+            "new keys"
         )
     if used.get(key, use) != use:
         raise EgressError(

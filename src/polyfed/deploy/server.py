@@ -170,7 +170,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 @contextmanager
 def naming_the_option() -> Iterator[None]:
-    """Add to the refusal to resume a run how a deployment chooses another folder."""
+    """If a run cannot be resumed, add to the error how the user of a deployment chooses another folder."""
     try:
         yield
     except (RecipeError, DataError) as error:

@@ -58,7 +58,7 @@ class Vectorised(InProcess):
     """
 
     name = "vectorised"
-    imports = ("torch._dynamo",)  # of `torch.func.grad` at its first call, which takes seconds
+    imports = ("torch._dynamo",)  # `torch.func.grad` imports it at its first call, which takes seconds
 
     def __init__(self, *args: Any, stack: int = 0, replay: bool = True, graphs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -43,8 +43,8 @@ def samples_of(name: str, value: Any, shape: Shape, *, tokens: bool) -> tuple[Te
         tokens: whether the samples are token ids.
 
     Returns:
-        The samples (n, ...), and a mask, bool (n,), of the samples that have the modality; None if the value does not
-        tell.
+        The samples (n, ...), and a mask, bool (n,), of the samples that have the modality. The mask is None if the
+        value has no None.
 
     Raises:
         RecipeError: the value holds no numbers, or is a sparse tensor.
@@ -62,9 +62,7 @@ def samples_of(name: str, value: Any, shape: Shape, *, tokens: bool) -> tuple[Te
         array = np.asarray(value)
         return torch.as_tensor(array if array.flags.writeable else array.copy()), None
     except (TypeError, ValueError):
-        raise RecipeError(
-            f"x['{name}'] holds values that are not numbers; it must hold the numbers of samples"
-        ) from None
+        raise RecipeError(f"x['{name}'] holds values that are not numbers; give an array of numbers (n, ...)") from None
 
 
 def refuse_unknown_ids(name: str, value: Tensor, there: Tensor, vocabulary: int | None) -> Tensor:

@@ -202,7 +202,7 @@ def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
 
 
 def assembled_dry(recipe: Recipe, population: Population) -> Assembly:
-    """Assemble a run on a few rows of each client. What its clients announce is what the clients of a run announce."""
+    """Assemble a run on a few rows of each client. Its clients announce the same as those of the whole run."""
     return _dry_parts(recipe, population, PASSES[0], Emitter())
 
 

@@ -43,15 +43,16 @@ def _weights(limits: Limits, recipe: Recipe) -> Iterator[str]:
         weights = (*getattr(recipe.task, option, ()), *others)
         if weights and max(weights) > MOST_WEIGHT * min(weights):
             whose = "recipe" if limits.is_of_the_recipe(key) else "device"
+            counted = ". The weight 1 of the negative rows counts as one of the weights" if others else ""
             yield (
                 f"[limits] {key} = {getattr(limits, key)} of the {whose}, and [task] {option} weighs some rows more "
-                f"than {MOST_WEIGHT:g} times as much as others, so that few rows decide. Give weights above 0. The "
-                f"largest must be at most {MOST_WEIGHT:g} times the smallest{' and 1' if others else ''}"
+                f"than {MOST_WEIGHT:g} times as much as others, so that a few rows decide the result. Give weights "
+                f"above 0, of which the largest is at most {MOST_WEIGHT:g} times the smallest{counted}"
             )
 
 
 def _pull(method: Algorithm, rounds: int) -> tuple[str, float]:
-    """Return the strength with which a method pulls parameters back to where they started, and its options."""
+    """Return how strongly a method pulls parameters back to the received ones, after the options that set this."""
     if isinstance(method, FedAmp):
         alpha = min(method.alpha_at(1), method.alpha_at(rounds))
         return "lam / alpha", method.lam / alpha if alpha else math.inf  # alpha may have decayed to zero

@@ -221,7 +221,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         )
     if said.get("constants") and digest(model.constants) != said["constants"]:  # older versions wrote no digest of them
         raise DataError(
-            f"{folder / DESCRIPTION}: the constant buffers are others than those of the run. Their values depend on "
+            f"{folder / DESCRIPTION}: the constant buffers differ from those of the run. Their values depend on "
             "more than the seed, for example because they were drawn with NumPy. Restore the code or the file "
             "that they come from"
         )

@@ -125,7 +125,7 @@ class Clock:
         return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
 
     def _by_client(self, request: int) -> dict[int, float]:
-        """Return the seconds of each client so far. This is the newest request, so earlier requests become settled."""
+        """Return the seconds of each client so far, and settle all requests before `request`, the newest one."""
         seconds = self._unsettled()
         for number in sorted(number for number in seconds if number < request):
             self._settled[number] = seconds.pop(number)

@@ -3,8 +3,9 @@
 The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`, because these
 layers depend on the batch or do not support `vmap`. `max_pool.py` replaces a layer that is slow. Each replacement has
 the same parameters and the same results as the original layer. Layers that cannot run under `torch.func.vmap`, or
-that draw from a global random generator, are refused. So are layers that do more than their class in `torch.nn`, for
-example because a subclass overrides a method, as the replacement would not do it. The error says what to use instead.
+that draw from a global random generator, are refused. polyfed also refuses layers that do more than their class in
+`torch.nn`, for example because a subclass overrides a method: the replacement would leave this addition out. The error
+says what to use instead.
 """
 
 from torch import nn
@@ -148,7 +149,7 @@ def _refuse(module: nn.Module, path: str) -> None:
 
 
 def _changed(module: nn.Module) -> list[tuple[bool, str, str]]:
-    """Checks of whether a layer does anything that its replacement would not do."""
+    """Return checks of whether a layer does anything that its replacement would not do: (found, what, cure)."""
     kind = type(module)
     base = next((k for k in kind.__mro__ if getattr(nn, k.__name__, None) is k is not nn.Module), None)
     name = f"nn.{'BatchNorm1d' if base is None else base.__name__}"
@@ -156,8 +157,8 @@ def _changed(module: nn.Module) -> list[tuple[bool, str, str]]:
     hooked = any(module.__dict__.get(hooks) for hooks in _HOOKS) and not isinstance(module, nn.MultiheadAttention)
     return [
         (kind is not base, f"{kind.__name__}, a subclass of {name},", f"{wrap}, without a parametrization"),
-        (hooked, f"a hook of {name}", wrap + ", and put the code of the hook there"),
-        ("forward" in module.__dict__, f"a forward of its own of {name}", wrap + " in its own forward"),
+        (hooked, f"a hook of {name}", wrap + ", and put the code of the hook into this module"),
+        ("forward" in module.__dict__, f"an {name} with a replaced forward", wrap + " in its own forward"),
     ]
 
 

@@ -41,8 +41,9 @@ class Rows:
     def follow(self, modules: Iterable[nn.Module]) -> None:
         """From now on, set `training` of these modules to the mode of each call.
 
-        A module that is in evaluation mode now, after `train()`, stays in it. BatchNorm and dropout read the mode from
-        this object, and `Attention` has no mode; these layers keep their `training`, too.
+        If a module is in evaluation mode now, after `train()`, it stays in evaluation mode. BatchNorm and dropout read
+        the mode from this object, and `Attention` has no mode, so this method does not change `training` of these
+        layers.
 
         Args:
             modules: all modules of the model, in training mode.

@@ -19,7 +19,8 @@ from polyfed.model.model import Model
 from polyfed.model.seeded_modules import draws_watched
 
 ROWS = 3
-"""Rows of a trial batch: BatchNorm needs two, and other axes have this odd size more rarely."""
+"""Rows of a trial batch. BatchNorm needs at least two rows. The number is odd, because other axes rarely have odd
+sizes, so the check of the first axis rarely takes another axis for the rows."""
 
 Call = Callable[[Tree, Batch], object]
 
@@ -96,7 +97,10 @@ def _check_rows(model: Model, where: str, zeros: Batch, run: Callable[[Batch], o
 
 
 def _last_third(one: Tensor, other: Tensor) -> bool:
-    """Return whether two inputs differ only in the entries of the last of the rows, along their first axis."""
+    """Return whether two inputs differ only in the entries of the last row, which are the last third of the first axis.
+
+    Inputs that do not differ at all also pass.
+    """
     if one.shape != other.shape:
         return False
     differs = ~torch.isclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

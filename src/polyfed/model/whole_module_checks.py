@@ -114,8 +114,9 @@ def check_logits(model: Model, what: str) -> None:
         moved = {n: _moved(n, v) if block_of(n) == modality else v for n, v in w.items()}
         if not torch.equal(before, _logits(model, moved, others, what)):
             raise ModelError(
-                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of its block. A "
-                f"client without {modality} does not have them. Multiply what they compute by present['{modality}']."
+                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of the block "
+                f"{modality}. A client without {modality} does not have these parameters. Multiply the output of this "
+                f"block by present['{modality}']."
             )
 
 

@@ -95,7 +95,7 @@ class LimitGuard:
             self.refusal = self.limits.refusal(key, value, self.client, self.task)
 
     def _refuse(self, why: str) -> None:
-        """Refuse the task for this reason, which the server gets. It depends on the recipe only."""
+        """Refuse the task for this reason. The server gets the reason, so it must depend on the recipe only."""
         if why and self.refusal is None:
             self.refusal = EgressError(f"client {self.client} refused task {self.task}: {why}")
 

@@ -38,8 +38,9 @@ WITHHELD = {
     "min_batch_size": "a step of local training uses a smaller batch",
     "min_steps": "a local training takes fewer steps",
 }
-"""The clause that the server gets in place of the one in MEANINGS. The policy may withhold how many rows a client has,
-and the size of a batch and the number of steps depend on it. The server knows rounds and requests."""
+"""For some limits, the clause that the server gets instead of the clause in MEANINGS. The policy may withhold how many
+rows a client has, and the size of a batch and the number of steps depend on this number. The server knows the numbers
+of rounds and requests."""
 
 MOST_DECAY = 0.1
 """With `min_steps`, the largest share of a parameter's change that one step of training may undo."""
@@ -53,8 +54,8 @@ class Limits:
         min_rows: least number of training rows that the client must have to take part.
         min_batch_size: least number of rows in every batch of local training. If the last batch of an epoch is smaller,
             `minimise` leaves it out. Every batch from `ClientData.batch` must have at least this number of rows.
-        min_steps: least number of optimiser steps of local training within one request. A step may undo at most
-            `MOST_DECAY` of what earlier steps have changed.
+        min_steps: least number of optimiser steps of local training within one request. A step may undo at most 10 % of
+            what earlier steps have changed (`lr * weight_decay` and proximal terms).
         max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
     """
@@ -89,7 +90,12 @@ class Limits:
         )
 
     def decay_breach(self, what: str, share: float) -> str:
-        """Return why a step may not undo this share of earlier changes, which options `what` set; "" if it may."""
+        """Return why a step may not undo this share of earlier changes, or "" if it may.
+
+        Args:
+            what: the options of the recipe that determine the share, for the text.
+            share: the share of the earlier changes of a parameter that one step undoes.
+        """
         if self.min_steps < 2 or share <= MOST_DECAY:
             return ""
         whose = "recipe" if self.is_of_the_recipe("min_steps") else "device"

@@ -122,7 +122,7 @@ def absent_of(dirs: Iterable[str | Path]) -> list[Absent]:
 
 
 def _absent(facts: Mapping[str, Any]) -> list[Absent]:
-    """Return the methods without all runs. For an older folder without `not_compared`, the runs tell them."""
+    """Return the methods whose runs are not all finished. An older folder lacks `not_compared`, so its runs count."""
     if (listed := facts.get("not_compared")) is not None:
         return [Absent(**entry) for entry in listed]
     cells: dict[tuple[str, str], list[StudyRun]] = {}

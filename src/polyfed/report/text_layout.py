@@ -11,14 +11,14 @@ from rich.text import Text
 from polyfed.core.log_lines import escaped_lines
 
 WIDE = 200
-"""The width of text, in characters, that does not go to a terminal, such as that in a file or a pipe."""
+"""The width, in characters, of text that does not go to a terminal, such as text in a file or a pipe."""
 
 
 class SafeConsole(Console):
     """A console that shows unprintable characters as escapes, whichever table or line they are in.
 
-    Names of files, classes and modalities come from data files and recipes of strangers. Without escapes, they could
-    control the terminal or forge a line.
+    Names of files, classes and modalities can come from data files and recipes that strangers wrote. Without escapes,
+    these names could control the terminal or forge a line.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:

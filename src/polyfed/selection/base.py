@@ -62,7 +62,8 @@ class Selector(ABC):
     def needed(self, fed: Federation) -> int:
         """Return the cohort size: a count, or `max(1, round(participation * K))`, where K clients have training rows.
 
-        If `participation` is a count above K, the cohort has K clients. A device that is left out has no rows.
+        If `participation` is a count above K, the cohort has K clients. In a deployment, a device that the server has
+        left out counts as a client without training rows.
 
         Raises:
             RecipeError: `participation` is a count above the number of clients.

@@ -290,7 +290,7 @@ def _passes(
     while rest and len(chosen) < size:
         candidates = look([client for client in rest if known[client]] or rest, len(chosen))
         best = cover.best(candidates)
-        # if no client that is left is known, take the first candidate
+        # if no remaining client has a vector, take the first candidate
         chosen.append(_take(cover, candidates[0] if best is None else best))
         rest.remove(chosen[-1])
     return chosen

@@ -146,7 +146,7 @@ def whole_batch(asked: Mapping[int, Sample]) -> Accept:
 
 
 def some_rows(client: int, reply: Any) -> str:
-    """Accept ids only if there are some. A device without rows, or without test rows, is not asked."""
+    """Return the reason to drop a reply without sample ids, or "". Only devices that have such rows are asked."""
     return "" if int(reply.num_rows) else "sent no sample ids"
 
 

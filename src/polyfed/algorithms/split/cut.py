@@ -286,8 +286,8 @@ class Cut:
     ) -> Mapping[int, HeadGradient]:
         """In a U-shaped model, send each client the input of its head. The replies contain the gradient of this input.
 
-        In any other model, the server holds the head. The method then asks no client and returns no replies. It puts
-        clients that fail into `lost`, with the reasons.
+        If clients fail, this method adds them to `lost`, with the reasons. In any other model, the server holds the
+        head. The method then asks no client and returns no replies.
         """
         if not self.u_shaped:
             return {}

@@ -51,7 +51,7 @@ def database_of_this_release(path: str) -> Iterator[None]:
         RecipeError: a newer release of Flower has written the database.
     """
     try:
-        with warnings.catch_warnings():  # of Flower's use of Alembic; an operator cannot do anything about it
+        with warnings.catch_warnings():  # about Flower's use of Alembic, which an operator cannot change
             warnings.filterwarnings("ignore", "No path_separator found", DeprecationWarning)
             yield
     except CommandError as error:

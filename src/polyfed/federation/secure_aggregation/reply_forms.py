@@ -67,4 +67,4 @@ def flaw_of_keys(client: int, reply: PublicKeys) -> str:
     if flaw := bytes_of_shape(2, masks.KEY)(client, reply):
         return flaw
     usable = all(masks.is_usable(key.cpu().numpy().tobytes()) for key in reply.keys)
-    return "" if usable else "sent a public key of small order, with which anybody could read what is sent to it"
+    return "" if usable else "sent a public key of small order, with which anybody could read messages to this client"
