@@ -122,8 +122,8 @@ class WholeModel(Model):
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
         """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients.
 
-        The module computes with its own values of the blocks that a Tree lacks. So that no client's values reach
-        another client, the own tensors of these blocks have their initial values whenever they are not lent.
+        If a Tree lacks blocks, the module computes with its own tensors of these blocks. These tensors have their
+        initial values whenever they are not lent, so that no client's values reach another client.
         """
         own = () if self._live is not None else self._slots.names
         lent = [self._slots.own(name) for name in own if name in w and not self.is_buffer(name)]
@@ -160,7 +160,8 @@ def build_whole(
     Raises:
         ModelError: the module cannot be made, one of its methods takes other arguments, `[model.blocks]` does not match
             the module, or its logits have the wrong shape. The error also occurs if no row of a batch has a certain
-            modality, and the logits of the batch still depend on this modality's block.
+            modality, and the logits of the batch still depend on this modality's block, or if a trial call finds an
+            error (`check_trial_calls`).
     """
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
