@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.training import step_program
@@ -128,6 +129,31 @@ def test_the_gradient_of_cross_entropy_needs_fewer_operations() -> None:
     assert saved(rules.fuse_cross_entropy, cross_entropy, *inputs, numbers(K, B, C)) == 0, "one u for each row only"
 
 
+def test_the_mean_of_losses_needs_fewer_operations() -> None:
+    """Three operations on all rows become one, and the division by a constant stays."""
+    c = torch.full((K,), 4.0)
+    rule = rules.shorten_means
+    assert saved(rule, lambda x, c: [x.neg().sum([1]) / c], numbers(K, B), c) == 0, "-c is a constant"
+    assert saved(rule, lambda x, c: [x.squeeze([2]).neg().sum([1]) / c], numbers(K, B, 1), c) == 1
+    assert saved(rule, lambda x, c: [x.squeeze([0]).neg().sum([0, -1]) / c.sum()], numbers(1, K, B), c) == 1
+    assert saved(rule, lambda x, c: [x.squeeze([1]).neg().sum([1]) / c], numbers(K, 1, B), c) == 1
+    kept = {
+        "an axis of more than one entry is not dropped": lambda x, c: [x.squeeze([1]).neg().sum([2]).sum(1) / c],
+        "the losses are used": lambda x, c: [(y := x.neg()).exp(), y.sum([1, 2]) / c],
+        "the sum is used": lambda x, c: [x + (y := x.neg().sum([1, 2])).view(K, 1, 1), y / c],
+        "it keeps axes": lambda x, c: [x.neg().sum([1, 2], True) / c.view(K, 1, 1)],
+        "another type": lambda x, c: [x.neg().sum([1, 2], dtype=torch.float64) / c],
+        "a number": lambda x, c: [x.neg().sum([1, 2]) / 2],
+    }
+    for why, step in kept.items():
+        graph = traced(step, numbers(K, B, C), c)
+        before = [node.target for node in graph.nodes]
+        rule(graph)
+        squeezed = why.startswith("an axis")
+        assert squeezed or [node.target for node in graph.nodes] == before, why
+        assert saved(rule, step, numbers(K, B, C), c) == 0, why
+
+
 def test_a_tensor_of_ones_does_not_depend_on_the_step() -> None:
     def step(x: Tensor, z: Tensor) -> list[Tensor]:
         return [x * (torch.ones_like(x) * z + torch.zeros_like(x)).exp(), x.sum()]
@@ -245,6 +271,40 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.index.Tensor and args[0].dim() == 1 and args[1][0].dim() == 3:
             self.looked_up.append(tuple(args[1][0].shape))
         return func(*args, **(kwargs or {}))
+
+
+X, W, ENTRIES = numbers(K, B, C), numbers(K, C, B), torch.arange(K * B).view(K, B, 1) % C
+
+ARGUMENTS: dict[Any, Sequence[Any]] = {
+    aten._foreach_add_.List: ([X, W], [X * 2, W * 3]),
+    aten._log_softmax.default: (X, 1, False),
+    aten.add.Tensor: (X, X[:, :1]),
+    aten.add_.Tensor: (X, X[:, :1]),
+    aten.baddbmm_.default: (X, numbers(K, B, B), X * 2),
+    aten.bmm.default: (X, W),
+    aten.div.Tensor: (X, X[:, :1]),
+    aten.embedding.default: (X[0], ENTRIES[:, :, 0] % B),
+    aten.exp.default: (X,),
+    aten.gather.default: (X, 2, ENTRIES),
+    aten.mul.Tensor: (X, X[:, :1]),
+    aten.mul_.Tensor: (X, 0.5),
+    aten.relu.default: (X,),
+    aten.sum.dim_IntList: (X, [1, 2], True),
+    aten.transpose.int: (X, 1, 2),
+    aten.unsqueeze.default: (X, 1),
+}
+FACTORS = {aten._foreach_add_.List, aten.add.Tensor, aten.add_.Tensor, aten.baddbmm_.default}
+
+
+@pytest.mark.parametrize("op", step_program.PUBLIC, ids=str)
+def test_a_public_function_gives_the_bits_of_its_operation(op: Any) -> None:
+    found = []
+    for function in (op, step_program.PUBLIC[op]):
+        given = pytree.tree_map_only(Tensor, Tensor.clone, ARGUMENTS[op])
+        out = function(*given, **({"alpha": -0.1} if op in FACTORS else {}))
+        found.append((given, None if op is aten._foreach_add_.List else out))  # some write into their arguments
+    for one, other in zip(*map(pytree.tree_leaves, found), strict=True):
+        assert (torch.equal(one, other) and one.stride() == other.stride()) if isinstance(one, Tensor) else one == other
 
 
 def test_a_program_makes_constants_and_views_of_its_weights_once() -> None:

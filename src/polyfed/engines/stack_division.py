@@ -31,7 +31,7 @@ LEAST_STEP = 2.5e9
 """A stack may have fewer than `LEAST_STACK` clients if each of its steps has this many floating-point operations. They
 take about 50 ms, so the dispatch of the step's operations hardly counts."""
 
-CACHE_BYTES = 5e6
+CACHE_BYTES = 6e6
 """Bytes of a stack's parameters that stay in the processor's cache from one step to the next, while two processes share
 the cache. If a stack has more parameters, its matrix products take up to 1.4 times as long."""
 
