@@ -29,6 +29,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.objective.multi_label import MultiLabel
+from polyfed.objective.regression import Regression
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import Train
 from polyfed.training.step_counts import steps_trained, usable_rows
@@ -220,6 +221,17 @@ def test_weights_of_positive_labels_are_compared_with_those_of_negative_ones() -
     assert not list(unfit_options(Limits(), made)), "without limits, weights are free"
     made = replace(made, task=MultiLabel(positive_weights=(10.0, 1.0)))
     assert not list(unfit_options(Limits(min_batch_size=2), made))
+
+
+def test_weights_of_targets_are_compared_because_few_rows_may_know_a_target() -> None:
+    made = replace(recipe(algorithm("fedavg")), task=Regression(target_weights=(1.0, 11.0)))
+    assert any("target_weights" in why for why in unfit_options(Limits(min_rows=2), made))
+    assert any(
+        "target_weights" in why
+        for why in unfit_options(Limits(min_rows=2), replace(made, task=Regression(target_weights=(1.0, 0.0))))
+    )
+    made = replace(made, task=Regression(target_weights=(1.0, 10.0)))
+    assert not list(unfit_options(Limits(min_rows=2), made))
 
 
 def device(folder: Path, limits: str, recipe: str = RECIPE) -> Devices:

@@ -39,7 +39,8 @@ def _weights(limits: Limits, recipe: Recipe) -> Iterator[str]:
     key = next((key for key in ("min_batch_size", "min_rows") if getattr(limits, key) > 1), None)
     if key is None:
         return
-    for option, others in (("class_weights", ()), ("positive_weights", (1.0,))):  # a negative row has the weight 1
+    # a negative row has the weight 1, and a target may be known in a few rows only
+    for option, others in (("class_weights", ()), ("positive_weights", (1.0,)), ("target_weights", ())):
         weights = (*getattr(recipe.task, option, ()), *others)
         if weights and max(weights) > MOST_WEIGHT * min(weights):
             whose = "recipe" if limits.is_of_the_recipe(key) else "device"
