@@ -368,6 +368,25 @@ def test_an_arena_grows_and_keeps_what_is_the_same_tensor_one() -> None:
     arena.close()
 
 
+def test_a_forked_process_does_not_end_the_workers_of_its_parent() -> None:
+    """A worker inherits the pools of earlier runs, and Python deletes them there as soon as it collects garbage."""
+    parts = assemble(replace(world("fedavg"), engine=engine("sequential", 2)))
+    through(parts, 1)
+    pool = parts.engine.pool
+    assert pool.started
+    child = os.fork()
+    if not child:
+        pool._close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        time.sleep(0.1)
+        assert all(worker.process.is_alive() for worker in pool.started)
+    finally:
+        parts.engine.close()
+    assert not pool.started
+
+
 def test_a_daemon_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a process of a `multiprocessing.Pool`: Python lets it start no process."""
     monkeypatch.setattr("polyfed.experiment.engine_choice.machine.cores", lambda: 8)

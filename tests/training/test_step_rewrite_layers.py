@@ -124,6 +124,20 @@ def test_writes_into_a_turned_tensor_are_seen_by_all_its_readers() -> None:
     assert turned(step, *inputs()) == [(K, F, 16), (K, F, C)]
 
 
+def test_one_number_for_each_row_may_lose_its_axis() -> None:
+    """The mean over the rows that are not padding reads the loss of each row without the axis of classes."""
+
+    def step(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> list[Tensor]:
+        loss = layer(x, w, b).gather(2, y.unsqueeze(2)).squeeze([2])
+        return [loss.view(K * 16).exp(), (loss * (y > 0)).sum(1)]
+
+    y = torch.arange(K * 16).view(K, 16) % F
+    assert turned(step, *inputs(), y) == [(K, F, 16)]
+    flat: Step = lambda x, w, b: [layer(x, w, b).squeeze([0]).exp()]  # noqa: E731
+    assert turned(flat, *(tensor[:1] for tensor in inputs())) == [(1, 16, F)], "the strides would differ"
+    assert turned(lambda *given: [layer(*given).squeeze([2])], *inputs()) == [(K, 16, F)], "nothing is dropped"
+
+
 def test_random_numbers_are_drawn_in_the_order_of_the_recorded_step() -> None:
     def step(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
         return [torch.bernoulli(layer(x, w, b).sigmoid()).sum([1])]

@@ -74,7 +74,7 @@ class Workers:
         self.started: list[_Worker] = []
         self.returned = 0
         self._told: list[tuple[str, dict[str, Any]]] = []
-        self._close = weakref.finalize(self, _close_all, self.started)
+        self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
     def start(self, num: int) -> None:
         """Start worker processes until `num` of them run.
@@ -96,7 +96,7 @@ class Workers:
     def close(self) -> None:
         """End all worker processes."""
         self._close()
-        self._close = weakref.finalize(self, _close_all, self.started)
+        self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
     def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
         """Run the units of a request on the workers.
@@ -296,8 +296,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks
     os.register_at_fork(after_in_child=_drop_stdin)
 
 
-def _close_all(workers: list[_Worker]) -> None:
-    while workers:
+def _close_all(workers: list[_Worker], owner: int) -> None:
+    """End these worker processes. Later workers have a copy of the list, and its deletion there must end nothing."""
+    while workers and os.getpid() == owner:
         workers.pop().close()
 
 

@@ -59,7 +59,7 @@ def _turnable(graph: fx.Graph) -> list[fx.Node]:
     while len(found) != size:
         size = len(found)
         for node in reversed([*found]):
-            if not all(user in found or is_call(user, *READERS) for user in node.users):
+            if not all(user in found or _may_read(user) for user in node.users):
                 del found[node]
         for node in [*found]:
             if not _reads_turned(node, found):
@@ -79,6 +79,13 @@ def _is_candidate(node: fx.Node) -> bool:
     tags = node.target.tags  # type: ignore[union-attr]
     alone = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return alone and not any(isinstance(value, fx.Node) for value in node.kwargs.values())
+
+
+def _may_read(user: fx.Node) -> bool:
+    """Return whether an operation may read a transposed view of a turned tensor."""
+    if is_call(user, aten.squeeze.dims):  # one number for each row, with the same strides as without the rule
+        return form(args(user)[0]).shape[2] == 1 and [dim % 3 for dim in args(user)[1]] == [2]
+    return is_call(user, *READERS)
 
 
 def _reads_turned(node: fx.Node, found: Mapping[fx.Node, None]) -> bool:
