@@ -348,6 +348,8 @@ def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
         polyfed.load_recipe(tmp_path / "r.toml")
     with pytest.raises(RecipeError, match="No such file"):
         polyfed.load_recipe(tmp_path / "nowhere.toml")
+    with pytest.raises(RecipeError, match=r"'fedavg' is a method: for your own data, call polyfed.run\(data=..., algo"):
+        polyfed.run("fedavg")
 
 
 def arrays(**changes: Any) -> dict[str, Any]:

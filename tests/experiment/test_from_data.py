@@ -94,6 +94,8 @@ def test_sections_and_objects_are_options() -> None:
         ({"lr": 0.1}, r"'lr' belongs in a section: write train=\{'lr': 0.1\}"),
         ({"label": LABEL}, "there is no option 'label'; did you mean 'labels'"),
         ({"train": 3}, "train is a section: write its keys in a dictionary"),
+        ({"model": torch.nn.Linear}, r'as in model=\{"module": ..., "blocks": \{...\}\}'),
+        ({"train": dict}, r"as in train=\{...\}"),
         ({"task": "regression"}, r'as in task=\{"name": "regression"\}'),
         ({"algorithm": "fedavgg"}, "did you mean 'fedavg'"),
         ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, r"3 problems:\n"),

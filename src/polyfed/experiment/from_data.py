@@ -186,7 +186,8 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         if name == "model" and isinstance(value, ModelSpec):
             continue
         if name in SECTIONS and name not in ("algorithm", "clients") and not isinstance(value, Mapping):
-            keys = f'{{"name": "{value}"}}' if isinstance(value, str) else "{...}"
+            options_of = '{"module": ..., "blocks": {...}}' if name == "model" and callable(value) else "{...}"
+            keys = f'{{"name": "{value}"}}' if isinstance(value, str) else options_of
             raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={keys}")
 
 

@@ -158,7 +158,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
     except OSError as error:
-        raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
+        hint = "Give the path of a TOML file"
+        if str(path) in ALGORITHMS:
+            hint = f"'{path}' is a method: for your own data, call polyfed.run(data=..., algorithm='{path}'). {hint}"
+        raise RecipeError(f"recipe {path}: {error.strerror or error}. {hint}") from None
     except ValueError as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
 
