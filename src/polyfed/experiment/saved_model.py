@@ -216,7 +216,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         raise ValueError(f"its model cannot be built: {error}") from error
     if said.get("frozen") and digest(model.frozen) != said["frozen"]:
         raise DataError(
-            f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained "
+            f"{folder / DESCRIPTION}: the frozen parameters differ from those of the run. Restore the pretrained "
             "model that the run read, or the code of your own module"
         )
     if said.get("constants") and digest(model.constants) != said["constants"]:  # older versions wrote no digest of them
