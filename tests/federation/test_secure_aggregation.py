@@ -442,6 +442,27 @@ def test_a_client_refuses_a_key_that_is_no_key() -> None:
             cohort.run("share", 0, cohort.roster)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_client_refuses_the_second_encoding_of_a_key(which: int) -> None:
+    """A server could list one key twice in this way. The two masks that a client shares with it would cancel."""
+    cohort = Cohorted(5)
+    keys = cohort.roster.keys
+    twin = bytearray(keys[3, which].cpu().numpy().tobytes())
+    twin[31] |= 128
+    seed = bytes(masks.SEED)
+    assert masks.agreed(seed, bytes(twin)) == masks.agreed(seed, keys[3, which].cpu().numpy().tobytes())
+    keys[4, which] = torch.tensor(list(twin), dtype=torch.uint8)
+    with pytest.raises(Refusal, match="in an unusual encoding"):
+        cohort.run("share", 0, cohort.roster)
+
+
+@pytest.mark.parametrize("number", [2**255 - 19 + 9, 2**255 + 9, 2**256 - 1])
+def test_only_numbers_below_the_prime_are_keys(number: int) -> None:
+    """Nine is the base point."""
+    assert masks.is_usable((9).to_bytes(32, "little"))
+    assert not masks.is_usable(number.to_bytes(32, "little"))
+
+
 SMALL_ORDER = [0, 1, 2**255 - 20, 2**255 - 19, 2**255 - 18]
 """Points of Curve25519 of order 2 and 4, two of them in encodings that no honest client uses."""
 

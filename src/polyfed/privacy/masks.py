@@ -24,6 +24,9 @@ SEED, KEY, TAG = 16, 32, 16
 
 A seed has the block size of PyCryptodome's scheme, and this size is also the security level of X25519."""
 
+PRIME = 2**255 - 19
+"""The order of the field of Curve25519 (RFC 7748, Section 4.1). Public keys of honest clients are numbers below it."""
+
 
 def require_libraries() -> None:
     """Check that the libraries are installed.
@@ -71,8 +74,13 @@ def agreed(seed: bytes, peer: bytes) -> bytes:
 def is_usable(peer: bytes) -> bool:
     """Return whether a public key can serve for key agreement.
 
-    With a point of small order, the common secret would be zero for every private key (RFC 7748, Section 6.1).
+    With a point of small order, the common secret would be zero for every private key (RFC 7748, Section 6.1). X25519
+    also accepts a second encoding of some points, with the highest bit set or a number of at least 2^255 - 19. Honest
+    clients never send one. A server could use it to list the key of one client twice, so that the masks of the pair
+    cancel each other.
     """
+    if int.from_bytes(peer, "little") >= PRIME:
+        return False
     try:
         agreed(bytes(SEED), peer)
     except ValueError:

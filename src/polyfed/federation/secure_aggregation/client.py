@@ -153,7 +153,7 @@ class SecureAggregation:
         if len(set(listed)) < len(listed):
             raise Refusal("the list of public keys holds a key twice")
         if not all(map(masks.is_usable, listed)):
-            raise Refusal("the list of public keys holds a key of small order, which an honest server leaves out")
+            raise Refusal("the list of public keys holds a key of small order or in an unusual encoding")
         if len(cohort.keys) < self.min_clients:
             raise Refusal(f"the cohort has {len(cohort.keys)} clients, and a sum needs {self.min_clients}")
         own = [masks.public_key(seed) for seed in seeds]

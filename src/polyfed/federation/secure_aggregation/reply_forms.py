@@ -62,9 +62,9 @@ def _most_frequent(block: str, group: np.ndarray, forms: Mapping[int, Mapping[st
 def flaw_of_keys(client: int, reply: PublicKeys) -> str:
     """Say what is wrong with public keys. This is an `accept` function for `Federation.ask`.
 
-    One key of small order in the roster would make every other client refuse the roster.
+    One unusable key in the roster would make every other client refuse the roster.
     """
     if flaw := bytes_of_shape(2, masks.KEY)(client, reply):
         return flaw
     usable = all(masks.is_usable(key.cpu().numpy().tobytes()) for key in reply.keys)
-    return "" if usable else "sent a public key of small order, with which anybody could read messages to this client"
+    return "" if usable else "sent a public key of small order or in an unusual encoding"
