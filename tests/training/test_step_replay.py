@@ -151,6 +151,30 @@ def test_optimisers_and_unequal_clients(counts: tuple[int, ...], optimiser: Any,
     assert close(fit, trained(plain, counts, train=train, replays=False))
 
 
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_a_bias_before_a_batch_norm_does_not_hinder(optimiser: Any, replayed: list[int]) -> None:
+    """The gradient of the bias consists of rounding errors, and so do its moments, which begin at zero."""
+    model = build_model(ModelSpec(embedding=4, encoders=AWKWARD), {"a": (16,), "b": (24,)}, 3)
+
+    def loss(w: Tree, batch: Batch) -> Tensor:
+        return batch.mean(torch.nn.functional.cross_entropy(model.logits(w, batch), batch.y, reduction="none"))
+
+    momentum = 0.9 if optimiser == "sgd" else 0.0
+    train = Train(optimiser=optimiser, momentum=momentum, lr=0.01, batch_size=8, epochs=2)
+    rows = stack_of([torch.arange(48), torch.arange(48, 96)])
+    first = model.init(keys.key(1, "init"))
+
+    def task(lane: Tensor) -> Tensor:
+        return (
+            StackedClientData(COLUMNS, rows, (1, 2), lane, ("a", "b"), model, 1, 9)
+            .minimise(loss, first, train=train, model=model)
+            .loss
+        )
+
+    vmap(task)(torch.arange(2))
+    assert sum(replayed) == 12, "all steps, from the first one on"
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 0), (2, 2), (3, 3)])
 def test_a_training_of_two_steps_has_programs(epochs: int, steps: int, replayed: list[int]) -> None:
     train = Train(lr=0.1, batch_size=0, epochs=epochs)

@@ -388,6 +388,25 @@ def test_agreement_is_judged_in_double_precision() -> None:
     assert not agree(good, wrong, [w, g], ())
 
 
+def test_a_gradient_of_rounding_errors_agrees() -> None:
+    """The sum of centred numbers is zero; an optimiser makes a moment, and an update of any size, of its rounding."""
+
+    def step(first: bool, error: float = 0.0) -> Step:
+        def run(b: Tensor, m: Tensor, x: Tensor) -> list[Tensor]:
+            centred = x - x.mean(0)
+            g = centred.sum(0) if first else centred.flip(0).cumsum(0)[-1] + error
+            m.add_(g)
+            return [b.add_(m / (m.abs() + 1e-8), alpha=-0.1), m, x.sum()]
+
+        return run
+
+    b, x = numbers(C), numbers(20, C)
+    for m in (torch.zeros(C), torch.full((C,), 1e-9)):
+        recorded, other = traced(step(True), b, m, x), traced(step(False), b, m, x)
+        assert agree(recorded, other, [b, m, x], ())
+        assert not agree(recorded, traced(step(False, 1e-9), b, m, x), [b, m, x], ())
+
+
 def test_a_product_that_is_added_to_a_folded_product() -> None:
     def step(w: Tensor, k: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         k.add_(a @ b)

@@ -2,11 +2,13 @@
 
 In training, a random number must depend only on the key of the batch, so that a run repeats exactly and all engines
 draw the same numbers. Dropout and BatchNorm must find the rows of the batch on the first axis of their input, because
-they tell rows of padding from real rows by their position.
+they tell rows of padding from real rows by their position. The results of a real row must not depend on rows of
+padding, because engines pad batches differently.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +39,18 @@ def check_trial_calls(model: Model, w: Tree, where: str, modalities: Collection[
 
     Raises:
         ModelError: the part fails in training mode, or it draws from PyTorch's global random generator. The error also
-            occurs if the rows of the batch are not on the first axis of the input of a BatchNorm or dropout layer.
+            occurs if the rows of the batch are not on the first axis of the input of a BatchNorm or dropout layer, or
+            if the results of real rows depend on a row of padding.
     """
     batch = model.zero_batch(ROWS, modalities)
-    own = {name: value.clone() if model.is_buffer(name) else value for name, value in w.items()}
+
+    def fresh() -> Tree:
+        return {name: value.clone() if model.is_buffer(name) else value for name, value in w.items()}
+
     with torch.no_grad():
-        _check_training(where, lambda: call(own, replace(batch, key=0)))
+        _check_training(where, lambda: call(fresh(), replace(batch, key=0)))
         _check_rows(model, where, batch, lambda batch: call(w, batch))
+        _check_padding(where, model.zero_batch(ROWS + 1, modalities), lambda batch: (call(own := fresh(), batch), own))
 
 
 def _check_training(where: str, run: Callable[[], object]) -> None:
@@ -94,6 +101,42 @@ def _check_rows(model: Model, where: str, zeros: Batch, run: Callable[[Batch], o
                 "x.flatten(0, 1) of a tensor (B, T, ...). Transpose the tensor before this layer, so that the rows "
                 "come first."
             )
+
+
+def _check_padding(where: str, batch: Batch, run: Callable[[Batch], tuple[object, Tree]]) -> None:
+    """Check, in training and in evaluation mode, that the samples in a row of padding do not change other rows.
+
+    A module may keep statistics of its batches in a buffer and read them. Such modules are not checked.
+    """
+    batch = replace(batch, ok=batch.rows < ROWS)
+    odd, last = batch.rows[1:2], batch.rows[[1, -1]]
+    real, other = ({m: x.index_fill(0, ones, 1.0) for m, x in batch.x.items()} for ones in (odd, last))
+    for key in (0, None):
+        try:
+            calls = [run(replace(batch, x=x, key=key)) for x in (real, real, other)]
+        except Exception:  # samples of ones are not valid for this module
+            return
+        one, again, moved = (_real_rows(out) for out, _ in calls)
+        kept, _, changed = ([*after.values()] for _, after in calls)
+        if not _alike(one, again) or not _alike(kept, changed):
+            return
+        if not _alike(one, moved):
+            raise ModelError(
+                f"{where} computes a row from the other rows of the batch, as x - x.mean(0), a softmax over the rows, "
+                "or lengths cut to the longest row do. An engine that trains several clients at once adds rows of "
+                "padding to their batches, which would change the results, and evaluation uses other batches than "
+                "training. Compute each row from its own entries. To normalise over the batch, use "
+                "nn.BatchNorm1d/2d/3d, which leaves out the padding."
+            )
+
+
+def _real_rows(out: Any) -> list[Tensor]:
+    """Return the results of a trial call without the row of padding."""
+    return [value[:ROWS] for value in (out.values() if isinstance(out, dict) else [out])]
+
+
+def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
 def _last_third(one: Tensor, other: Tensor) -> bool:

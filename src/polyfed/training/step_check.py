@@ -18,6 +18,16 @@ TOLERANCE = 1e-5
 ROUNDING = 1e-13
 """The largest difference relative to the largest entry of a tensor, for updates that are zero in exact arithmetic."""
 
+SHAKES = 4
+"""How many times `agree` repeats a step with inputs that are changed by rounding errors."""
+
+SHAKE = 1e-15
+"""The changes of these inputs, relative to each entry."""
+
+NOISE = 100.0
+"""The largest difference of a rewritten step, relative to the largest difference that these changes make to an update.
+"""
+
 GATHERS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 """Operations that take a few rows of a table."""
 
@@ -40,21 +50,49 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
     the two graphs compute different steps, or if the rewritten graph cannot run. A rewritten graph cannot run, for
     example, if a rewriting rule changes the strides of a tensor and a later `view` does not work with the new strides.
 
+    Some gradients are zero in exact arithmetic, such as that of a bias before a BatchNorm. An optimiser turns their
+    rounding errors into moments and updates that consist of nothing else. The two graphs round differently, so these
+    tensors may differ as much as they differ between two calculations with the same graph.
+
     Args:
         graph: the operations of a training step.
         rewritten: the operations that may replace those of `graph`.
         inputs: the tensors of the state, followed by the slices, which are the tensors with the data of this one step.
         outside: tensors that the step closes over.
     """
-    copies = ([_doubled(tensor.clone()) for tensor in inputs] for _ in range(2))
-    first, second = copies
-    one = Doubled(graph).run(*first, *outside)
+    doubled = [_doubled(tensor) for tensor in inputs]
+    one = _taken(graph, doubled, outside)
     try:
-        other = Doubled(rewritten).run(*second, *outside)
+        other = _taken(rewritten, doubled, outside)
     except RuntimeError:
         return False
-    before = [*map(_doubled, inputs[: len(one) - 1]), torch.zeros_like(one[-1])]
-    return all(map(_close, one, other, before))
+    before = [*doubled[: len(one) - 1], torch.zeros_like(one[-1])]
+    apart = [place for place, found in enumerate(map(_close, one, other, before)) if not found]
+    if not apart:
+        return True
+    if not all(one[i].is_floating_point() and one[i].shape == other[i].shape == before[i].shape for i in apart):
+        return False
+    noise = [torch.zeros((), dtype=torch.float64, device=one[place].device) for place in apart]
+    for number in range(1, SHAKES + 1):
+        shaken = [_shaken(tensor, number) for tensor in doubled]
+        again, start = _taken(graph, shaken, outside), [*shaken[: len(one) - 1], before[-1]]
+        moved = [(one[i] - before[i] - (again[i] - start[i])).nan_to_num().abs().max() for i in apart]
+        noise = [*map(torch.maximum, noise, moved)]
+    return all(_close(one[i], other[i], before[i], NOISE * most) for i, most in zip(apart, noise, strict=True))
+
+
+def _taken(graph: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the results of a graph in double precision. The inputs do not change."""
+    taken: Sequence[Tensor] = Doubled(graph).run(*(tensor.clone() for tensor in inputs), *outside)
+    return taken
+
+
+def _shaken(value: Tensor, number: int) -> Tensor:
+    """Change the entries of a tensor by about as much as rounding does, differently for each number. Zeros stay."""
+    if not value.is_floating_point():
+        return value
+    waves = torch.arange(1, value.numel() + 1, dtype=value.dtype, device=value.device).mul(number).cos()
+    return value * (1 + SHAKE * waves.view(value.shape))
 
 
 class Doubled(fx.Interpreter):
@@ -83,12 +121,13 @@ def _doubled(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def _close(one: Tensor, other: Tensor, before: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor, before: Tensor, least: Tensor | float = 0.0) -> bool:
+    """Return whether a tensor of the two steps agrees. The tolerance is at least `least`."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
-    largest = TOLERANCE * (one - before).nan_to_num().abs().max() + ROUNDING * one.nan_to_num().abs().max()
+    largest = TOLERANCE * (one - before).nan_to_num().abs().max() + ROUNDING * one.nan_to_num().abs().max() + least
     return bool(((one - other).abs() <= largest).logical_or(one.isnan() & other.isnan() | (one == other)).all())
 
 
