@@ -202,6 +202,8 @@ def test_bytes_are_those_of_activations_gradients_and_labels(engine: str) -> Non
 def test_options_without_meaning_are_refused() -> None:
     with pytest.raises(RecipeError, match="clip_norm"):
         Cut(train=Train(clip_norm=1.0))
+    with pytest.raises(RecipeError, match="accumulate cannot be used"):
+        Cut(train=Train(accumulate=2))
     with pytest.raises(RecipeError, match="u_shaped"):
         played(split("splitfed", u=True, model=ModelSpec(embedding=6, encoders=PLAIN)))
 

@@ -70,3 +70,29 @@ def test_the_masks_are_a_function_of_the_batch() -> None:
     assert not any(torch.equal(z, other) for k, z in enumerate(found) for other in found[:k])
     plain = batch.evaluation()
     assert plain.redrawn() is plain
+
+
+class Normed(nn.Module):
+    """An encoder with BatchNorm."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, embedding))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_batch_norm_sees_two_batches_in_one_step(engine: str) -> None:
+    """CreamFL trains on own rows and on public rows; the second pass changes the running statistics of the first."""
+    x = torch.randn(192, 6, generator=torch.Generator().manual_seed(0))
+    encoders = {m: {"kind": "test_second_pass:Normed"} for m in ("a", "b")}
+    run = polyfed.run(
+        data={"a": x, "b": x.flip(1)}, labels=torch.arange(192) % 3, clients={"num": 4, "validation": 0.1}, rounds=1,
+        algorithm="creamfl", engine={"name": engine, "debug": True}, train={"batch_size": 16, "epochs": 2},
+        model={"embedding": 4, "encoders": encoders},
+        egress={m: {"server": ["embeddings", "statistic"]} for m in ("a", "b", "shared")},
+    )  # fmt: skip
+    assert all(bool(value.isfinite().all()) for value in run.params.values())

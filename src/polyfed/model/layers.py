@@ -117,7 +117,12 @@ class BatchNorm(nn.Module):
         if not self.trains:
             return nn.functional.batch_norm(x, mean, var, weight, bias, eps=self.eps)
         if ok is None and x.numel() >= 2 * x.shape[1]:
-            return nn.functional.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+            # the backward pass keeps these copies, because a second call in the same step changes `mean` and `var`
+            own_mean, own_var = mean.clone(), var.clone()
+            y = nn.functional.batch_norm(x, own_mean, own_var, weight, bias, True, self.momentum, self.eps)
+            mean.copy_(own_mean)
+            var.copy_(own_var)
+            return y
         return self._masked(x, self._mask(x, ok), weight, bias)
 
     def _mask(self, x: Tensor, ok: Tensor | None) -> Tensor:

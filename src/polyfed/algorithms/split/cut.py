@@ -67,13 +67,18 @@ class Cut:
         """Check the options.
 
         Raises:
-            RecipeError: `train.clip_norm` is set, although neither side has the whole gradient, or `train.steps` is
-            set.
+            RecipeError: `train.clip_norm` is set, although neither side has the whole gradient, or `train.steps` or
+            `train.accumulate` is set.
         """
         if self.train.clip_norm or self.train.steps is not None:
             raise RecipeError(
                 "[train] clip_norm and steps cannot be used with a model that is cut in two: neither side has the "
                 "whole gradient, and training is counted in epochs. Remove clip_norm and steps"
+            )
+        if self.train.accumulate > 1:
+            raise RecipeError(
+                "[train] accumulate cannot be used with a model that is cut in two: the gradients at the cut belong to "
+                "the whole batch. Set accumulate = 1"
             )
 
     def lower(self, tree: Tree) -> Tree:
