@@ -23,6 +23,7 @@ from polyfed.deploy.request_limits import admit, admit_release
 from polyfed.deploy.secrets_once import admit_secrets, bind_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
+from polyfed.engines.gpu_determinism import deterministic
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, check_versions, reason
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -110,7 +111,8 @@ class ClientRuntime:
             content: Packet | None = None
             sent, seal = False, ""
             try:
-                reply = engine.alone(request, request_id.client, got, missing)
+                with deterministic(engine.device):
+                    reply = engine.alone(request, request_id.client, got, missing)
                 if reply is not None:
                     content = encode(reply)
                     bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)

@@ -18,6 +18,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
+from polyfed.engines.gpu_determinism import deterministic
 from polyfed.engines.shared_memory import Arena, Place, copied
 from polyfed.federation.clock import Clock
 from polyfed.federation.replies import Answer
@@ -131,12 +132,13 @@ def serve(
     engine.pool = None
     engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
     own_streams()
-    while True:
-        try:
-            job = connection.recv()
-            connection.send(_run(engine, job, *memory, device))
-        except (EOFError, ConnectionError):
-            return
+    with deterministic(device):
+        while True:
+            try:
+                job = connection.recv()
+                connection.send(_run(engine, job, *memory, device))
+            except (EOFError, ConnectionError):
+                return
 
 
 def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, device: torch.device) -> Done:
