@@ -124,8 +124,9 @@ def data_of(recipe: Recipe) -> str:
 def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     """Write a folder for each client of a recipe, with the client's rows and policy, as on a device.
 
-    `data.npz` holds only the modalities that the client has. Only this user can read the folder. The order of the rows is the same as in a simulation, so
-    a deployment with these folders gives the same results as the simulation. Existing policy files are kept.
+    `data.npz` holds only the modalities that the client has. Only this user can read the folder. The order of the rows
+    is the same as in a simulation, so a deployment with these folders gives the same results as the simulation.
+    Existing policy files are kept.
 
     Returns:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
