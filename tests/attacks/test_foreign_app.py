@@ -10,6 +10,7 @@ import os
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -23,12 +24,13 @@ import tomli_w
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.federations import PATIENCE, Surrounded, recipe_for, until
-from polyfed.core.errors import BadReply, PolyfedError
+from polyfed.core.errors import BadReply, PolyfedError, RecipeError
 from polyfed.deploy.app_folder import CLIENT, RECIPE
-from polyfed.deploy.device_process import handler_for
+from polyfed.deploy.device_process import KEPT_RECIPES, handler_for
 from polyfed.deploy.local_federation import Local
 from polyfed.engines.flower.public_port import PUBLIC, FleetOnly
 from polyfed.engines.flower.worker import LONGEST_TEXT
+from polyfed.experiment.recipe import load_recipe
 
 THIEF = """
 import os
@@ -126,6 +128,35 @@ def test_of_an_app_only_the_recipe_is_written_and_only_as_a_text(tmp_path: Path)
     assert handler.recipe_path.read_text() == "seed = 1\n"
     with pytest.raises(BadReply, match="is not an app"):
         handler_for(b"no zip file", tmp_path)
+
+
+def test_a_server_cannot_fill_the_temporary_folder_of_a_device_with_recipes(tmp_path: Path) -> None:
+    handlers = []
+    for number in range(3 * KEPT_RECIPES):
+        texts = {"pyproject.toml": tomli_w.dumps(project(CLIENT)), RECIPE: f"seed = {number}\n"}
+        handlers.append(handler_for(fab_of(texts), tmp_path))
+        handler_for(fab_of(texts | {RECIPE: "seed = 0\n"}), tmp_path)
+    assert len([*tmp_path.iterdir()]) == KEPT_RECIPES
+    assert handlers[0].recipe_path.read_text() == "seed = 0\n", "a recipe that is used again stays"
+    assert handlers[-1].recipe_path.exists()
+    assert not handlers[1].recipe_path.exists()
+
+
+@pytest.mark.parametrize("name", [RECIPE, "pyproject.toml"])
+@pytest.mark.parametrize("part", ["a.", "a . ", '"\\"".', "'\"'.", "é."])
+def test_a_key_of_very_many_parts_is_refused_before_it_is_parsed(name: str, part: str, tmp_path: Path) -> None:
+    """Python's parser needs memory in proportion to the square of the number of parts: gigabytes for these 100 kB."""
+    long = part * (100_000 // len(part)) + "a = 1\n"
+    started = time.monotonic()
+    texts = {"pyproject.toml": tomli_w.dumps(project(CLIENT)), RECIPE: "seed = 1\n"} | {name: long}
+
+    def read() -> None:
+        load_recipe(handler_for(fab_of(texts), tmp_path).recipe_path)
+
+    error = RecipeError if name == RECIPE else BadReply
+    with pytest.raises(error, match=r"nested more than 200 levels deep|Invalid statement"):
+        read()
+    assert time.monotonic() - started < 5
 
 
 def status(path: str, method: str = "POST") -> int:

@@ -262,6 +262,19 @@ def test_a_server_of_another_version_is_refused_by_the_device(tmp_path: Path) ->
     assert "wire format 99, this device has polyfed" in answer.header["reason"]
 
 
+@pytest.mark.parametrize("wire", [99, None])
+def test_a_server_of_another_version_is_named_as_such_although_its_recipe_cannot_be_read(
+    wire: Any, tmp_path: Path
+) -> None:
+    devices = Devices(tmp_path)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "option_of_a_later_version = 1\n")
+    for asking in (hello(), Packet({"want": "ask", "polyfed": "9.9", "wire": 3})):
+        answer = devices(Packet(asking.header | {"wire": wire}), {"partition-id": 0})
+        assert answer.header["verdict"] == "failed"
+        assert "install the same version on both" in answer.header["reason"]
+
+
 def test_all_that_do_not_fit_are_named_where_too_few_are_left(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     with pytest.raises(TooFewReplies, match=r"2 of 3 clients enrolled .*client 1: it has labels of 5 classes"):

@@ -178,10 +178,24 @@ def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -
         work(stores["run0"], "run0", 2)
 
 
+def test_numbers_of_a_request_that_no_file_can_hold_are_refused() -> None:
+    """A device writes them to its journal. It could not read an integer of 301 digits again.
+
+    Every run of the device reads the journals of older runs, so one such request would have ended all later runs.
+    """
+    header = {"run": "run", "session": 1, "round": 1, "request": 0, "client": 0}
+    for name in ("session", "round", "request", "client"):
+        assert RequestId.read({"request_id": header | {name: 2**63 - 1}})
+        for number in (2**63, 10**400, -1):
+            with pytest.raises(BadReply, match="carries no request id that can be read"):
+                RequestId.read({"request_id": header | {name: number}})
+
+
 def test_only_the_devices_user_can_read_its_state_folder_and_only_the_servers_its_logs(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     devices.serve(tmp_path / "run")
     for client in range(3):
+        assert stat.S_IMODE(devices.places[client].stat().st_mode) == 0o700, "the copy of the data"
         state = devices.places[client] / "polyfed-state"
         found = [state, *state.rglob("*")]
         assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}

@@ -91,6 +91,50 @@ def test_a_recipe_cannot_take_the_split_of_the_owner_away(tmp_path: Path) -> Non
     assert (told["rows"], told["tested"]) == (len(arrays["label"]) - 25, True)
 
 
+FOLD = '[allow]\nsplit = ["fold", "visits"]\n'
+
+
+def with_fold(devices: Devices, *, also: str = "") -> int:
+    """The owner of device 1 marks the training rows in the array `fold`. Returns their number."""
+    place = devices.places[1] / "data.npz"
+    with np.load(place) as kept:
+        arrays = {name: kept[name] for name in kept.files if name != "split"}
+    size = len(arrays["label"])
+    arrays["fold"] = np.array([3] * 20 + [1] * 5 + [0] * (size - 25))
+    if also:
+        arrays[also] = np.zeros(size, int)
+    np.savez(place, **arrays)
+    (devices.places[1] / "policy.toml").write_text(POLICY.replace("[egress.b]\nserver = []\n", "") + FOLD)
+    return size - 25
+
+
+@pytest.mark.parametrize("named", ["", 'split = ""', 'split = "split"'])
+def test_a_recipe_cannot_leave_out_the_array_in_which_the_owner_marks_training_rows(named: str, tmp_path: Path) -> None:
+    """The data has no array `split`, so all rows would train, also those that the owner has left out."""
+    devices = Devices(tmp_path)
+    with_fold(devices)
+    hostile(devices, named)
+    told = devices.handler(hello(), devices.configs[1]).header
+    assert told["verdict"] == "refused"
+    assert "the data of this device has no array 'split', but the array 'fold'" in told["reason"]
+    assert "Set [data] split = 'fold' in the recipe" in told["reason"]
+
+
+def test_the_array_that_the_owner_allows_as_the_split_decides_which_rows_train(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    rows = with_fold(devices)
+    hostile(devices, 'split = "fold"')
+    assert devices.handler(hello(), devices.configs[1]).header["rows"] == rows
+    hostile(devices, "")
+    with_fold(devices, also="split")
+    assert devices.handler(hello(), devices.configs[1]).header["rows"] == rows + 25, "`split` is there, and decides"
+
+
+def test_the_data_of_a_device_may_lack_every_array_that_its_owner_allows_as_the_split(tmp_path: Path) -> None:
+    """Several sites share a policy file, and the data of one of them has no split."""
+    assert enrols(Devices(tmp_path), "", '[allow]\nsplit = ["fold"]\n') == "enrolled"
+
+
 def test_check_tells_the_owner_beforehand_also_without_data(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     enrols(devices, 'label = "visits"')

@@ -15,8 +15,10 @@ from engines.devices import Devices
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.log_lines import LOG_FORMAT, LogLines
 from polyfed.deploy import client_runtime, device_process
+from polyfed.deploy.faults import LONGEST_TEXT
 from polyfed.engines.flower.link_facts import database_of_this_release
 from polyfed.engines.flower.supernode_process import speak_as_polyfed
+from polyfed.engines.protocol import hello
 
 
 def test_a_device_with_a_full_disk_names_the_folder_and_what_to_do(
@@ -33,6 +35,20 @@ def test_a_device_with_a_full_disk_names_the_folder_and_what_to_do(
     folder = devices.places[1] / "polyfed-state"
     assert f"No space left on device. This device keeps its local state and its logs in {folder}. Make room" in said.err
     assert str(folder) not in said.out, "the server learns no path"
+
+
+def test_a_recipe_with_very_many_mistakes_does_not_fill_the_log_of_a_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = Devices(tmp_path)
+    recipe = devices.app / "recipe.toml"
+    mistakes = "".join(f"k{number} = 1\n" for number in range(2000))
+    recipe.write_text(recipe.read_text().replace("lr = 0.1\n", f"lr = 0.1\n{mistakes}"))
+    assert devices(hello(), {"partition-id": 1}).header["verdict"] == "failed"
+    said = capsys.readouterr().err
+    assert "[train] has no option 'k0'" in said
+    assert "more characters)" in said
+    assert len(said) < 2 * LONGEST_TEXT
 
 
 def test_a_run_that_cannot_go_on_here_says_how_to_choose_another_folder(tmp_path: Path) -> None:

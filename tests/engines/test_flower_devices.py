@@ -29,6 +29,7 @@ from polyfed.engines.protocol import hello
 from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.policy import Policy
 
 HELLO = hello()
 
@@ -150,6 +151,43 @@ def test_one_policy_file_serves_devices_of_different_modalities(tmp_path: Path) 
     for held in ("a", "b"):
         node = NodeConfig(data="x.npz", client=0, modalities=held, policy=str(everywhere))
         assert not policy_on(node, recipe, (held,)).allows("parameters", "b", "server")
+
+
+def test_the_state_of_a_device_lies_next_to_its_data_also_below_the_home_folder(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Otherwise the folder would depend on the current folder, and with it the privacy budget."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for current in (tmp_path, Path("/")):
+        monkeypatch.chdir(current)
+        assert NodeConfig(data="~/d/x.npz", client=0, modalities="a").folder == tmp_path / "d" / "polyfed-state"
+        assert NodeConfig(data="/x.npz", client=0, modalities="a", state="~/s").folder == tmp_path / "s"
+
+
+def test_one_request_sees_one_policy_although_the_owner_replaces_the_file_meanwhile(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The old policy lets everything leave with noise, and the new one lets nothing leave without noise."""
+    devices = Devices(tmp_path)
+    policy = devices.places[1] / "policy.toml"
+    old = policy.read_text() + "[require]\nmax_epsilon = 1.0\ndelta = 1e-3\n"
+    new = '[egress.a]\nserver = []\n[egress.shared]\nserver = ["statistic"]\n'
+    policy.write_text(old)
+    reads, parse = [0], Policy.parse
+
+    def replacing(*args: Any, **options: Any) -> Any:
+        made = parse(*args, **options)
+        if "policy.toml" in str(args[-1]):
+            reads[0] += 1
+            policy.write_text(new)
+        return made
+
+    monkeypatch.setattr(Policy, "parse", replacing)
+    answer = devices(HELLO, {"partition-id": 1})
+    assert reads[0] == 1
+    assert policy.read_text() == new
+    assert answer.header["verdict"] == "refused"
+    assert "[require] max_epsilon = 1 of the device" in answer.header["reason"], "the demand of the old policy"
 
 
 def test_who_holds_a_run_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from polyfed.engines.protocol import RequestId
 def work(store: Store, session: int, round: int, request: int, kept: int = 0) -> float:
     """An ask that adds 1 to what is kept; what it began with."""
     request_id = RequestId("run", session, round, request, client=3)
-    found = store.begin(request_id)
+    found = store.before(request_id)
+    store.begin(request_id)
     before = 0.0 if found is None else float(found[0]["n"])
     store.keep(request_id, {"n": torch.tensor(before + 1)}, ("a",), kept)
     return before

@@ -17,6 +17,16 @@ deeply."""
 
 CAUSES = "TOML needs quotes around words, `true` and `false` in lower case, and one `key = value` on each line"
 
+_STRING_OR_COMMENT = re.compile(
+    r"""("{3}(?:\\.|(?!"{3}).)*+(?:"{3})?|'{3}(?:(?!'{3}).)*+(?:'{3})?|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?)|#[^\n]*+""",
+    re.DOTALL,
+)
+"""A string of TOML, which is group 1, or a comment. A string without an end extends to the end of the line or of the
+text, so no attempt to match fails, and a search reads each character once."""
+
+_DOTTED = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+)++")
+"""A dotted key without its last part. Strings must have been replaced by single letters."""
+
 LARGEST = 10**300
 """Integers of at least this size are refused, because a float cannot hold them."""
 
@@ -37,6 +47,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large. If the text is not
             TOML, the error quotes the line and names the usual causes.
     """
+    _refuse_long_keys(text)
     try:
         table: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -45,6 +56,17 @@ def parse_toml(text: str) -> dict[str, Any]:
         shown = f", which reads: {line:.80}" if line.isprintable() and line else ""
         raise ValueError(f"{error}{shown}. {CAUSES}") from None
     return table
+
+
+def _refuse_long_keys(text: str) -> None:
+    """Refuse TOML with a dotted key of too many parts, such as `a.a.a.a = 1`, before Python's parser reads it.
+
+    The parser needs time and memory that grow with the square of the number of parts, so a key of 100 kB would take
+    gigabytes.
+    """
+    plain = _STRING_OR_COMMENT.sub(lambda found: "s" if found[1] else "", text)
+    if any(found[0].count(".") >= MOST_DEPTH for found in _DOTTED.finditer(plain)):
+        raise ValueError(_too_deep())
 
 
 def _guarded(parse: Callable[[], Any]) -> Any:

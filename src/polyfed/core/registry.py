@@ -144,6 +144,12 @@ def check_array(role: str, name: str) -> None:
         )
 
 
+def allowed_arrays(role: str) -> tuple[str, ...]:
+    """Return the arrays that the owner of this device allows for a key of [data]. It is empty outside of `only`."""
+    allowance = _ALLOWANCE.get()
+    return () if allowance is None else getattr(allowance, role)
+
+
 def find(name: str, registered: Mapping[str, type], base: type) -> Any:
     """Look up the class that a name in a recipe means.
 

@@ -124,8 +124,9 @@ def data_of(recipe: Recipe) -> str:
 def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     """Write a folder for each client of a recipe, with the client's rows and policy, as on a device.
 
-    `data.npz` holds only the modalities that the client has. The order of the rows is the same as in a simulation, so
-    a deployment with these folders gives the same results as the simulation. Existing policy files are kept.
+    `data.npz` holds only the modalities that the client has. Only this user can read the folder. The order of the rows
+    is the same as in a simulation, so a deployment with these folders gives the same results as the simulation.
+    Existing policy files are kept.
 
     Returns:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
@@ -135,6 +136,7 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     for client in range(population.num_clients):
         place = Path(folder) / NODES / str(client)
         place.mkdir(parents=True, exist_ok=True)
+        place.chmod(0o700)  # it holds a copy of the data
         np.savez(place / "data.npz", **_arrays(population, client, recipe))  # type: ignore[arg-type]
         written.append(place)
         if (place / "policy.toml").exists():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from polyfed.core.errors import BadReply, ModelError
@@ -26,8 +27,30 @@ SHARE = 4
 `message_megabytes / SHARE` (inferred)."""
 
 MAX_OPERATIONS = 100_000
-"""Largest number of tensor operations of an encoder for two rows (inferred). A recurrent encoder needs a few operations
-for each step of a sequence."""
+"""Largest number of tensor operations of an encoder for two rows (inferred). An encoder of the user may need a few
+operations for each step of a sequence."""
+
+RECURRENT = (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
+"""The operations of PyTorch's recurrent layers."""
+
+
+class _OneStep(TorchFunctionMode):
+    """Makes the results of a recurrent layer without computing its steps. On `meta`, a tensor has only a shape.
+
+    PyTorch runs such a layer on `meta` as several operations for each step of a sequence. A long sequence, which one
+    client can claim, would cost the server many seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation. For a recurrent layer, return tensors of the right shapes."""
+        if func not in RECURRENT or not isinstance(args[2], list):  # a packed sequence has its lengths in this place
+            return func(*args, **(kwargs or {}))
+        x, states, weights, *_, bidirectional, _ = args
+        first = states[0] if isinstance(states, tuple) else states
+        x.new_empty(*x.shape[:-1], len(weights[0]))  # the gates of all steps, which `_Bounded` sees
+        out = x.new_empty(*x.shape[:-1], first.shape[-1] * (2 if bidirectional else 1))
+        ends = states if isinstance(states, tuple) else (states,)
+        return (out, *(state.new_empty(state.shape) for state in ends))
 
 
 class _Bounded(SeesOperations):
@@ -83,7 +106,7 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
     """
     encoder, megabytes = recipe.model.encoders[name], recipe.engine.message_megabytes
     try:
-        with torch.device("meta"), _Bounded(megabytes * MEGABYTE):
+        with torch.device("meta"), _Bounded(megabytes * MEGABYTE), _OneStep():
             net = _tried(recipe, name, shape)
     except (ModelError, BadReply) as error:
         raise BadReply(f"{str(error).rstrip('.')} ([engine] message_megabytes = {megabytes})") from None

@@ -15,22 +15,19 @@ from polyfed.core.files import append_whole, undone
 from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
-from polyfed.core.tree import SHARED, Tree, digest
-from polyfed.data import Population
+from polyfed.core.tree import Tree, digest
 from polyfed.deploy.faults import Fault, in_short, log_problem
+from polyfed.deploy.kept_replies import KeptReplies
 from polyfed.deploy.privacy_budget import admit_state, spend
 from polyfed.deploy.request_limits import admit, admit_release
-from polyfed.deploy.secrets_once import admit_secrets, bind_secrets
+from polyfed.deploy.secrets_once import admit_secrets, bind_secrets, digest_of_use
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.gpu_determinism import deterministic
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, check_versions, reason
-from polyfed.federation.client_registry import registry_of
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
-from polyfed.privacy.limits import NO_LIMITS, Limits
-from polyfed.privacy.policy import Policy
 from polyfed.privacy.requirements import Release
 
 LEDGER = "egress.jsonl"
@@ -75,7 +72,8 @@ class ClientRuntime:
             request_id = RequestId.read(packet.header)
             if request_id.client != client:
                 raise BadReply(f"is for client {request_id.client}, this is client {client}")
-            return self._work(packet, request_id)
+            with deterministic(self.engine.device):
+                return self._work(packet, request_id)
         except EgressError as error:
             for note in getattr(error, "__notes__", ()):  # numbers that the server does not get
                 log_problem(note)
@@ -99,11 +97,13 @@ class ClientRuntime:
         with store.alone():
             store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             admit(engine.limits, folder, request, request_id.client)
-            admit_release(engine.privacy, folder, request, request_id.client)
-            admit_state(self.release, folder, store.has_state, request_id.client)
-            self._spend(request, request_id.client)
+            local = self._before(store, request, request_id)
+            replies = KeptReplies(folder, digest_of_use(request, local or {}, packet, self.conditions))
+            known = replies.find(request_id) if self._adds_noise(request) else None
+            if known is None:
+                self._count(store, request, request_id)
             store.prune()
-            local = self._begun(store, request, request_id)
+            store.begin(request_id, again=known is not None)
             admit_secrets(folder, request, local, packet, request_id.client, self.conditions)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
@@ -111,26 +111,46 @@ class ClientRuntime:
             content: Packet | None = None
             sent, seal = False, ""
             try:
-                with deterministic(engine.device):
-                    reply = engine.alone(request, request_id.client, got, missing)
-                if reply is not None:
+                if known is not None:
+                    content = self._released_again(request, request_id.client, got, known)
+                elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
                     content = encode(reply)
                     bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)
-                    self._keep(store, request_id, local, int(packet.header.get("kept", 0)))
-                    sent = True
+                    kept = int(packet.header.get("kept", 0))
+                    self._keep(store, request_id, local, kept)
+                    if self._adds_noise(request):
+                        replies.keep(request_id, content, kept)
+                sent = content is not None
             finally:
-                seal = self._book(store, request_id, sent)
+                seal = self._book(store, request_id, sent, again=known is not None)
             if content is None and self.discreet:
                 raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
             if content is None:
                 return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
 
-    def _spend(self, request: Request, client: int) -> None:
-        """Count the cost of a reply with noise in the device's privacy budget, which covers all runs; see `spend`."""
+    def _adds_noise(self, request: Request) -> bool:
+        """Return whether the reply gets noise from the operating system. It then cannot be computed a second time."""
         mechanism = self.engine.privacy
+        return (
+            mechanism is not None and mechanism.secure and not mechanism.central and request.name in mechanism.protected
+        )
+
+    def _count(self, store: Store, request: Request, request_id: RequestId) -> None:
+        """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
+        mechanism, client = self.engine.privacy, request_id.client
+        admit_release(mechanism, store.folder, request, client)
+        admit_state(self.release, store.folder, store.has_state, client)
         if mechanism is not None and request.name in mechanism.protected:
             spend(self.engine.required, self.release, self.folder, client)
+
+    def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
+        """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""
+        gate = self.engine.node((client,), self.engine.context(client))
+        gate.receive(request, got)
+        again = encode(gate.release(request, decode(known, request.reply, limit=self.limit), stacked=False))
+        assert (again.header, again.body) == (known.header, known.body), "a reply is sent again bit for bit"
+        return again
 
     def _received(self, packet: Packet, request: Request) -> Message:
         """Decode the server's message.
@@ -156,7 +176,7 @@ class ClientRuntime:
         if left is not before:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
 
-    def _book(self, store: Store, request_id: RequestId, sent: bool) -> str:
+    def _book(self, store: Store, request_id: RequestId, sent: bool, *, again: bool) -> str:
         """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
 
         Returns:
@@ -166,6 +186,7 @@ class ClientRuntime:
             store: the client's store.
             request_id: id of the request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
+            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted.
 
         Raises:
             OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
@@ -182,16 +203,17 @@ class ClientRuntime:
             with undone(path, before):
                 return self.audit.append(entries, request_id.run)
         except (OSError, PolyfedError):
-            store.forget(request_id)
+            if not again:
+                store.forget(request_id)
             raise
 
-    def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
+    def _before(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
         """Return the client's local state before a task, or None if there is no state yet.
 
         If the client's modalities have changed since the state was written, tensors with the right shape are kept. All
         other tensors start with their initial values.
         """
-        found = store.begin(request_id)
+        found = store.before(request_id)
         if found is None or found[1] == self.engine.registry[request_id.client].modalities:
             return None if found is None else found[0]
         self.engine.locals, before = {}, found[0]
@@ -267,48 +289,6 @@ class ClientRuntime:
                 'the server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
             )
         return request
-
-
-def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
-    """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
-
-    Args:
-        population: the device's data, in which each client has the same number as in the federation.
-        policy: the client's policy. It must allow statistics of the `shared` block to go to the server.
-        client: the client's number in the federation.
-        limits: the limits that the client's device sets.
-    """
-    columns, registry = population.columns, registry_of(population)
-    known = registry[client]
-    if why := enrolment_refusal(known.num_rows, policy, client, limits):
-        return reason(REFUSED, None, why)
-    told = Enrolment(
-        client=client,
-        rows=known.num_rows,
-        modalities=known.modalities,
-        silo=known.silo,
-        tested=client in registry.tested,
-        shapes={name: columns.modalities[name].shape for name in known.modalities},
-        num_classes=columns.num_classes,
-    )
-    return Packet(told.header())
-
-
-def enrolment_refusal(rows: int, policy: Policy, client: int, limits: Limits) -> str:
-    """Return why a client with this number of training rows refuses to take part in a run, or "" if it takes part.
-
-    A device also calls this function for every task, because a server may send a task to a device that has never
-    enrolled. The text does not contain the number of rows, because a client that takes no part does not reveal it.
-    """
-    if not policy.allows("statistic", SHARED, "server"):
-        fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
-        what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
-        return f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
-    if rows < limits.min_rows:
-        whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
-        line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
-        return f"client {client} refused to enrol: it has fewer training rows than {line}"
-    return ""
 
 
 def book(path: Path, rows: Iterable[str]) -> int:

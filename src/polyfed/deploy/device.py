@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,22 @@ class NodeConfig:
     @property
     def folder(self) -> Path:
         """The folder of the local state and the ledger."""
-        return Path(self.state) if self.state else Path(self.data).absolute().parent / "polyfed-state"
+        if self.state:
+            return Path(self.state).expanduser()
+        return Path(self.data).expanduser().absolute().parent / "polyfed-state"
+
+    @cached_property
+    def policy_text(self) -> bytes:
+        """The content of the policy file, or nothing without a file.
+
+        A device makes a new configuration for each request, so it reads the file once for each request. If it read the
+        file again for every section, and the owner replaced the file meanwhile, a reply could leave that neither the
+        old nor the new policy allows.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return Path(self.policy).expanduser().read_bytes() if self.policy else b""
 
 
 def node_from(text: str) -> NodeConfig:
@@ -146,7 +162,7 @@ def requirements_on(node: NodeConfig) -> Requirements:
 
 def _policy_table(node: NodeConfig) -> dict[str, Any]:
     try:
-        table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(node.policy_text.decode("utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
     if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:

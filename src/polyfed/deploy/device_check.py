@@ -154,9 +154,10 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
     """
     found = tuple(unmet(required, recipe, shared=node.silo >= 0))
     yield from found
-    if node.data and not found:
+    release = None if found else release_of(required, recipe)
+    if node.data and release is not None:
         try:
-            refuse_spent(required, release_of(required, recipe), node.folder, node.client, recipe.rounds)
+            refuse_spent(required, release, node.folder, node.client, release.rounds)
         except EgressError as error:
             yield str(error)
 

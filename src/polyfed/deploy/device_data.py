@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, NotAllowed
+from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
+from polyfed.data.files import Arrays
 from polyfed.data.sources.npz import ROWS, Npz
 from polyfed.deploy.device import WHERE, NodeConfig
 from polyfed.deploy.device_arrays import ELSEWHERE
@@ -31,6 +33,7 @@ def population_on(
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
+        NotAllowed: the recipe leaves out the array with which the owner marks training rows.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
@@ -39,6 +42,7 @@ def population_on(
     base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
     if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
         base = replace(base, split=Npz.split)
+    _refuse_left_out_split(base.split, node)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
@@ -61,6 +65,30 @@ def population_on(
         test_rows=own[:0],
         validation_rows=own[:0],
     )
+
+
+def _refuse_left_out_split(split: str, node: NodeConfig) -> None:
+    """Refuse a recipe that would train on all rows of data whose owner marks the training rows in another array.
+
+    If the data has no array with the standard name of the split, all rows train. But if the owner allows another array
+    as the split, and the data has this array, it may mark rows that must not train.
+
+    Args:
+        split: the name of the array that the recipe uses as the split.
+        node: the device's configuration.
+
+    Raises:
+        NotAllowed: the data does not have the array `split`, but another array that the owner allows as the split.
+    """
+    allowed = allowed_arrays("split")
+    if not allowed or split in (arrays := Arrays(node.data)):
+        return
+    if found := [name for name in allowed if name in arrays]:
+        raise NotAllowed(
+            f"the data of this device has no array '{split}', but the array '{found[0]}', which its owner allows as "
+            f"[data] split. Without it, rows that the owner may have left out would train. Set [data] split = "
+            f"'{found[0]}' in the recipe, or the owner renames the array to '{Npz.split}'"
+        )
 
 
 def refuse_own_numbers(columns: Columns, where: str) -> Columns:

@@ -31,6 +31,11 @@ WAITS = (
 """A device that connects after a run has begun gets no message of it, so it says in advance what silence means."""
 
 
+KEPT_RECIPES = 8
+"""Number of recipes that stay in the temporary folder. At most two tasks run at the same time, the newest one and one
+that the SuperNode has given up, so older recipes are not in use."""
+
+
 def handler_for(fab: bytes, folder: Path) -> Deployed:
     """Return a handler that runs an app's recipe with the installed polyfed.
 
@@ -45,7 +50,11 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
     if app.client != CLIENT:
         raise BadReply(f"names the ClientApp '{app.client}'; only '{CLIENT}', which is installed here, is run")
     place = folder / hashlib.sha256(app.recipe.encode()).hexdigest()
+    kept = sorted((old for old in folder.iterdir() if old != place), key=lambda old: old.stat().st_mtime)
+    for old in kept[: 1 - KEPT_RECIPES]:
+        shutil.rmtree(old, ignore_errors=True)
     place.mkdir(exist_ok=True)
+    place.touch()
     (place / RECIPE).write_text(app.recipe, encoding="utf-8")
     return Deployed(place / RECIPE)
 

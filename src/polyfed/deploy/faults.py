@@ -23,6 +23,11 @@ CURE = (
 """What the device's log advises after a disk error."""
 
 
+LONGEST_TEXT = 20_000
+"""Largest number of characters of an error in the log. A recipe of a hostile server can have 100,000 mistakes, and the
+text of its error would take megabytes of the log for each request."""
+
+
 class Fault(Exception):
     """An error on this device. The text is for the server, and the cause is for the device's log."""
 
@@ -65,7 +70,10 @@ def log_fault(who: str, fault: Fault, folder: Path | None = None) -> None:
     if isinstance(cause, PolyfedError | OSError) or cause is None:
         full = isinstance(cause, OSError) and cause.errno in TELLING and folder is not None
         cure = f". {CURE.format(folder)}" if full else ""
-        LOGGER.error("%s: %s%s%s", who, fault, "" if cause is None else f": {cause}", cure)
+        text = "" if cause is None else f": {cause}"
+        if len(text) > LONGEST_TEXT:
+            text = f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"
+        LOGGER.error("%s: %s%s%s", who, fault, text, cure)
     else:
         LOGGER.error("%s: %s", who, fault, exc_info=cause)
 

@@ -13,7 +13,7 @@ from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
 from polyfed.deploy.claimed_shapes import without_absent
-from polyfed.deploy.client_runtime import ClientRuntime, enrolment, enrolment_refusal
+from polyfed.deploy.client_runtime import ClientRuntime
 from polyfed.deploy.device import (
     WHERE,
     NodeConfig,
@@ -25,7 +25,9 @@ from polyfed.deploy.device import (
     requirements_on,
 )
 from polyfed.deploy.device_data import population_on
+from polyfed.deploy.device_enrolment import enrolment, enrolment_refusal
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
+from polyfed.deploy.kept_replies import unpaid_rounds
 from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.deploy.secrets_once import conditions_of
 from polyfed.engines import Sequential
@@ -133,6 +135,7 @@ class Deployed:
 
     def _work(self, packet: Packet, node: NodeConfig) -> Packet:
         """Answer a packet. The recipe came from the server, so only code that the device's owner allows may run."""
+        check_versions(packet.header, "this device")  # first, because another version may write other recipes
         enrols = packet.header.get("want") == ENROL
         with blamed("its files cannot be read"):  # before the files are read, see `conditions_of`
             conditions = "" if enrols else conditions_of(self.recipe_path, node)
@@ -146,10 +149,9 @@ class Deployed:
         with blamed("its requirements cannot be compared with the recipe"):
             _refuse_unmet(unmet(required, recipe, shared=node.silo >= 0), node.client)
             if enrols:
-                release, asked = release_of(required, recipe), packet.header.get("rounds_left")
-                refuse_spent(required, release, node.folder, node.client, asked if type(asked) is int else 1)
-        if enrols:
-            check_versions(packet.header, "this device")
+                release = release_of(required, recipe)
+                rounds = unpaid_rounds(packet.header, recipe.rounds, release, node.folder, node.client)
+                refuse_spent(required, release, node.folder, node.client, rounds)
         facts = None if enrols else Facts.read(packet.header)
 
         def vet(rows: int) -> None:

@@ -15,12 +15,13 @@ from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, check_server
 from polyfed.deploy.device import node_from
 from polyfed.deploy.metrics import require_prometheus
-from polyfed.deploy.processes import HOST, ServerPorts, listens
+from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
 from polyfed.deploy.run_log import STATUS_FILE
 from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
 from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.supernode_process import WORKER as WORKER_ID
 from polyfed.experiment.settings import EngineSpec
 
 WORKER = "polyfed.deploy.device_process"
@@ -61,6 +62,7 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
     services = _services(credentials, ports, Path(os.environ[STATUS_FILE]))
     _write_connection(credentials, ports.control_port)
     os.environ.update(QUIET | {"FLWR_HOME": str((credentials / "flwr").absolute())} | dict(os.environ))
+    os.environ.update(loopback_without_proxy(os.environ))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     run_superlink(
         credentials=credentials,
@@ -142,14 +144,16 @@ def supernode(
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     os.environ.update(QUIET | dict(os.environ) | {DEVICE_LIMIT: str(message_megabytes)})
-    _start_worker(address, secret, metrics_port)
+    os.environ.update(loopback_without_proxy(os.environ))
+    os.environ[WORKER_ID] = str(_start_worker(address, secret, metrics_port))
     os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 
 
-def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
-    """Start the worker, which is the process that runs the tasks.
+def _start_worker(address: str, secret: bytes, metrics_port: int) -> int:
+    """Start the worker, which is the process that runs the tasks, and return its process id.
 
-    The current process then becomes the SuperNode (`os.execv`). The worker ends when the SuperNode has ended.
+    The current process then becomes the SuperNode (`os.execv`). Each of the two processes ends when the other one has
+    ended.
     """
     # -P: Python imports nothing from the current folder
     words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port), str(os.getpid())]
@@ -157,6 +161,7 @@ def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
     assert worker.stdin is not None
     worker.stdin.write(secret)
     worker.stdin.close()
+    return worker.pid
 
 
 def _readable(secret: bytes) -> str:

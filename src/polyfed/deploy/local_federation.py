@@ -22,7 +22,15 @@ from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nod
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device_arrays import array_names
 from polyfed.deploy.launch import CONNECTION
-from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
+from polyfed.deploy.processes import (
+    HOST,
+    free_ports,
+    groups_of,
+    listens,
+    lives,
+    loopback_without_proxy,
+    signal_group,
+)
 from polyfed.deploy.server import ERROR, placed
 from polyfed.engines.flower import QUIET
 from polyfed.experiment.lock import alone_in
@@ -182,7 +190,7 @@ class Local:
         own = {"FLWR_HOME": f"{self.credentials}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
         if modules := os.environ.get("PYTHONPATH"):  # the processes start in another folder
             own["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in modules.split(os.pathsep))
-        return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own
+        return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own | loopback_without_proxy(os.environ)
 
 
 def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:

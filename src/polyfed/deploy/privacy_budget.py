@@ -31,7 +31,7 @@ UNITS = ("client", "example")
 """The units that a count can have."""
 
 
-def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, asked: int = 1) -> None:
+def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, rounds: int) -> None:
     """Refuse a run if the budget of the device does not cover the rounds of the run. This spends no budget.
 
     A server asks a client for at most one such reply in each round. With partial participation, it asks in fewer
@@ -43,17 +43,16 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
             adds to the device's epsilon. None if the device does not limit epsilon.
         folder: the state folder of the device.
         client: the client's number.
-        asked: number of rounds in which the run may still ask for a reply. The function counts at least one round, and
-            at most `release.rounds`.
+        rounds: number of rounds in which the run may still ask for a new reply. With 0, there is nothing to refuse.
 
     Raises:
         EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds the budget
             is enough.
         CheckpointError: the file is damaged.
     """
-    if release is None:
+    if release is None or rounds < 1:
         return
-    spent, rounds = _read(folder), max(min(asked, release.rounds), 1)
+    spent = _read(folder)
     _checked(required, _with(spent, release), client)
     assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
     total = _epsilon(required, _with(spent, release, rounds), client)

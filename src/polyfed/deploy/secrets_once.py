@@ -56,8 +56,7 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     files = sorted(data.glob("*.npy")) if data.is_dir() else [data]
     stats = [(path.name, path.stat()) for path in files if path.exists()]  # the reader of the data names a missing file
     stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    policy = Path(node.policy).read_bytes() if node.policy else b""
-    parts = (recipe.read_bytes(), policy, repr((node, stamps)).encode())
+    parts = (recipe.read_bytes(), node.policy_text, repr((node, stamps)).encode())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -103,7 +102,7 @@ def admit_secrets(
     secrets = under(block, local or {}) if block else {}
     if not secrets:
         return
-    use = _digest_of_use(request, local or {}, packet, conditions)
+    use = digest_of_use(request, local or {}, packet, conditions)
     key, seeds, used = digest(nested(block, secrets)), _name_of_seeds(secrets), read_notes(path, str)
     if used.get(seeds, conditions) != conditions:
         raise EgressError(
@@ -123,7 +122,7 @@ def admit_secrets(
         replace_text(path, json.dumps(used))
 
 
-def _digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str) -> str:
+def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str) -> str:
     """Return the digest of everything that decides the reply to a request.
 
     The entries of the header keep their order, because the order of the modalities decides the order of the model.

@@ -160,6 +160,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
+            transport.run = str(records.facts().get("run", "")) if records.begun else ""
             population = enrolled(recipe, transport, emit, members.left_out)
             recipe = without_absent(recipe, population.columns.modalities)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here

@@ -28,6 +28,10 @@ JOURNAL = "journal.json"
 Place = tuple[int, int]
 
 
+STATE, REPLY = "state", "reply"
+"""The kinds of checkpoints in the folder of a client, which begin the names of their folders: local states, and replies
+that may have to be sent again (`polyfed.deploy.kept_replies`)."""
+
 BEFORE: Place = (-1, -1)
 """The place before every request."""
 
@@ -84,19 +88,20 @@ class Store:
             os.umask(before)
 
     def prune(self) -> None:
-        """Delete the states of all runs except the `KEPT_RUNS` most recent runs of this client.
+        """Delete the states and replies of all runs except the `KEPT_RUNS` most recent runs of this client.
 
         The ledgers of the old runs stay. The client refuses later requests of these runs.
         """
         journals = [*self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")]
         newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
-        stores = [store for path in newest if (store := Store(path.parent))._places()]
+        stores = [store for path in newest if (store := Store(path.parent))._places() or store._places(REPLY)]
         for old in stores[KEPT_RUNS:]:
             if old.folder != self.folder:
-                places = old._places()
-                old._note(replace(old._journal(), floor=places[-1]))
-                for place in places:
-                    shutil.rmtree(old._path(place))
+                if states := old._places():
+                    old._note(replace(old._journal(), floor=states[-1]))
+                for kind in (STATE, REPLY):
+                    for place in old._places(kind):
+                        shutil.rmtree(old._path(place, kind))
 
     def check_fresh(self, request_id: RequestId) -> None:
         """Refuse a request that the client must not answer any more. This changes nothing on the disk.
@@ -114,28 +119,41 @@ class Store:
         if journal.floor != BEFORE and not self._places():
             raise BadReply("is of an old run whose local state has been deleted here; begin a new run")
 
-    def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
-        """Begin a task: delete the states of this request and of later requests, and load the state before them.
+    def before(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
+        """Load the state from which the task of a request starts. This changes nothing on the disk.
 
         Returns:
-            The state and the modalities that the client had when the state was written, or None if the client has no
-            state yet.
+            The newest state of an earlier request, and the modalities that the client had when this state was written.
+            None if there is no such state.
 
         Raises:
-            BadReply: the request is not fresh; see `check_fresh`.
             CheckpointError: the state on disk is damaged.
         """
-        self.check_fresh(request_id)
-        journal = self._journal()
-        for place in [place for place in self._places() if place >= request_id.place]:
-            shutil.rmtree(self._path(place))
-        self._note(Journal(request_id.session, request_id.place, journal.floor))
-        places = self._places()
+        places = [place for place in self._places() if place < request_id.place]
         if not places:
             return None
         found = checkpoint.load(self._path(places[-1]))
         assert found is not None, "a place is listed when its checkpoint is whole"
         return found[1]["local"], tuple(found[1]["modalities"])
+
+    def begin(self, request_id: RequestId, *, again: bool = False) -> None:
+        """Begin a task: delete what this request and later requests have left on the disk.
+
+        Args:
+            request_id: id of the request.
+            again: whether the reply to the request is known and is sent again. Nothing is then deleted, because the
+                server may also repeat the later requests, and their replies may be known too.
+
+        Raises:
+            BadReply: the request is not fresh; see `check_fresh`.
+            CheckpointError: the journal on disk is damaged.
+        """
+        self.check_fresh(request_id)
+        for kind in () if again else (STATE, REPLY):
+            for place in self._places(kind):
+                if place >= request_id.place:
+                    shutil.rmtree(self._path(place, kind))
+        self._note(Journal(request_id.session, request_id.place, self._journal().floor))
 
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state that a task returned, and delete states that no request can need any more.
@@ -167,8 +185,9 @@ class Store:
             shutil.rmtree(self._path(place))
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove the state that a task returned, because its reply was not sent."""
-        shutil.rmtree(self._path(request_id.place), ignore_errors=True)
+        """Remove the state that a task returned and its kept reply, because the reply was not sent."""
+        for kind in (STATE, REPLY):
+            shutil.rmtree(self._path(request_id.place, kind), ignore_errors=True)
 
     def _note(self, journal: Journal) -> None:
         replace_text(self.folder / JOURNAL, json.dumps(asdict(journal)))
@@ -183,16 +202,26 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error
 
-    def _places(self) -> list[Place]:
-        found = []
-        for path in self.folder.glob("state-*-*"):
-            if (path / checkpoint.LATEST).exists():  # otherwise the process died before the checkpoint was complete
-                _, round, request = path.name.split("-")
-                found.append((int(round), int(request)))
-        return sorted(found)
+    def _places(self, kind: str = STATE) -> list[Place]:
+        return places_of(self.folder, kind)
 
-    def _path(self, place: Place) -> Path:
-        return self.folder / f"state-{place[0]:06d}-{place[1]:03d}"
+    def _path(self, place: Place, kind: str = STATE) -> Path:
+        return path_of(self.folder, place, kind)
+
+
+def places_of(folder: Path, kind: str) -> list[Place]:
+    """Return the places in a client's folder for which it holds a whole checkpoint of this kind, in ascending order."""
+    found = []
+    for path in folder.glob(f"{kind}-*-*"):
+        if (path / checkpoint.LATEST).exists():  # otherwise the process died before the checkpoint was complete
+            _, round, request = path.name.split("-")
+            found.append((int(round), int(request)))
+    return sorted(found)
+
+
+def path_of(folder: Path, place: Place, kind: str) -> Path:
+    """Return the folder of the checkpoint of this kind and place in a client's folder."""
+    return folder / f"{kind}-{place[0]:06d}-{place[1]:03d}"
 
 
 def _place(pair: list[int]) -> Place:

@@ -36,7 +36,13 @@ MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
 """Upper bounds in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far above any
 deployment of today (inferred), and limit the memory that a forged enrolment can make the server allocate."""
 
-_WORD = re.compile(r"[A-Za-z0-9_\-]{1,100}")
+LARGEST_NUMBER = 2**63
+"""Every number of a request id is below this bound. A device writes these numbers to files on its disk, and larger ones
+could make such a file unreadable. Sessions are milliseconds since 1970, so real numbers are far smaller."""
+
+RUN_NAME = re.compile(r"[A-Za-z0-9_\-]{1,100}")
+"""Pattern of the name of a run. A device makes a folder of this name."""
+
 _SEAL = re.compile(r"[0-9a-f]{64}")
 
 
@@ -59,9 +65,9 @@ class RequestId:
                 letters, digits, `-` and `_`, because a folder gets this name.
         """
         match header.get("request_id"):
-            case {"run": str(run), **numbers} if _WORD.fullmatch(run):
+            case {"run": str(run), **numbers} if RUN_NAME.fullmatch(run):
                 found = [numbers.get(name) for name in ("session", "round", "request", "client")]
-                if all(type(n) is int and n >= 0 for n in found):
+                if all(type(n) is int and 0 <= n < LARGEST_NUMBER for n in found):
                     return cls(run, *found)  # type: ignore[arg-type]
         raise BadReply(f"carries no request id that can be read: {str(header.get('request_id'))[:120]}")
 
@@ -188,14 +194,15 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
         raise BadReply("comes from {}, {here} has {}; install the same version on both".format(*shown, here=here))
 
 
-def hello(rounds_left: int = 1) -> Packet:
+def hello(rounds_left: int = 1, run: str = "") -> Packet:
     """Return the packet that asks a node to enrol.
 
     Args:
         rounds_left: in at most this number of rounds, the run may still ask the node. A device with a privacy budget
             refuses to enrol if its budget does not cover these rounds. 1 if the number is not known.
+        run: the name of the run if it goes on. A device then knows which of its replies it can send again.
     """
-    return Packet({"want": ENROL, "rounds_left": rounds_left, **versions()})
+    return Packet({"want": ENROL, "rounds_left": rounds_left, "run": run, **versions()})
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class GridTransport:
             `device` is the fingerprint of the device's key.
         limit: size in bytes of the largest reply that the transport fetches.
         rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
+        run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
         discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
@@ -68,6 +69,7 @@ class GridTransport:
     vet: Callable[[Packet, str], str] = lambda packet, device: ""
     limit: int = 2**29
     rounds_left: int = 1
+    run: str = ""
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -244,7 +246,8 @@ class GridTransport:
         """Ask every new node to enrol."""
         new = [node for node in online(self.grid) if node not in self._asked]
         self._asked.update(new)
-        messages = [Message(records(hello(self.rounds_left)), node, "query", ttl=max(seconds, 1.0)) for node in new]
+        asking = records(hello(self.rounds_left, self.run))
+        messages = [Message(asking, node, "query", ttl=max(seconds, 1.0)) for node in new]
         self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
 
     def _greeted(self) -> list[Packet]:

@@ -37,6 +37,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 from polyfed.core.errors import BadReply
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.engines.flower.apps import Handler, client_app
+from polyfed.engines.flower.careful_http import careful_calls
 from polyfed.engines.protocol import FAILED, REFUSED
 from polyfed.federation.wire_format import Packet
 
@@ -263,10 +264,16 @@ def _answered(message: Message, context: Any, kind: str, handler: Callable[[], H
 
 
 def _client(address: str, interceptor: Any, retry: Any) -> Any:
-    return RuntimeHttpClient.from_server_address(
-        server_address=address,
-        insecure=True,
-        root_certificates=None,
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), interceptor],
-        retry_invoker=retry,
-    )
+    """Return a client of the SuperNode. It uses no proxy, although environment variables such as HTTP_PROXY name one.
+
+    The SuperNode is on this machine, and the connection has no TLS. A proxy would read the messages, and it could give
+    this process tasks of its own.
+    """
+    with careful_calls(limit=None, trust_env=False):
+        return RuntimeHttpClient.from_server_address(
+            server_address=address,
+            insecure=True,
+            root_certificates=None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), interceptor],
+            retry_invoker=retry,
+        )
