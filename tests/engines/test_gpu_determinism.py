@@ -12,7 +12,7 @@ import torch.utils.deterministic
 
 from polyfed.engines import Sequential, worker_process
 from polyfed.engines.gpu_determinism import WORKSPACE, deterministic
-from polyfed.experiment import loop
+from polyfed.experiment import engine_choice
 from polyfed.run import run
 from world import algorithm, recipe
 
@@ -61,8 +61,8 @@ def test_stricter_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_whole_run_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run computes on the CPU, but the loop is told that it is on a GPU."""
-    monkeypatch.setattr(loop, "device_of", lambda recipe: GPU)
+    """The run computes on the CPU, but its settings are those of a GPU."""
+    monkeypatch.setattr(engine_choice, "device_of", lambda recipe: GPU)
     modes: list[int] = []
     run(recipe(algorithm("fedavg"), rounds=1), listeners=[lambda event, **facts: modes.append(settings()[0])])
     assert set(modes) == {1}

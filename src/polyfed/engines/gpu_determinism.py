@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -30,16 +31,17 @@ def deterministic(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    settings: Any = torch.utils.deterministic  # PyTorch sets the attribute in a way that type checkers cannot see
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     # 1: warn of operations without a deterministic algorithm. A user may have chosen 2, an error for them
     torch.set_deterministic_debug_mode(max(mode, 1))
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it takes time, and polyfed reads no such memory
+    settings.fill_uninitialized_memory = False  # it takes time, and polyfed reads no such memory
     torch.backends.cudnn.benchmark = False  # the measured times would choose the algorithms
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark

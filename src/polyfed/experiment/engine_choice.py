@@ -1,21 +1,35 @@
-"""Which engine, device and worker processes a recipe asks for."""
+"""Which engine, device, worker processes and settings of PyTorch a recipe asks for."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import current_process
 
 import torch
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.openmp import using_threads
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
+from polyfed.engines.gpu_determinism import deterministic
 from polyfed.experiment import machine
 from polyfed.experiment.recipe import Recipe
 
 MOST_WORKERS = 64
 """Largest number of worker processes if `workers = 0`. On `food`, the server's own work makes a round less than 12
 times as fast as with one process (docs/results/speed.md). Each worker needs six file descriptors in this process."""
+
+
+@contextmanager
+def pytorch_settings(recipe: Recipe) -> Iterator[None]:
+    """Let PyTorch use the recipe's number of threads in this block and, on a GPU, deterministic algorithms.
+
+    Raises:
+        RecipeError: the recipe asks for CUDA, but PyTorch finds no CUDA device.
+    """
+    with using_threads(recipe.engine.threads), deterministic(device_of(recipe)):
+        yield
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:

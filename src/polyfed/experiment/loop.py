@@ -13,16 +13,14 @@ import torch
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
-from polyfed.core.openmp import using_threads
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.engines.base import Engine
-from polyfed.engines.gpu_determinism import deterministic
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
-from polyfed.experiment.engine_choice import device_of
+from polyfed.experiment.engine_choice import pytorch_settings
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
@@ -60,7 +58,7 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with using_threads(recipe.engine.threads), deterministic(device_of(recipe)), ExitStack() as stack:
+    with pytorch_settings(recipe), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
