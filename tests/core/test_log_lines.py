@@ -1,5 +1,6 @@
 """Log lines have a time and a level, and no text of a record can look like a line of its own."""
 
+import contextlib
 import json
 import logging
 import re
@@ -81,6 +82,19 @@ def test_a_logger_writes_to_the_stream_of_the_moment_once(capsys: Any) -> None:
     assert out == ""
     assert err.count("once") == 1
     assert LINE.match(err)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the file /dev/full, whose disk is always full")
+def test_a_log_on_a_full_disk_does_not_stop_the_work_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the process that runs the tasks of a device would end with its first line."""
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115  closing it fails
+    monkeypatch.setattr(sys, "stderr", full)
+    logger = logger_of("test-of-a-full-disk", "stderr")
+    logger.error("one")
+    logger.error("two", exc_info=ValueError("x"))
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_the_file_needs_the_standard_library_only() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -81,3 +82,26 @@ def test_a_task_whose_message_never_comes_does_not_keep_a_device_from_the_next_o
     tasks.play(monkeypatch, 2)
     assert tasks.done == [{"verdict": "reply", "bytes_up": 3}, {}]
     assert tasks.notes == ["a task was given up: the SuperNode has gone on to the next one"]
+
+
+def test_the_process_of_a_task_ends_although_its_log_is_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go on as a second process that takes tasks, and delete the folder of the first one."""
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker, "_client", lambda *_: None)
+    monkeypatch.setattr(worker, "perform", lambda *_: {"verdict": "reply"})
+    monkeypatch.setattr(worker, "start_parent_process_monitor", lambda pid: None)
+    duties = Duties(lambda fab: lambda packet, config: packet, lambda text: None)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stdout = SimpleNamespace(flush=full)  # type: ignore[assignment]
+            worker._perform_alone("127.0.0.1:1", "t", "reply", duties, os.getppid(), writing)
+        finally:
+            os._exit(77)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(writing)
+    assert worker._told(reading) == {"verdict": "reply"}

@@ -56,8 +56,15 @@ class _Screen(logging.Handler):
         self.stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record and flush, because the process may be killed."""
-        print(self.format(record), file=getattr(sys, self.stream), flush=True)
+        """Write a record and flush, because the process may be killed.
+
+        If the line cannot be written, for example because the log is a file on a full disk, the work goes on without
+        it, as with the handlers of Python's library.
+        """
+        try:
+            print(self.format(record), file=getattr(sys, self.stream), flush=True)
+        except OSError:
+            self.handleError(record)
 
 
 def says_something(record: logging.LogRecord) -> bool:

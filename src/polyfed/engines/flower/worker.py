@@ -207,8 +207,10 @@ def _perform_alone(address: str, token: str, kind: str, duties: Duties, supernod
     except BaseException as error:  # this forked process must not return to the loop of `work`
         duties.note(f"a task was cut off: {type(error).__name__}: {error}")
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush(), sys.stderr.flush()  # this fails if the log is a file on a full disk
+        finally:
+            os._exit(code)
 
 
 def perform(client: Any, kind: str, duties: Duties) -> dict[str, Any]:
