@@ -93,6 +93,9 @@ def test_sections_and_objects_are_options() -> None:
     [
         ({"lr": 0.1}, r"'lr' belongs in a section: write train=\{'lr': 0.1\}"),
         ({"label": LABEL}, "there is no option 'label'; did you mean 'labels'"),
+        ({"method": "fedavg"}, "there is no option 'method'; did you mean algorithm=...?"),
+        ({"learning_rate": 0.1}, r"there is no option 'learning_rate'; did you mean train=\{'lr': ...\}\?"),
+        ({"num_rounds": 3}, "there is no option 'num_rounds'; did you mean rounds=...?"),
         ({"train": 3}, "train is a section: write its keys in a dictionary"),
         ({"model": torch.nn.Linear}, r'as in model=\{"module": ..., "blocks": \{...\}\}'),
         ({"train": dict}, r"as in train=\{...\}"),

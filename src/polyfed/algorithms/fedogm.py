@@ -70,7 +70,7 @@ class FedOgm(Averaging):
         template = model.template
         plain = [m for m in model.modalities if not self._scaled(model, template, m)]
         if plain:
-            what, fix = "convolution weights", "set [algorithm] scale_params = 'all_weights'"
+            what, fix = "weights of 2-d convolutions", "set [algorithm] scale_params = 'all_weights'"
             if self.scale_params == "all_weights":
                 what, fix = "weight matrices", "let some of them train, or use fedavg"
             raise RecipeError(

@@ -61,6 +61,15 @@ MEANINGS: dict[str, str] = {
 }
 """A map from each key of a recipe to the words that people write instead, in lower case and with underscores."""
 
+ARGUMENTS = {
+    "algorithm.name": "algorithm",
+    "engine.name": "engine",
+    "data.name": "data",
+    "data.path": "data",
+    "data.standardise": "standardise",
+}
+"""Keys of a recipe that are arguments of their own in `polyfed.run` and `polyfed.make_recipe`."""
+
 PLACES = {word: place for place, words in MEANINGS.items() for word in words.split()}
 """A map from each word of another framework to the key of a recipe."""
 
@@ -94,3 +103,19 @@ def advice_for(word: str, section: str = "") -> str | None:
         return None
     home, _, key = place.rpartition(".")
     return f"did you mean '{key}'?" if home == section else f"did you mean {place}?"
+
+
+def argument_for(word: str) -> str | None:
+    """Return a hint for an unknown argument of `polyfed.run`: the argument that has the same meaning, or None.
+
+    >>> print(argument_for("learning_rate"))
+    did you mean train={'lr': ...}?
+    >>> print(argument_for("strategy"))
+    did you mean algorithm=...?
+    """
+    place = place_of(word)
+    if place is None:
+        return None
+    section, _, key = place.rpartition(".")
+    own = ARGUMENTS.get(place, "" if section else key)
+    return f"did you mean {own}=...?" if own else f"did you mean {section}={{'{key}': ...}}?"

@@ -13,6 +13,7 @@ import numpy as np
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import ModelError, PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
+from polyfed.core.vocabulary import argument_for
 from polyfed.data import Source
 from polyfed.data.columns import Columns
 from polyfed.data.given import Given
@@ -173,15 +174,14 @@ def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     allowed = tuple(DataOptions.__annotations__)
-    for name in options:
-        if name in allowed:
-            continue
+    for name in [name for name in options if name not in allowed]:
         if name in OF_A_RUN:
             raise RecipeError(f"'{name}' is an argument of polyfed.run: write polyfed.run(data=..., {name}=...)")
         if sections := homes(name):
             section, value = sections[0], options[name]
             raise RecipeError(f"'{name}' belongs in a section: write {section}={{'{name}': {value!r}}}")
-        raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, (*allowed, *OF_A_RUN))}")
+        advice = argument_for(name) or did_you_mean(name, (*allowed, *OF_A_RUN))
+        raise RecipeError(f"there is no option '{name}'; {advice}")
     for name, value in options.items():
         if name == "model" and isinstance(value, ModelSpec):
             continue
