@@ -132,8 +132,35 @@ def test_each_entry_of_a_round_is_timed_once_and_the_times_stay_the_same(
 
 def test_a_deadline_ends_the_wait() -> None:
     times = Timetable({0: {0: 1.0, 1: 9.0}, 1: {0: 1.0}}, deadline_s=4.0)
-    assert times.barriers() == times.chains([0, 1]) == 4.0
+    assert times.barriers() == 4.0 + 1.0, "client 0 has spent only 2 s, so its second reply is in time"
+    assert times.chains([0, 1]) == 4.0
     assert times.chains([0]) == 2.0
+    again = Timetable({0: {0: 3.0}, 1: {0: 3.0}, 2: {0: 3.0}}, deadline_s=4.0)
+    assert again.barriers() == again.chains([0]) == 4.0, "the server waits for one client no longer than the deadline"
+
+
+@pytest.mark.filterwarnings("ignore:.*measures nothing")
+@pytest.mark.parametrize("name", ["split-learning", "cmsfed"])
+def test_a_deadline_that_nobody_misses_changes_no_simulated_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowest: list[float] = []
+    finish = Clock.finish
+
+    def watched(clock: Clock) -> Timetable:
+        times = finish(clock)
+        slowest.append(max(times.by_client().values()))
+        return times
+
+    monkeypatch.setattr(Clock, "finish", watched)
+    net = Network(channel="fixed", stragglers=0.3, compute_flops_per_s=1e7)
+    sent = {m: {"server": ["parameters", "gradients", "embeddings", "prototypes", "statistic"]} for m in "ab"}
+    made = recipe(algorithm(name), network=net, egress={**sent, "labels": {"server": ["labels"]}})
+    free = run(made)
+    deadline = 1.01 * max(slowest)
+    tight = run(replace(made, network=replace(net, deadline_s=deadline)))
+    assert not any(row["missing"] for row in tight.rounds)
+    assert max(row["simulated_seconds"] for row in free.rounds) > deadline
+    for row, as_before in zip(tight.rounds, free.rounds, strict=True):
+        assert row["simulated_seconds"] == pytest.approx(as_before["simulated_seconds"], rel=1e-9)
 
 
 @given(n=st.integers(0, 40), size=st.integers(0, 9), steps=st.none() | st.integers(0, 30), skip=st.booleans())

@@ -30,7 +30,8 @@ class Timetable:
 
     Attributes:
         seconds: request number -> client -> seconds of download, compute and upload, in the order of the requests.
-        deadline_s: longest time that the server waits in a round, or None if the server waits for all clients.
+        deadline_s: longest time that the server waits for one client in a round, summed over the requests. None waits
+            for all clients.
     """
 
     seconds: Mapping[int, Mapping[int, float]]
@@ -39,9 +40,15 @@ class Timetable:
     def barriers(self) -> float:
         """Return the duration, in seconds, of a round in which clients wait for each other between requests.
 
-        The server sends each request after all replies to the previous request have arrived.
+        The server sends each request after all replies to the previous request have arrived. The deadline limits the
+        time of each client and not the round. For example, a round in which the clients train in turn can take longer
+        than the deadline, although no client is late.
         """
-        return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
+        total, spent = 0.0, dict[int, float]()
+        for of in self.seconds.values():
+            total += max((self._wait(spent.get(client, 0.0), seconds) for client, seconds in of.items()), default=0.0)
+            _add(spent, of)
+        return total
 
     def chains(self, waited_for: Iterable[int]) -> float:
         """Return the duration, in seconds, of a round in which clients do not wait for each other between requests.
@@ -58,6 +65,10 @@ class Timetable:
         for of in self.seconds.values():
             _add(total, of)
         return total
+
+    def _wait(self, before: float, seconds: float) -> float:
+        """Return how long the server waits for a client that spent `before` seconds and now needs `seconds` more."""
+        return seconds if self.deadline_s is None else min(seconds, max(self.deadline_s - before, 0.0))
 
     def _limited(self, seconds: float) -> float:
         return seconds if self.deadline_s is None else min(seconds, self.deadline_s)
