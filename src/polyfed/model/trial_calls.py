@@ -28,7 +28,7 @@ Call = Callable[[Tree, Batch], object]
 
 
 def check_trial_calls(model: Model, w: Tree, where: str, modalities: Collection[str], call: Call) -> None:
-    """Run a part of a model on a few rows of zeros, and on the same rows with ones in the last row.
+    """Run a part of a model on a few rows of zeros and ones, with and without a row of padding.
 
     Args:
         model: the model.
@@ -122,10 +122,10 @@ def _check_padding(where: str, batch: Batch, run: Callable[[Batch], tuple[object
             return
         if not _alike(one, moved):
             raise ModelError(
-                f"{where} computes a row from the other rows of the batch, as x - x.mean(0), a softmax over the rows, "
-                "or lengths cut to the longest row do. An engine that trains several clients at once adds rows of "
-                "padding to their batches, which would change the results, and evaluation uses other batches than "
-                "training. Compute each row from its own entries. To normalise over the batch, use "
+                f"{where} computes a row from the other rows of the batch. Examples are x - x.mean(0), a softmax over "
+                "the rows, and code that cuts all sequences to the longest one. An engine that trains several clients "
+                "at once adds rows of padding to their batches, which would change the results. Evaluation uses other "
+                "batches than training. Compute each row from its own entries. To normalise over the batch, use "
                 "nn.BatchNorm1d/2d/3d, which leaves out the padding."
             )
 

@@ -25,8 +25,7 @@ SHAKE = 1e-15
 """The changes of these inputs, relative to each entry."""
 
 NOISE = 100.0
-"""The largest difference of a rewritten step, relative to the largest difference that these changes make to an update.
-"""
+"""The largest difference of such a tensor, relative to the largest difference that these changes make to its update."""
 
 GATHERS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
 """Operations that take a few rows of a table."""
@@ -52,7 +51,7 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
 
     Some gradients are zero in exact arithmetic, such as that of a bias before a BatchNorm. An optimiser turns their
     rounding errors into moments and updates that consist of nothing else. The two graphs round differently, so these
-    tensors may differ as much as they differ between two calculations with the same graph.
+    tensors may differ by `NOISE` times as much as the results of the same graph for inputs that differ by rounding.
 
     Args:
         graph: the operations of a training step.

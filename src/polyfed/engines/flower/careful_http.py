@@ -1,8 +1,8 @@
-"""A limit on what a device's processes do for the answers of a server: no redirects, and no answer of any size.
+"""An HTTP client for a device's processes. It follows no redirects and limits the size of an answer.
 
-Flower's HTTP client follows redirects. A hostile server could so make a device send requests to any address that the
-device can reach, such as the other machines of a hospital. Flower's client also holds each answer in memory as a whole,
-and unpacks compressed answers, so a hostile server could fill the memory of a device.
+Flower's HTTP client follows redirects. A hostile server could therefore make a device send requests to any address that
+the device can reach, such as the other machines of a hospital. Flower's client also holds each answer in memory as a
+whole, and unpacks compressed answers, so a hostile server could fill the memory of a device.
 
 This file imports no other file of polyfed. The SuperNode loads this file by its path, without the package. The package
 would load PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
@@ -21,7 +21,7 @@ recipe is far smaller."""
 
 
 class _Careful(httpx.Client):
-    """Flower's HTTP client without redirects, compression, and answers above a limit.
+    """Flower's HTTP client without redirects, without compression, and without answers above a limit.
 
     Args:
         limit: the largest size in bytes of the body of an answer, or None for no limit.
@@ -37,7 +37,7 @@ class _Careful(httpx.Client):
         """Send a request; see `httpx.Client.send`.
 
         Raises:
-            ValueError: the body of the answer is larger than the limit. At most about the limit has been read.
+            ValueError: the body of the answer is larger than the limit. The client then reads no further piece of it.
         """
         if stream or self._limit is None:
             return super().send(request, stream=stream, **options)
@@ -59,7 +59,7 @@ _OF_THE_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 
 class _Module:
-    """Replaces the module `httpx` in Flower's client: all names of the module, but another class `Client`."""
+    """Replaces the module `httpx` in Flower's client: it has all names of the module, but another class `Client`."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
