@@ -35,10 +35,10 @@ def deterministic(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
-    # 1: warn of operations without a deterministic algorithm. A user may have chosen 2, an error for them
+    # 1 gives a warning for an operation without a deterministic algorithm. If the user has chosen 2, an error, it stays
     torch.set_deterministic_debug_mode(max(mode, 1))
     settings.fill_uninitialized_memory = False  # it takes time, and polyfed reads no such memory
-    torch.backends.cudnn.benchmark = False  # the measured times would choose the algorithms
+    torch.backends.cudnn.benchmark = False  # otherwise measured times choose the algorithms
     try:
         yield
     finally:
