@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import polyfed
+from objective.made import KINDS, made_recipe
 from polyfed.core.errors import ModelError, RecipeError
 from polyfed.model import ModelSpec
+from polyfed.objective import Objective, Regression
 from polyfed.selection import Uniform
 from test_predict import ended
 from world import AWKWARD, PLAIN, algorithm, recipe
@@ -49,6 +51,29 @@ def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
     for x in (X, with_gaps()):
         (found,) = ReferenceEvaluator(str(path)).run(None, {m: value.numpy() for m, value in x.items()})
         torch.testing.assert_close(torch.from_numpy(found), run.predict(x, client=who), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_and_onnx_files_of_every_task_compute_what_the_run_predicts(
+    kind: str, method: str, tmp_path: Path
+) -> None:
+    task: Objective = Regression(shift=1.0, scale=2.0) if kind == "regression" else KINDS[kind]
+    run = polyfed.run(replace(made_recipe(kind, method, task=task, selector=Uniform()), rounds=1))
+    client = None if method == "fedavg" else 0
+    x = {m: value[:, : {"a": 5, "b": 4}[m]] for m, value in with_gaps().items()}
+    expected = run.predict(x, client=client)
+    back = polyfed.load_model(run.export(tmp_path / "plain"))
+    module = back.module(client)
+    torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
+    program = torch.export.export(module, (x,)).module()
+    torch.testing.assert_close(program(x), expected)
+    pytest.importorskip("onnx", reason="the extra polyfed[onnx] is not installed")
+    from onnx.reference import ReferenceEvaluator
+
+    path = run.export(tmp_path / "onnx", onnx=True) / ("global.onnx" if client is None else "client-000000.onnx")
+    (found,) = ReferenceEvaluator(str(path)).run(None, {m: x[m].numpy() for m in module.reads})
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=1e-4)
 
 
 def with_gaps() -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from warnings import warn
 
 from torch import Tensor
 
+from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
@@ -139,9 +140,10 @@ class Models:
         return {name: size for name, size in found.items() if size}
 
     def module(self, client: int | None = None) -> PlainModule:
-        """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to logits.
+        """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to predictions.
 
-        The module applies `scaling`, so it takes the same samples as `predict`.
+        The module takes the same samples as `predict` and returns the same numbers. It applies `scaling`. For
+        regression, it also returns its predictions in the unit of the targets.
 
         Args:
             client: whose model; see `predict`.
@@ -150,14 +152,20 @@ class Models:
             RecipeError: there is no such model, or the method's predictions depend on more than the model's logits.
         """
         if client is None:
-            return PlainModule(self.model, self.params, self.model.modalities, self.scaling)
+            return PlainModule(self.model, self.params, self.model.modalities, self.scaling, self._predicted)
         if type(self.predictor) is not Predictor:
             raise RecipeError(
                 f"a client's model of {self.algorithm} predicts by {type(self.predictor).__name__}, not by its logits "
                 "alone: use predict(x, client=...)"
             )
         read = [m for m in self.model.modalities if m in self.clients.get(client, ())]
-        return PlainModule(self.model, self.of(client), read, self.scaling)
+        return PlainModule(self.model, self.of(client), read, self.scaling, self._predicted)
+
+    @property
+    def _predicted(self) -> Callable[[Model, Tree, Batch], Tensor]:
+        """A function that returns the predictions of the task. It refers to the task only, not to all models."""
+        task = self.task
+        return lambda model, w, batch: task.predicted(task.outputs(model, w, batch))
 
     def of(self, client: int) -> Tree:
         """The parameters that a client predicts with.

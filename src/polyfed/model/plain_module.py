@@ -1,7 +1,7 @@
 """`PlainModule`: a trained model as an ordinary `torch.nn.Module`, and its export to ONNX."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +16,7 @@ from polyfed.model.model import Model
 
 
 class PlainModule(nn.Module):
-    """A trained model that takes samples and returns logits, like any module of PyTorch.
+    """A trained model that takes samples and returns predictions, like any module of PyTorch.
 
     It computes the same as `predict`, always in evaluation mode. Its parameters are copies, which require no gradient
     until you call `requires_grad_()`. Parameters and buffers have their names in the Tree, after `tensors.`.
@@ -26,13 +26,19 @@ class PlainModule(nn.Module):
         w: the parameters of the whole model or of a client's part.
         reads: the modalities that `forward` expects, in this order.
         scaling: the shift and the scale of each modality whose samples are not yet scaled. The module applies them.
+        predicted: returns the predictions (n, ...) of the task for a model, its parameters and a batch.
     """
 
     def __init__(
-        self, model: Model, w: Tree, reads: Sequence[str], scaling: Mapping[str, Scaling] | None = None
+        self,
+        model: Model,
+        w: Tree,
+        reads: Sequence[str],
+        scaling: Mapping[str, Scaling] | None,
+        predicted: Callable[[Model, Tree, Batch], Tensor],
     ) -> None:
         super().__init__()
-        self.model, self.reads = model, tuple(reads)
+        self.model, self.reads, self.predicted = model, tuple(reads), predicted
         self.tensors = nn.Module()
         self.paths = {name: self._register(name, value.detach().clone()) for name, value in w.items()}
         place = next(iter(w.values())).device
@@ -69,12 +75,12 @@ class PlainModule(nn.Module):
         return found
 
     def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Logits (n, C).
+        """Predictions (n, ...) as `predict` returns them: for classes, logits (n, C).
 
         Args:
             x: modality -> samples (n, ...); all modalities of `reads` or some of them. They are not scaled yet. They
                 have any real type. A row whose entries are all NaN lacks the modality. If a row is partly NaN, its
-                logits are NaN; `predict` refuses such a row.
+                predictions are NaN; `predict` refuses such a row.
             present: modality -> bool (n,), for modalities that some rows lack.
 
         Raises:
@@ -95,7 +101,7 @@ class PlainModule(nn.Module):
                 own[m], there[m] = _present_rows(x[m], there.get(m))
         for m in own.keys() & self.scaled.keys():
             own[m] = Scaling(*(self.get_buffer(f"{part}{self.scaled[m]}") for part in Scaling._fields)).applied(own[m])
-        return self.model.logits(w, Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=there))
+        return self.predicted(self.model, w, Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=there))
 
 
 def _present_rows(value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,7 +131,8 @@ class _ByPosition(nn.Module):
 def write_onnx(module: PlainModule, path: Path) -> None:
     """Write a module as an ONNX file.
 
-    The file has one input for each modality, with the modality's name, and the output `logits`.
+    The file has one input for each modality, with the modality's name, and the output `logits`, which holds
+    the predictions of the task.
 
     The inputs are samples that are not scaled yet, because the exported graph also contains the module's `scaling`. The
     number of rows is dynamic.
