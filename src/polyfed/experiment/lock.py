@@ -17,6 +17,10 @@ LOCK = ".polyfed.lock"
 """The name of the lock file, which holds the id of the process that has the lock."""
 
 
+_held: set[int] = set()
+"""The file descriptors of the locks that this process has."""
+
+
 @contextmanager
 def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterator[None]:
     """Lock a folder while the `with` block runs.
@@ -41,12 +45,15 @@ def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterato
             holder = (folder / LOCK).read_text() if (folder / LOCK).exists() else "?"
             raise RecipeError(f"{folder}: {what} (process {holder.strip()}). {fix}")
         time.sleep(0.5)
+    _held.add(lock)
     try:
         os.truncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())
         yield
     finally:
-        os.close(lock)
+        if lock in _held:  # not in a forked process
+            _held.remove(lock)
+            os.close(lock)
 
 
 def _locked(path: Path) -> int | None:
@@ -63,3 +70,18 @@ def _locked(path: Path) -> int | None:
         pass
     os.close(lock)
     return None
+
+
+def _leave_locks() -> None:
+    """Close the locks of the parent process in a process that it has forked.
+
+    The parent keeps its locks. If the kernel kills it, its worker processes still finish their work. A lock would last
+    as long as a worker has it open, so the run could not be resumed in the meantime.
+    """
+    for lock in _held:
+        os.close(lock)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
