@@ -15,9 +15,8 @@ from pathlib import Path
 from polyfed.experiment.lock import alone_in
 
 with alone_in(Path(sys.argv[1]), "another process is writing this run", "Wait for it"):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 
