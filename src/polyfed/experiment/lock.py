@@ -75,8 +75,8 @@ def _locked(path: Path) -> int | None:
 def _leave_locks() -> None:
     """Close the locks of the parent process in a process that it has forked.
 
-    The parent keeps its locks. If the kernel kills it, its worker processes still finish their work. A lock would last
-    as long as a worker has it open, so the run could not be resumed in the meantime.
+    The parent still has its locks. If the parent is killed, its worker processes still finish their work. Without this
+    function, the lock would last until the last worker ends, and the run could not be resumed until then.
     """
     for lock in _held:
         os.close(lock)
