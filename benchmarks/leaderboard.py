@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyfed import sweep
-from polyfed.report.compare import Comparison, compare
-from polyfed.report.comparison_tables import differences_sheet, markdown, placebos_sheet, ranks_sheet, scenarios_sheet
+from polyfed.report.comparison.compare import Comparison, compare
+from polyfed.report.comparison.paired_differences import Evidence, evidence
+from polyfed.report.comparison.tables import differences_sheet, markdown, placebos_sheet, ranks_sheet, scenarios_sheet
 from polyfed.report.formatting import number_of
-from polyfed.report.page import write_comparison
-from polyfed.report.paired_differences import Evidence, evidence
+from polyfed.report.pages.page import write_comparison
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "leaderboard.md"

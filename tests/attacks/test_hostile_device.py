@@ -17,15 +17,15 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.deploy.enrolment import Admission, capped_rows
-from polyfed.deploy.membership import MEMBERS, Membership
-from polyfed.deploy.server import serve
+from polyfed.deploy.server.enrolment import Admission, capped_rows
+from polyfed.deploy.server.membership import MEMBERS, Membership
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.node_keys import device_of
+from polyfed.engines.flower.server.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 
@@ -234,7 +234,7 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
 
 def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: Any) -> None:
     first = Membership(tmp_path)
-    monkeypatch.setattr("polyfed.deploy.membership.time.time", lambda: 1000.0)
+    monkeypatch.setattr("polyfed.deploy.server.membership.time.time", lambda: 1000.0)
     second = Membership(tmp_path)
     assert second.session == first.session + 1
 

@@ -19,13 +19,13 @@ from polyfed.cli import main
 from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
 from polyfed.deploy import launch, write_app
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device import NodeConfig, policy_on
+from polyfed.deploy.device.configuration import NodeConfig, policy_on
 from polyfed.deploy.processes import ServerPorts
-from polyfed.deploy.server import only_server, serve
+from polyfed.deploy.server.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
 
 
@@ -131,7 +131,7 @@ def test_an_app_is_what_flower_builds_from(tmp_path: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "polyfed_app:server",
-        "clientapp": "polyfed.deploy.device_process:app",
+        "clientapp": "polyfed.deploy.device.process:app",
     }
     from flwr.cli.build import build_fab_from_disk
 

@@ -4,8 +4,8 @@ import statistics
 import pytest
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.report import compare
-from polyfed.report.run_folder import Folder
+from polyfed.report.comparison import compare
+from polyfed.report.reading.run_folder import Folder
 
 
 def result_of(folder):

@@ -13,7 +13,9 @@ import pytest
 from sample import write_run
 
 from polyfed.cli import main
-from polyfed.report import compare, comparison_tables, evidence, write_comparison, write_figures
+from polyfed.report import evidence, write_comparison, write_figures
+from polyfed.report.comparison import compare
+from polyfed.report.comparison import tables as comparison_tables
 
 
 @pytest.fixture

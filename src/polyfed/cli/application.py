@@ -16,7 +16,7 @@ import typer
 
 from polyfed.cli.output import print_error
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
-from polyfed.core.log_lines import escaped_lines
+from polyfed.core.system.log_lines import escaped_lines
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""

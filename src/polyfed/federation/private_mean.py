@@ -16,7 +16,7 @@ from polyfed.core.messages import map_fields
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.federation.secure_aggregation.sums import SummedReplies
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training.optimisers import Moments
 
 CLIP_NORM = "clip_norm"
