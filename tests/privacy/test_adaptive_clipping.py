@@ -128,6 +128,12 @@ def test_the_split_of_the_noise_has_sensible_limits() -> None:
             AdaptiveClipping(0.5, 0.2, sigma).update_noise(1.0)
 
 
+@pytest.mark.parametrize("sigma", [1e-3, 0.6, 5.0, 777.0])
+def test_at_the_least_noise_the_count_still_spends_a_part_of_epsilon(sigma: float) -> None:
+    rule = AdaptiveClipping(0.5, 0.2, sigma)
+    assert rule.update_noise(rule.least_noise) > rule.least_noise
+
+
 def test_the_clip_norm_converges_to_the_quantile() -> None:
     """Without noise, on fixed norms 1 to 100, from far below and from far above."""
     rule, norms = AdaptiveClipping(0.3, 0.2, 1.0), np.arange(1, 101)
@@ -197,6 +203,7 @@ def test_a_server_optimiser_keeps_the_norm() -> None:
         (lambda: assemble(adaptive(count_noise=0.3)), "must be above half of the noise multiplier (0.7)"),
         (lambda: assemble(adaptive(count_noise=None)), "count_noise = 0.2: must be above half"),
         (lambda: assemble(adaptive(count_noise=5.0)), "must be at most 4, the expected size of the cohort"),
+        (lambda: assemble(adaptive(noise_multiplier=1e-9)), "must be at least 4e-08 with count_noise = 0.6"),
         (lambda: Privacy(unit="client", delta=0.1, epsilon=1.0, clip="adaptive", clip_quantile=1.0), "below 1"),
         (lambda: Privacy(unit="client", delta=0.1, epsilon=1.0, clip="adaptive", clip_lr=0.0), "above 0"),
     ],

@@ -50,7 +50,7 @@ def test_engines_agree_and_the_server_reads_no_single_update(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["central", "central-per-block", "local", "example"])
 def test_the_sums_change_nothing_but_the_rounding(kind: str) -> None:
     """With next to no noise, since the two runs draw different noise."""
-    made = both(kind, rounds=2, noise_multiplier=1e-6, epsilon=None)
+    made = both(kind, rounds=2, noise_multiplier=1e-7, epsilon=None)
     plain = replace(made, algorithm=replace(made.algorithm, secure_aggregation=None))
     ours, theirs = played(made)[1].params, played(plain)[1].params
     assert furthest(ours, theirs) < 1e-5

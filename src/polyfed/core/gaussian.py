@@ -209,7 +209,9 @@ def discrete_gaussian(
         base = keys.fold_in(base, keys.key("noise", name))
         columns, *coins = (keys.bits(keys.fold_in(base, number), shape, device) for number in range(3))
     places = (columns >> COLUMN_BITS) & (2 * HALF - 1), columns & (2 * HALF - 1)
-    coarse, fine = (_looked_up(place.long(), coin, exact=base is None) for place, coin in zip(places, coins, strict=True))
+    coarse, fine = (
+        _looked_up(place.long(), coin, exact=base is None) for place, coin in zip(places, coins, strict=True)
+    )
     return RATIO * coarse + fine
 
 
