@@ -3,8 +3,8 @@
 Local training applies both parts to the gradients of single rows. Clients and server apply both parts to the updates of
 clients. docs/privacy.md explains the mechanism.
 
-Noise is drawn here and nowhere else. Both the protected values and the noise are whole multiples of one step, so that a
-released value is a function of an integer, and its low bits tell nothing about the data. Floating-point noise lacks this
+All noise of [privacy] is drawn here. The protected values and the noise are whole multiples of one step, so a released
+value is a function of an integer, and its low bits tell nothing about the data. Floating-point noise lacks this
 property (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", CCS 2012).
 """
 
@@ -130,11 +130,12 @@ PASS = 2**18
 
 @dataclass(frozen=True)
 class DiscreteGaussian:
-    """The discrete Gaussian mechanism (Canonne, Kamath, Steinke, "The Discrete Gaussian for Differential Privacy", 2020).
+    """The discrete Gaussian mechanism.
 
     The mechanism adds to a vector of integers one discrete Gaussian integer per entry. Its Renyi divergence of order
-    alpha for two vectors at distance D is at most alpha D^2 / (2 STEPS^2) (their Proposition 5 and Theorem 14), which
-    is what the accountant counts for the continuous Gaussian. Everything after the addition is post-processing.
+    alpha for two vectors at distance D is at most alpha D^2 / (2 STEPS^2) (Canonne, Kamath, Steinke, "The Discrete
+    Gaussian for Differential Privacy", NeurIPS 2020, Proposition 5, summed over the entries). The accountant counts the
+    same for the continuous Gaussian. Everything after the addition is post-processing.
 
     Attributes:
         deviation: standard deviation of the noise in the unit of the protected values.
@@ -162,8 +163,9 @@ class DiscreteGaussian:
         """
         chunk = max(1, PASS // max(1, stack[0].numel()))
         found = torch.zeros_like(stack[0], dtype=torch.float64)
-        for part, factor in zip(stack.split(chunk), factors.split(chunk), strict=True):
-            found = found + self.whole(part, factor).sum(0, dtype=torch.float64)
+        for start in range(0, len(stack), chunk):
+            part = slice(start, start + chunk)
+            found = found + self.whole(stack[part], factors[part]).sum(0, dtype=torch.float64)
         return found
 
     def whole(self, stack: Tensor, factors: Tensor) -> Tensor:
