@@ -22,8 +22,8 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, RecipeError, TooFewReplies
-from polyfed.deploy.enrolment import Admission, capped_rows, expected
-from polyfed.deploy.membership import MEMBERS, Membership
+from polyfed.deploy.enrolment import Admission, capped_rows
+from polyfed.deploy.membership import MEMBERS, Membership, expected
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.node_keys import device_of

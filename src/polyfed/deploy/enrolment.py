@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyfed.core.errors import BadReply, DataError, EgressError, RecipeError, TooFewReplies
+from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
-from polyfed.data.modality_assignment import devices_per_silo
-from polyfed.data.partitions.iid import SILOS
 from polyfed.deploy.claimed_shapes import flaws_of
 from polyfed.deploy.device_data import refuse_own_numbers
+from polyfed.deploy.membership import expected
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -54,8 +53,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         TooFewReplies: fewer than `min_nodes` or fewer than `min_replies` clients take part.
         EgressError: the policy of a client refused to enrol, and the recipe's `on_refusal` is "stop".
     """
-    spec, out = recipe.engine, {} if left_out is None else left_out
-    wanted = expected(recipe)
+    spec, wanted, out = recipe.engine, expected(recipe), {} if left_out is None else left_out
     least, stop = max(spec.min_nodes or wanted, spec.min_replies, 1), spec.on_refusal == "stop"
     answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, least, emit, stop))
     known: list[Enrolment] = []
@@ -79,27 +77,6 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
     for client in admission.left_out:
         transport.node_of.pop(client, None)
     return admission.population(emit)
-
-
-def expected(recipe: Recipe) -> int:
-    """Return the number of devices for which the server of a deployment waits.
-
-    With silos, each silo has one device for each entry of `holdings`, or for each modality.
-
-    Raises:
-        RecipeError: `[engine] nodes` contradicts the number of devices of the silos.
-    """
-    nodes, clients = recipe.engine.nodes, recipe.clients
-    if clients.partition != "silos" or clients.silo_partition != "iid":
-        return nodes or clients.num or 1
-    silos = clients.silos or len(clients.silo_sizes or ()) or SILOS
-    each = devices_per_silo(clients, recipe.model.modalities)
-    if nodes not in (0, silos * each):
-        raise RecipeError(
-            f"[engine] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove nodes, "
-            "or set [clients] silos to the number of silos that take part"
-        )
-    return silos * each
 
 
 class _Waiting:

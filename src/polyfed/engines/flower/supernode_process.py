@@ -63,9 +63,9 @@ REFUSED = (
 )
 
 STUCK = (
-    "no task of this device works any more, and the reply to the last message of the server has not come. The SuperNode "
-    "ends, because it would answer nothing else. Start `polyfed supernode` again, or run it under a service manager that "
-    "does so"
+    "no task of this device works any more, and the reply to the last message of the server has not come. The "
+    "SuperNode ends, because it would answer nothing else. Start `polyfed supernode` again, or run it under a service "
+    "manager that does so"
 )
 
 STUCK_SECONDS, ENDED_SECONDS = 60.0, 20.0
