@@ -202,7 +202,8 @@ class Policy:
 
     def _taken(self, block: str) -> frozenset[str]:
         """Return the kinds that a block takes from the server, whatever the destination of the reply is."""
-        return self._row(block, ACCEPT).union(*(self.kinds(block, destination) for destination in DESTINATIONS))
+        both = frozenset(KINDS).intersection(*(self.kinds(block, destination) for destination in DESTINATIONS))
+        return self._row(block, ACCEPT) | both
 
     def table(self, modalities: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         """Return the policy as a table with a row for every block and destination."""

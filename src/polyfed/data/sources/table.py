@@ -203,8 +203,12 @@ def _check_whole_numbers(frame: "pd.DataFrame", path: Path, problems: Problems) 
             if isinstance(cell, int) and not least <= cell <= most:
                 digits = len(f"{abs(cell):x}") * 6 // 5
                 text = f"a number of about {digits} digits" if digits > 24 else str(cell)
-                faults.append(DataError(f"'{path}': column '{name}' holds {text} at row {row}. The largest whole number"
-                    f" is {most:,}. Correct the cell, or write it as a word"))
+                faults.append(
+                    DataError(
+                        f"'{path}': column '{name}' holds {text} at row {row}. The largest whole number"
+                        f" is {most:,}. Correct the cell, or write it as a word"
+                    )
+                )
                 break
     for fault in faults:
         problems.add(fault)
