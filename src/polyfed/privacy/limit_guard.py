@@ -142,7 +142,7 @@ class LimitGuard:
 
     def _note_labels(self, labels: Tensor, counts: Tensor) -> None:
         if not labels.is_floating_point() and labels.ndim == 1:
-            self._note_classes(counts[labels.unique().to(counts.device)])
+            self._note_classes(counts[torch.unique(labels).to(counts.device)])
 
     def _note_classes(self, rows: Tensor) -> None:
         for number in rows[rows > 0].tolist():
