@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Hostile, device, text
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
-from polyfed.deploy.device.configuration import runtime as client_runtime
+from polyfed.deploy.device import runtime as client_runtime
 from polyfed.deploy.device.kept_replies import unpaid_rounds
 from polyfed.deploy.device.privacy_budget import SPENT
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello

@@ -15,7 +15,7 @@ from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedE
 from polyfed.core.system.json_and_toml import MOST_DEPTH, parse_json, parse_toml
 from polyfed.experiment.running import checkpoint
 from polyfed.report import write_comparison, write_report
-from polyfed.report.comparison import compare
+from polyfed.report import compare
 from world import algorithm, recipe
 
 ROUNDS = 2

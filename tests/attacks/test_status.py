@@ -32,9 +32,9 @@ from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
 from polyfed.deploy.launch import _services
 from polyfed.deploy.local_federation import Local
 from polyfed.deploy.processes import HOST, ServerPorts, free_ports
+from polyfed.deploy.server import monitor as server_monitor
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
 from polyfed.deploy.server.run_log import RunStatus
-from polyfed.deploy.server.server import monitor as server_monitor
 from polyfed.deploy.server.status_client import ask
 from polyfed.engines.flower.server.public_port import PUBLIC
 

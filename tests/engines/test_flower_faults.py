@@ -17,7 +17,7 @@ import world
 from engines.direct import grid_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.deploy.device.configuration import state_store as store
+from polyfed.deploy.device import state_store as store
 from polyfed.deploy.device.runtime import book
 from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app

@@ -4,7 +4,7 @@ import statistics
 import pytest
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.report.comparison import compare
+from polyfed.report import compare
 from polyfed.report.reading.run_folder import Folder
 
 

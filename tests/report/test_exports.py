@@ -14,7 +14,7 @@ from sample import write_run
 
 from polyfed.cli import main
 from polyfed.report import evidence, write_comparison, write_figures
-from polyfed.report.comparison import compare
+from polyfed.report import compare
 from polyfed.report.comparison import tables as comparison_tables
 
 

@@ -15,7 +15,7 @@ from polyfed.cli import main
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
-from polyfed.report.comparison import compare
+from polyfed.report import compare
 from polyfed.report.comparison.compare import POOLED, REACHED
 from polyfed.start import run
 from world import algorithm, played, recipe

@@ -79,7 +79,7 @@ def compare_runs(
 ) -> None:
     """Compare runs. Runs that differ only in seed or fold share a line with their mean, spread and paired tests."""
     from polyfed.report import evidence, write_comparison, write_figures
-    from polyfed.report.comparison import compare
+    from polyfed.report import compare
 
     if as_json and form is not Format.table:
         raise RecipeError(f"--json and --format {form.value} both say what to print; keep one of them")
