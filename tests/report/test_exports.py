@@ -13,8 +13,7 @@ import pytest
 from sample import write_run
 
 from polyfed.cli import main
-from polyfed.report import evidence, write_comparison, write_figures
-from polyfed.report import compare
+from polyfed.report import compare, evidence, write_comparison, write_figures
 from polyfed.report.comparison import tables as comparison_tables
 
 

@@ -11,8 +11,7 @@ import pytest
 
 import polyfed.report
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.report import write_comparison, write_report
-from polyfed.report import compare
+from polyfed.report import compare, write_comparison, write_report
 from polyfed.report.reading.history import MOST_FRAMES, Frames
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

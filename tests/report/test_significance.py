@@ -9,8 +9,7 @@ from sample import write_run
 from scipy import stats
 
 from polyfed.core.errors import RecipeError
-from polyfed.report import evidence, write_figures
-from polyfed.report import compare
+from polyfed.report import compare, evidence, write_figures
 from polyfed.report.comparison import tables as comparison_tables
 from polyfed.report.comparison.paired_differences import Difference, Evidence
 from polyfed.report.comparison.score_against_cost import price_charts

@@ -78,8 +78,7 @@ def compare_runs(
     dark: Annotated[bool, typer.Option("--dark", help="Draw the figures for a dark background.")] = False,
 ) -> None:
     """Compare runs. Runs that differ only in seed or fold share a line with their mean, spread and paired tests."""
-    from polyfed.report import evidence, write_comparison, write_figures
-    from polyfed.report import compare
+    from polyfed.report import compare, evidence, write_comparison, write_figures
 
     if as_json and form is not Format.table:
         raise RecipeError(f"--json and --format {form.value} both say what to print; keep one of them")
