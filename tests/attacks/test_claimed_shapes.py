@@ -17,9 +17,10 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_hostile_device import blind
 from engines.devices import Devices
 from polyfed.core.errors import PolyfedWarning
-from polyfed.deploy.server import claimed_shapes, serve
+from polyfed.deploy.server import claimed_shapes
 from polyfed.deploy.server.claimed_shapes import flaws_of, without_absent
 from polyfed.deploy.server.enrolment import Admission
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import parse_recipe

@@ -71,7 +71,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
 def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text('[egress.a]\nserver = ["statistic"]\n')
-    with pytest.raises(EgressError, match="client 1 refused to send ControlledUpdate"):
+    with pytest.raises(EgressError, match="client 1 refused to take Controlled"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert told["exit_code"] == 3
