@@ -158,6 +158,7 @@ def assemble(
         rounds=recipe.rounds,
         evaluation_clients=held.evaluation_clients,
         min_replies=recipe.engine.min_replies,
+        outlier_factor=recipe.engine.outlier_factor,
         emit=emit,
         clock=clock,
         attack=recipe.attack,
