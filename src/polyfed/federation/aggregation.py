@@ -266,8 +266,11 @@ def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:
     the distance between two honest replies as soon as a false reply is large.
     """
     near = len(group.values) - _liars(group, server) - 2
-    apart = torch.stack([_distances(group.values, row.double()).square() for row in group.values])
-    apart.fill_diagonal_(math.inf)
+    apart = torch.zeros(len(group.values), len(group.values), dtype=torch.float64, device=group.values.device)
+    for start in range(0, group.values.shape[1], CHUNK):
+        piece = group.values[:, start : start + CHUNK].double()
+        apart += torch.cdist(piece, piece, compute_mode="donot_use_mm_for_euclid_dist").square()
+    apart = apart.nan_to_num(nan=math.inf, posinf=math.inf).fill_diagonal_(math.inf)
     return apart.sort(1).values[:, :near].sum(1)
 
 

@@ -27,7 +27,7 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
-from polyfed.federation.outliers import OutlierCheck, Sizes, too_far
+from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude
@@ -74,6 +74,7 @@ class Federation:
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
+        evaluating: whether requests now evaluate the models. Simulated attackers answer such requests truthfully.
         asked: number of requests so far in this round.
         watch: called after every request, with the messages that were sent and the usable replies.
     """
@@ -94,6 +95,7 @@ class Federation:
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
     round: int = 0
+    evaluating: bool = False
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
@@ -116,7 +118,7 @@ class Federation:
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""
-        self.round, self.asked = round, 0
+        self.round, self.asked, self.evaluating = round, 0, False
         if self.clock is not None:
             self.clock.begin(round)
 
@@ -166,7 +168,7 @@ class Federation:
         peak = self._check_sent(request, send)
         sent = contiguous(self.ranks.sized(send, clients))
         answer = self.engine.answer(request, sorted(clients), sent)
-        if self.attack is not None:
+        if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         found: list[tuple[ReplyStack, Sizes]] = []
@@ -341,9 +343,9 @@ class Federation:
         missing.update(bad)
         return [left for part in parts if (left := part.without(bad)) is not None] if bad else parts
 
-    def too_far(self, tree: Tree, sent: Tree) -> str:
+    def too_far(self, tree: Tree, sent: Tree, factor: float = ALONE) -> str:
         """Return what is wrong with parameters that one client has moved too far, or an empty text (`too_far`)."""
-        return too_far(tree, sent) if self.outlier_factor else ""
+        return too_far(tree, sent, factor) if self.outlier_factor else ""
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
         """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""

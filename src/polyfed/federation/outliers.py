@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.messages import OF_THE_MODEL, Message, tensors
+from polyfed.core.messages import OF_THE_MODEL, Message
 from polyfed.core.request import Send
 from polyfed.core.tree import block_of
 from polyfed.federation.replies import ReplyStack
@@ -159,8 +159,10 @@ def too_far(tree: Mapping[str, Tensor], sent: Mapping[str, Tensor], factor: floa
     """
     far = sum(_square(value, sent.get(key)) for key, value in tree.items() if value.is_floating_point()) ** 0.5
     norm = _norm({key: value for key, value in sent.items() if key in tree and value.is_floating_point()})
-    return "" if far <= factor * norm or (not norm and far < np.inf) else (
-        f"they move the parameters by {far:.2g}, and the norm of the parameters is {norm:.2g}"
+    return (
+        ""
+        if far <= factor * norm or (not norm and far < np.inf)
+        else (f"they move the parameters by {far:.2g}, and the norm of the parameters is {norm:.2g}")
     )
 
 

@@ -38,6 +38,10 @@ from polyfed.training.client_data import steps_trained
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
 
+STEP = 1.0
+"""An optimiser step that moves the server's half by more than this many times its norm follows from false activations.
+No other client shows what is usual: split learning trains with one client at a time."""
+
 COMMON = -1
 """The key of a server's half that serves all clients. Otherwise the keys are client numbers."""
 
@@ -256,7 +260,7 @@ class Cut:
                 if self.u_shaped and k not in heads:
                     continue
                 after, fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
-                if why := fed.too_far(after.params, halves[place].params):
+                if why := fed.too_far(after.params, halves[place].params, STEP):
                     lost[k] = f"its activations are false: {why}"
                     fed.emit("client-missing", round=fed.round, task="cut.forward", client=k, reason=lost[k])
                     continue
