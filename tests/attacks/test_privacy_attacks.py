@@ -13,6 +13,7 @@ import world
 from federation.test_secure_aggregation import captured, secured, small, updates
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
+from polyfed.core import gaussian
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.files import read_notes
 from polyfed.core.gaussian import Clip
@@ -29,7 +30,6 @@ from polyfed.experiment.events import Emitter
 from polyfed.experiment.loop import execute
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import CheckpointSpec
-from polyfed.federation import private_mean
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.federation.secure_aggregation.state import SECRETS
@@ -51,7 +51,11 @@ def test_the_epsilon_of_one_block_holds_when_the_blocks_depend_on_each_other(mon
     model, the gradient of one block depends on all others in the same way.
     """
     draws = torch.Generator().manual_seed(1)
-    monkeypatch.setattr(private_mean, "gaussian", lambda base, name, shape, on: torch.randn(shape, generator=draws))
+    monkeypatch.setattr(
+        gaussian,
+        "discrete_gaussian",
+        lambda base, name, shape, on: gaussian.STEPS * torch.randn(shape, generator=draws),
+    )
     trials, copying = 60, 10
     made = private("central", clip="per-block", delta=1e-3, noise_multiplier=0.2)
     clip = Clip.of(1.0, BLOCKS, by_block=True)

@@ -113,7 +113,7 @@ def test_the_noise_covers_the_rounding_of_one_client(seed: int, exponent: int, b
     own = PrivateMean(mechanism, 5)
 
     def noiseless(inside: dict[int, Tree]) -> tuple[Tree, float]:
-        quiet = PrivateMean(replace(mechanism, noise_multiplier=0.0), 5)
+        quiet = PrivateMean(replace(mechanism, noise_multiplier=1e-7), 5)
         sums = summed(inside, sent, scale)
         exact, noisy = quiet.of(sums, "params", sent), own.of(sums, "params", sent)
         noise = torch.cat([(noisy[n] - exact[n]).flatten() for n in sent])

@@ -59,6 +59,7 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
     if not one_device:
         _refuse_delta(spec, fed)
         mechanism = _of_server(recipe, spec, mechanism, fed)
+        _refuse_coarse_grid(recipe, mechanism, engine.initial)
     parts = states_of(engine.announcement(fed.clients.modalities).rows, mechanism)
     open_parts = [part for part, state in parts if state == UNPROTECTED and part.kind not in spec.unprotected]
     if open_parts:
@@ -111,9 +112,15 @@ def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federat
     if not spec.adaptive:
         return mechanism
     options = spec.clip_quantile, spec.clip_lr, spec.count_noise
-    found = replace(mechanism, adaptive=AdaptiveClipping.of(*options, mechanism.denominators[SHARED]))
-    assert found.update_noise > mechanism.noise_multiplier, "the count spends a part of epsilon"
-    return found
+    rule = AdaptiveClipping.of(*options, mechanism.denominators[SHARED])
+    if mechanism.noise_multiplier < (least := rule.least_noise):
+        raise RecipeError(
+            f"[privacy] noise_multiplier = {mechanism.noise_multiplier:g}: must be at least {least:.1g} with "
+            f"count_noise = {rule.count_noise:g}, because a float64 number cannot tell apart the noise of the updates "
+            "with and without the count. Raise noise_multiplier, or lower count_noise",
+            ("privacy", "noise_multiplier"),
+        )
+    return replace(mechanism, adaptive=rule)
 
 
 def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | None, *, secure: bool) -> Mechanism:
@@ -249,6 +256,23 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
         raise RecipeError(
             f"[privacy] delta = {spec.delta:g}: must be below 1 / {units:,}, as there are {units:,} {what}",
             ("privacy", "delta"),
+        )
+
+
+def _refuse_coarse_grid(recipe: Recipe, mechanism: Mechanism, initial: Tree) -> None:
+    """Refuse secure aggregation with so much noise that the server's rounding of a sum outweighs a client's update.
+
+    Raises:
+        RecipeError: the noise would have to more than double to cover the rounding.
+    """
+    secure: Any = recipe.algorithm.secure_aggregation
+    share = mechanism.grid_share(sum(value.numel() for value in initial.values()))
+    if secure is not None and mechanism.central and share > 0.5:
+        raise RecipeError(
+            f"[privacy] noise_multiplier = {mechanism.noise_multiplier:g}: must be at most "
+            f"{mechanism.noise_multiplier / (2 * share):.3g} with [secure_aggregation] and this model, because the "
+            "server rounds the sum to the grid of the noise. Lower noise_multiplier, or remove [secure_aggregation]",
+            ("privacy", "noise_multiplier"),
         )
 
 

@@ -47,6 +47,11 @@ class AdaptiveClipping:
             )
         return cls(quantile, lr, noise)
 
+    @property
+    def least_noise(self) -> float:
+        """The least noise multiplier z for which `update_noise` is larger than z in float64."""
+        return 2.0**-25 * 2 * self.count_noise
+
     def update_noise(self, noise_multiplier: float) -> float:
         """Return z_Delta, the noise multiplier of the updates (Theorem 1).
 

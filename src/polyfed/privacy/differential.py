@@ -9,7 +9,8 @@ from polyfed.core.schema import INSIDE, POSITIVE, Within, check_ranges
 
 DELTA = Within(f"{INSIDE.words}, such as 1e-3", INSIDE.holds)
 
-NOISE = Within("above 0, at most 1e6", lambda value: (value > 0) & (value <= 1e6))
+NOISE = Within("from 1e-9 to 1e6", lambda value: (value >= 1e-9) & (value <= 1e6))
+"""With less noise, a clipped value counts more steps of the noise's grid than float64 has whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

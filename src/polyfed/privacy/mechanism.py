@@ -3,6 +3,7 @@
 Shape letters: `K` clients of a stack.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import Clip, gaussian, scaled
+from polyfed.core.gaussian import Clip, DiscreteGaussian, scaled
 from polyfed.core.messages import Message, map_fields, map_tensors, map_value
 from polyfed.core.tree import Tree
 from polyfed.privacy.adaptive_clipping import AdaptiveClipping
@@ -60,6 +61,14 @@ class Mechanism:
     def deviation(self) -> float:
         """Standard deviation of the noise of one release."""
         return self.update_noise * self.clip.total
+
+    def grid_share(self, entries: int) -> float:
+        """Return one step of the grid in each of `entries` entries, as a norm and as a share of the smallest limit.
+
+        Secure aggregation reveals only a sum, so the server rounds the sum instead of the single updates, and its noise
+        must cover this norm, too.
+        """
+        return DiscreteGaussian(self.deviation).step * math.sqrt(entries) / self.clip.least
 
     def per_sample(self, task: str) -> PerSample | None:
         """Return how the training of a task protects single rows; None if it does not protect single rows."""
@@ -112,11 +121,13 @@ class Mechanism:
         factors = self.clip.factors(updates)
         found: Tree = {}
         for name, update in updates.items():
-            bounded = scaled(update, factors[name])
-            if not self.central:
-                bounded = bounded + self.deviation * torch.stack([self._noise(key, name, update) for key in keys])
+            bounded = scaled(update, factors[name]) if self.central else self._noisy(update, factors[name], name, keys)
             found[name] = sent[name] + bounded
         return found
 
-    def _noise(self, key: int, name: str, like: Tensor) -> Tensor:
-        return gaussian(None if self.secure else key, name, tuple(like.shape[1:]), like.device).to(like.dtype)
+    def _noisy(self, updates: Tensor, factors: Tensor, name: str, keys: Sequence[int]) -> Tensor:
+        """Return the clipped updates (K, ...) with the noise of each client."""
+        noise = DiscreteGaussian(self.deviation)
+        whole = zip(noise.whole(updates, factors), keys, strict=True)
+        noisy = [noise.released(one, None if self.secure else key, name) for one, key in whole]
+        return torch.stack(noisy).to(updates.dtype)
