@@ -50,8 +50,8 @@ def refuse_idle_attack(recipe: Recipe) -> None:
     if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
         raise RecipeError(
             f"[attack] name = '{attack.name}' changes what clients send, and clients of "
-            f"'{name_of(method, ALGORITHMS)}' send the server only statistics, such as their loss, for training. Choose 'label-flip', or "
-            "'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
+            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
             ("attack", "name"),
         )
 

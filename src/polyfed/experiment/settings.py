@@ -110,8 +110,8 @@ class EngineSpec:
         check_ranges("[engine]", self)
         if 0 < self.outlier_factor < 1:
             raise RecipeError(
-                f"[engine] outlier_factor = {self.outlier_factor:g} would drop every second reply. Allowed: 1 or more, or 0 "
-                "to keep replies of any size",
+                f"[engine] outlier_factor = {self.outlier_factor:g} would drop every second reply. "
+                "Allowed: 1 or more, or 0 to keep replies of any size",
                 ("engine", "outlier_factor"),
             )
         if self.cuda_graphs and not (self.name == "vectorised" and self.replay and self.device != "cpu"):

@@ -296,6 +296,6 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _middle(values: Tensor) -> Tensor:
-    """Return the median of each column. Half of each middle value is taken before the sum, which then cannot overflow."""
+    """Return the median of each column. Each middle value is halved before the sum, which cannot overflow then."""
     ordered, middle = values.sort(0).values, len(values) // 2
     return ordered[middle] if len(ordered) % 2 else ordered[middle - 1] / 2 + ordered[middle] / 2

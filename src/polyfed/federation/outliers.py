@@ -43,7 +43,8 @@ def row_norms(part: ReplyStack, name: str, value: Tensor) -> Tensor:
     """
     order = torch.inf if part.message.declared[name].rows is not None else 2
     exact = torch.promote_types(value.dtype, torch.float32)
-    return torch.linalg.vector_norm(value.reshape(len(value), -1), order, dim=1, dtype=exact)
+    norms: Tensor = torch.linalg.vector_norm(value.reshape(len(value), -1), order, dim=1, dtype=exact)
+    return norms
 
 
 def sizes(part: ReplyStack, norms: Sequence[tuple[str, str | None]], values: NDArray[np.float64]) -> Sizes:
