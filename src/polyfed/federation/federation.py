@@ -171,11 +171,8 @@ class Federation:
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        found: list[tuple[ReplyStack, Sizes]] = []
-        for part in self.ranks.split(answer.parts):
-            if (usable := self._inspect(request, part, missing, accept)) is not None:
-                found.append(usable)
-        parts = self._in_time(request, self._alike(found, sent, missing), missing)
+        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
+        parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
