@@ -304,6 +304,7 @@ def test_a_supernode_fetches_a_message_of_the_server_only_up_to_the_limit_of_the
             preregister=lambda run_id, tree: [str(number) for number in range(pieces)],
             put=lambda identity, content: stored.append(identity),
             delete=lambda identity: None,
+            clear=lambda: None,
         )
         state = MagicMock()
         state.create_task.return_value = 1
