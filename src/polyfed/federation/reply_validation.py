@@ -4,13 +4,14 @@ The server trusts no reply. It compares names, shapes, types and values with the
 with the model.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
@@ -18,6 +19,7 @@ from polyfed.core.masked import fits
 from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import Tree, block_of
+from polyfed.federation.outliers import Sizes, row_norms, sizes
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
@@ -95,8 +97,12 @@ class ReplyValidator:
             if (kind := getattr(msg, count).dtype) not in WHOLE:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
 
-    def unusable(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason."""
+    def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
+        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.
+
+        The second result are the sizes of the replies' blocks. One pass over the numbers gives both: a norm is finite
+        only if every number is.
+        """
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
         for name, count in part.message.counts.items():
@@ -117,11 +123,13 @@ class ReplyValidator:
         floats = [
             (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
         ]
-        sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
-        if floats and not math.isfinite(torch.stack(sums).sum().item()):
+        if not floats:
+            return bad, {}
+        norms = _together([row_norms(part, name, value) for name, _, value in floats])
+        if not np.isfinite(norms).all():  # NaN or infinity, or a norm that overflows
             for name, key, value in floats:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
-        return bad
+        return bad, sizes(part, [(name, key) for name, key, _ in floats], norms)
 
     def _of_classes(self, said: Declared) -> bool:
         """Return whether a field of labels holds class numbers."""
@@ -238,6 +246,15 @@ def largest_magnitude(msg: Message) -> float:
         for value in held:
             peaks.setdefault(value.device, []).extend(bound.abs().float() for bound in value.aminmax())
         return torch.tensor([0.0, *(float(torch.stack(group).amax()) for group in peaks.values())]).amax().item()
+
+
+def _together(norms: list[Tensor]) -> NDArray[np.float64]:
+    """Return tensors (K,), which may be on different devices and of different types, as one array (tensors, K)."""
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    if len(kinds) > 1:
+        norms = [norm.to("cpu", torch.float64) for norm in norms]
+    together: NDArray[np.float64] = torch.stack(norms).cpu().numpy().astype(np.float64)
+    return together
 
 
 def _at(field: str, key: str | None) -> str:
