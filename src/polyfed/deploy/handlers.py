@@ -38,6 +38,7 @@ from polyfed.experiment.events import Emitter
 from polyfed.experiment.limit_checks import unfit_options
 from polyfed.experiment.parts import build
 from polyfed.experiment.protection import mechanism_of
+from polyfed.experiment.rank_checks import client_ranks
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.requirement_checks import release_of, unmet, unmet_by_model
 from polyfed.experiment.task_choice import task_of, with_task
@@ -242,4 +243,6 @@ def runtime_of(
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)
-    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds)
+    runtime = ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
+    runtime.rounds, runtime.ranks = recipe.rounds, client_ranks(recipe, model, None)
+    return runtime
