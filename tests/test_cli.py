@@ -2,6 +2,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from importlib import import_module
 
@@ -310,3 +312,16 @@ def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_com
         code, text, _ = polyfed_command("compare", str(tmp_path / "one"), str(tmp_path / "empty"), "--json")
     assert code == 0
     assert [row["n"] for row in json.loads(text)] == [1]
+
+
+def test_the_command_needs_no_package_that_only_some_releases_of_typer_bring() -> None:
+    """Typer before 0.26 depends on click, and later releases bring their own copy of it."""
+    script = (
+        "import sys, typer\n"
+        "for name in [n for n in sys.modules if n.partition('.')[0] == 'click']: del sys.modules[name]\n"
+        "sys.modules['click'] = None\n"
+        "from polyfed.cli.application import UsageError\n"
+        "assert issubclass(typer.BadParameter, UsageError) and UsageError.__base__ is Exception"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """On a device, the process that answers messages with the installed polyfed, never with code from a message.
 
-`polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT PID`, with a
-secret on its standard input. See docs/decisions/0013-deployed-code.md.
+`polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT PID CONTACT`,
+with a secret on its standard input. See docs/decisions/0013-deployed-code.md.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
     return Deployed(place / RECIPE)
 
 
-def main(address: str, secret: bytes, metrics_port: int, supernode: int) -> None:
+def main(address: str, secret: bytes, metrics_port: int, supernode: int, contact: int) -> None:
     """Run the tasks of a SuperNode until the SuperNode ends.
 
     Args:
@@ -67,12 +67,13 @@ def main(address: str, secret: bytes, metrics_port: int, supernode: int) -> None
         secret: the secret with which this process authenticates to the SuperNode.
         metrics_port: port on loopback for health and metrics, or 0 for no such port.
         supernode: process id of the SuperNode, which started this process.
+        contact: an open file that the SuperNode marks at each contact with the server; see `DeviceMonitor`.
     """
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
     log(WAITS)
     duties = Duties(lambda fab: handler_for(fab, folder), log_problem)
     if metrics_port:
-        monitor = DeviceMonitor(metrics_port)
+        monitor = DeviceMonitor(metrics_port, contact)
         duties = replace(duties, wait=monitor.wait, done=monitor.done)
     try:
         work(address, secret, duties, supernode)
@@ -88,4 +89,4 @@ app = client_app(_misplaced)
 """The ClientApp that Flower's own `flwr-clientapp` would run. Its answer explains how to start the device."""
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.stdin.buffer.read(), *map(int, sys.argv[2:]))

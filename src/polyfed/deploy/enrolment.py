@@ -22,6 +22,7 @@ from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.claimed_shapes import flaws_of
 from polyfed.deploy.device_data import refuse_own_numbers
+from polyfed.deploy.membership import expected
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -52,8 +53,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         TooFewReplies: fewer than `min_nodes` or fewer than `min_replies` clients take part.
         EgressError: the policy of a client refused to enrol, and the recipe's `on_refusal` is "stop".
     """
-    spec, out = recipe.engine, {} if left_out is None else left_out
-    wanted = spec.nodes or recipe.clients.num or 1
+    spec, wanted, out = recipe.engine, expected(recipe), {} if left_out is None else left_out
     least, stop = max(spec.min_nodes or wanted, spec.min_replies, 1), spec.on_refusal == "stop"
     answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, least, emit, stop))
     known: list[Enrolment] = []

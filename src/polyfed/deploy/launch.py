@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
 from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.supernode_process import CONTACT
 from polyfed.engines.flower.supernode_process import WORKER as WORKER_ID
 from polyfed.experiment.settings import EngineSpec
 
@@ -145,23 +147,37 @@ def supernode(
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     os.environ.update(QUIET | dict(os.environ) | {DEVICE_LIMIT: str(message_megabytes)})
     os.environ.update(loopback_without_proxy(os.environ))
-    os.environ[WORKER_ID] = str(_start_worker(address, secret, metrics_port))
+    contact = _never_touched()
+    os.environ |= {CONTACT: str(contact), WORKER_ID: str(_start_worker(address, secret, metrics_port, contact))}
     os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 
 
-def _start_worker(address: str, secret: bytes, metrics_port: int) -> int:
+def _start_worker(address: str, secret: bytes, metrics_port: int, contact: int) -> int:
     """Start the worker, which is the process that runs the tasks, and return its process id.
 
     The current process then becomes the SuperNode (`os.execv`). Each of the two processes ends when the other one has
     ended.
     """
     # -P: Python imports nothing from the current folder
-    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port), str(os.getpid())]
-    worker = subprocess.Popen(words, stdin=subprocess.PIPE)
+    numbers = map(str, (metrics_port, os.getpid(), contact))
+    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, *numbers]
+    worker = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[contact])
     assert worker.stdin is not None
     worker.stdin.write(secret)
     worker.stdin.close()
     return worker.pid
+
+
+def _never_touched() -> int:
+    """Return an open file without a name. Its time of change tells when the server last answered the SuperNode.
+
+    The SuperNode marks this time (`supernode_process.touch`), and the worker reads it.
+    """
+    file, path = tempfile.mkstemp(prefix="polyfed-contact-")
+    os.unlink(path)
+    os.utime(file, (0, 0))
+    os.set_inheritable(file, True)
+    return file
 
 
 def _readable(secret: bytes) -> str:

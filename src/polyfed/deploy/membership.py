@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import BadReply, CheckpointError
+from polyfed.core.errors import BadReply, CheckpointError, RecipeError
 from polyfed.core.files import replace_text
 from polyfed.core.json_and_toml import parse_json
+from polyfed.data.modality_assignment import devices_per_silo
+from polyfed.data.partitions.iid import SILOS
 from polyfed.engines.protocol import Enrolment
+from polyfed.experiment.recipe import Recipe
 from polyfed.federation.wire_format import Packet
 
 MEMBERS = ".clients.json"
@@ -29,6 +32,27 @@ def clients_of(folder: Path) -> dict[str, str]:
         return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def expected(recipe: Recipe) -> int:
+    """Return the number of devices for which the server of a deployment waits.
+
+    With silos, each silo has one device for each entry of `holdings`, or for each modality.
+
+    Raises:
+        RecipeError: `[engine] nodes` contradicts the number of devices of the silos.
+    """
+    nodes, clients = recipe.engine.nodes, recipe.clients
+    if clients.partition != "silos" or clients.silo_partition != "iid":
+        return nodes or clients.num or 1
+    silos = clients.silos or len(clients.silo_sizes or ()) or SILOS
+    each = devices_per_silo(clients, recipe.model.modalities)
+    if nodes not in (0, silos * each):
+        raise RecipeError(
+            f"[engine] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove nodes, "
+            "or set [clients] silos to the number of silos that take part"
+        )
+    return silos * each
 
 
 class Membership:

@@ -19,7 +19,7 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.membership import clients_of
-from polyfed.deploy.metrics import CONTENT_TYPE, text_of
+from polyfed.deploy.metrics import CONTENT_TYPE, registry
 
 TOKEN = "status.token"
 """The file in the folder of the credentials that holds the token for `polyfed status`."""
@@ -43,6 +43,9 @@ RUN_COUNTS = {
 """Numbers in the status of a run that become counters, `polyfed_run_<name>_total`."""
 
 RUN_STATES = ("enrolling", "running", "finished", "failed")
+
+KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); `flwr run` goes on"
+"""The error of a run whose status says that it goes on, although all runs of the SuperLink have ended."""
 
 Facts = Mapping[str, Any]
 
@@ -89,6 +92,9 @@ def status_of(link: Facts, path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         run = None  # no server of a run has started yet
+    over = all(str(known["status"]).startswith("finished") for known in link.get("runs", ()))
+    if run is not None and link.get("runs") and over and run.get("state") in ("enrolling", "running"):
+        run |= {"state": "failed", "error": KILLED}
     numbers = {} if run is None else clients_of(Path(str(run.get("run", ""))))
     away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
     known = {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr")}
@@ -107,8 +113,14 @@ def metrics_of(status: Facts) -> bytes:
         gauges[f"polyfed_run_{state}"] = (f"1 if the current run is {state}.", float(run.get("state") == state))
     for name, text in RUN_NUMBERS.items():
         gauges[f"polyfed_run_{name}"] = (text, float(run.get(name, 0)))
-    counters = {f"polyfed_run_{name}": (text, float(run.get(name, 0))) for name, text in RUN_COUNTS.items()}
-    return text_of(gauges, counters, {})
+    from prometheus_client import Counter, Gauge, generate_latest
+
+    made = registry()
+    for name, (text, value) in gauges.items():
+        Gauge(name, text, registry=made).set(value)
+    for name, text in RUN_COUNTS.items():
+        Counter(f"polyfed_run_{name}", text, registry=made).inc(float(run.get(name, 0)))
+    return generate_latest(made)
 
 
 class ServerMonitor:

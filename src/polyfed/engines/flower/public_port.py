@@ -6,6 +6,7 @@ reaches the port can submit an app. Here, the public port serves only the paths 
 refuses every other path. The port on loopback serves all three interfaces, but only to processes on the same machine.
 """
 
+import asyncio
 import socket
 import sys
 from base64 import b64decode
@@ -16,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import h11
 import uvicorn
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore import sql_mixin
@@ -27,6 +29,8 @@ from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.router import router as fleet
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
 from polyfed.engines.flower.link_facts import database_of_this_release, link_facts
@@ -46,6 +50,9 @@ written (inferred): a write would fail with "database is locked" and end the run
 
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 """Largest sizes in bytes of a call's body and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
+
+HEAD_SECONDS = 30
+"""Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
 
 Scope = MutableMapping[str, Any]
 
@@ -226,9 +233,50 @@ def run_superlink(
     whole.run()
 
 
+class BoundedHead(H11Protocol):
+    """A connection that ends if the headers of a call are not complete after `HEAD_SECONDS`.
+
+    uvicorn limits only the time between the end of one call and the first byte of the next.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._watch()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    @override
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Start the clock when a call is awaited, and stop it when its headers have come."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """Return the configuration of a web server that other machines can reach. It limits the size of headers."""
-    heads: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": LARGEST_HEAD}
+    """Return the configuration of a web server that other machines can reach. It limits the headers of a call."""
+    heads: dict[str, Any] = {"http": BoundedHead, "h11_max_incomplete_event_size": LARGEST_HEAD}
     return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 
 

@@ -73,8 +73,9 @@ class GridTransport:
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._asked: set[int] = set()  # nodes that have been asked to enrol
-        self._enrolling: set[str] = set()
+        self._asked: set[int] = set()  # nodes that have been asked to enrol and have not gone offline since
+        self._enrolling: dict[str, int] = {}  # id of each unanswered request to enrol -> its node
+        self._lost: dict[int, str] = {}  # nodes whose last request to enrol was lost, each with Flower's reason
         self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
         self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when Flower deletes the message
@@ -86,7 +87,8 @@ class GridTransport:
     ) -> list[Packet]:
         """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
 
-        A node that refuses or fails does not count towards `wanted`.
+        A node that refuses or fails does not count towards `wanted`. A node that goes offline before it has answered,
+        or whose request Flower reports as lost, is asked again when it is online.
 
         Args:
             wanted: number of clients.
@@ -107,7 +109,7 @@ class GridTransport:
                 break
             if not found:
                 self._pause(started, end)
-        return answers
+        return answers + [Packet({"verdict": FAILED, "reason": why}) for why in self._lost.values()]
 
     def exchange(
         self,
@@ -243,18 +245,29 @@ class GridTransport:
         return {client: packets[client] for client in back}
 
     def _greet(self, seconds: float) -> None:
-        """Ask every new node to enrol."""
-        new = [node for node in online(self.grid) if node not in self._asked]
-        self._asked.update(new)
+        """Ask every node to enrol that is new, or that has gone offline or lost its request before it answered."""
+        there = online(self.grid)
+        self._asked -= set(self._enrolling.values()) - set(there)  # its process may have died with the request
+        new = [node for node in there if node not in self._asked]
+        if not new:
+            return
+        self._enrolling = {identity: node for identity, node in self._enrolling.items() if node not in set(new)}
         asking = records(hello(self.rounds_left, self.run))
         messages = [Message(asking, node, "query", ttl=max(seconds, 1.0)) for node in new]
-        self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
+        sent = {identity: node for identity, node in zip(push(self.grid, messages), new, strict=True) if identity}
+        self._enrolling |= sent
+        self._asked |= set(sent.values())
 
     def _greeted(self) -> list[Packet]:
         """Return the new answers to requests to enrol. A refused enrolment gets the verdict `failed`."""
         answers = []
         for message in pull(self.grid, list(self._enrolling), LARGEST_ENROLMENT):
-            self._enrolling.discard(message.metadata.reply_to_message_id)
+            asked = self._enrolling.pop(message.metadata.reply_to_message_id)
+            if message.has_error() and message.error.code not in FINAL and not is_too_large(message.error.reason):
+                self._lost[asked] = f"{device_of(self.grid, asked)}: Flower says: {one_line(message.error.reason)}"
+                self._asked.discard(asked)
+                continue
+            self._lost.pop(asked, None)
             packet = _content(message)
             if packet.header.get("verdict") == ENROLLED:
                 node = message.metadata.src_node_id
