@@ -156,7 +156,9 @@ class ReplyValidator:
             if said.kind == "ids" and value.numel():
                 if not 0 <= int(value.min()) <= int(value.max()) < receiver.num_rows:
                     raise BadReply(f"{where} must be from 0 to {receiver.num_rows - 1}, the rows of this client")
-                if len(set(value.flatten().tolist())) < value.numel():  # many copies of one row would be a batch of one row
+                if (
+                    len(set(value.flatten().tolist())) < value.numel()
+                ):  # many copies of one row would be a batch of one row
                     raise BadReply(f"{where} names a row twice")
 
     def _check_lengths(self, msg: Message) -> None:
