@@ -245,7 +245,7 @@ class Averaging(Algorithm):
         """
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
-        means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)
+        means, rows = prototypes.class_means(data, partial(model.vectors, got.params), sizes, context.num_classes)
         return ClassMeans({m: p.sent for m, p in means.items()}, rows), local
 
     @task()

@@ -51,10 +51,20 @@ def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
 def replace_text(path: Path, text: str) -> None:
     """Write a file. Readers see either the old or the whole new text, even after a power failure."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
+    with open(draft, "w", encoding="utf-8", opener=without_links) as file:
+        file.write(text)
     sync(draft)
     os.replace(draft, path)
     sync(path.parent)
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=without_links)`, unless it is a symbolic link, which could lead anywhere.
+
+    Raises:
+        OSError: the path is a symbolic link.
+    """
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def sync(path: Path) -> None:
@@ -73,7 +83,7 @@ def append_whole(path: Path, text: bytes) -> int:
         OSError: the text cannot be written. The file then keeps its previous size, because a partly written line would
             also make the next line unreadable.
     """
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=without_links) as file:
         whole = file.tell()
         try:
             _write(file, text)

@@ -43,7 +43,7 @@ _UNREADABLE = (
 _HEADER_BYTES = 16_384  # numpy writes headers of at most 10,000 characters
 
 _LARGE, _HIGHEST_RATIO = 1 << 28, 100
-"""A compressed member of more than 256 MiB that expands more than a hundredfold counts as a zip bomb."""
+"""Data of more than 256 MiB that expands more than a hundredfold counts as a zip bomb."""
 
 _MOST_AXES = 8  # the largest number of axes of an idx file; MNIST's images have three
 
@@ -127,11 +127,8 @@ class Arrays:
                 f"{where} claims {member.compress_size:,} bytes in a file of {self.path.stat().st_size:,}. "
                 "Copy or build the file again"
             )
-        if member.file_size > max(_LARGE, _HIGHEST_RATIO * member.compress_size):
-            raise DataError(
-                f"{where} would expand from {member.compress_size:,} to {member.file_size:,} bytes, like a zip bomb. "
-                "If the data is yours, save it with numpy.savez (not compressed), or as a folder of .npy files"
-            )
+        cure = "save it with numpy.savez (not compressed), or as a folder of .npy files"
+        check_expansion(where, member.compress_size, member.file_size, cure)
 
     def integers(self, name: str) -> Tensor:
         """An array of whole numbers (N,) as int64.
@@ -194,6 +191,24 @@ class Arrays:
                 "It needs numbers of shape (N, ...), one sample a row"
             )
         return tensor_of(array)
+
+
+def check_expansion(where: str, size: int, expanded: int, cure: str) -> None:
+    """Refuse data that would take much more memory than its size in the file justifies.
+
+    Args:
+        where: the file, and the part of it.
+        size: bytes in the file.
+        expanded: bytes in memory.
+        cure: how to save data of one's own that is refused.
+
+    Raises:
+        DataError: the data takes more than 256 MiB and more than a hundred times its size.
+    """
+    if expanded > max(_LARGE, _HIGHEST_RATIO * size):
+        raise DataError(
+            f"{where} would expand from {size:,} to {expanded:,} bytes, like a zip bomb. If the data is yours, {cure}"
+        )
 
 
 def read_npy(path: Path) -> Array:

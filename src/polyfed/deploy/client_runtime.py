@@ -10,10 +10,14 @@ from pathlib import Path
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.files import append_whole, undone
+<<<<<<< HEAD
 from polyfed.core.messages import Message
+=======
+from polyfed.core.messages import Message, cut, tensors
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
+from polyfed.deploy.device_store import DeviceStore
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.deploy.kept_replies import KeptReplies
 from polyfed.deploy.privacy_budget import admit_state, spend
@@ -93,12 +97,14 @@ class ClientRuntime:
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
         got = self._received(packet, request, request_id.client)
+        self._refuse_made_model(request, got, request_id.client)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
             store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             admit(engine.limits, folder, request, request_id.client)
+            self._admit_today(request_id, request.name)
             local = self._before(store, request, request_id)
             replies = KeptReplies(folder, digest_of_use(request, local or {}, packet, self.conditions))
             known = replies.find(request_id) if self._adds_noise(request) else None
@@ -130,6 +136,36 @@ class ClientRuntime:
             if content is None:
                 return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
+
+    def _admit_today(self, request_id: RequestId, task: str) -> None:
+        """Count a request and its run in the budgets of the device, which hold over all runs.
+
+        Raises:
+            EgressError: a budget is spent.
+            CheckpointError: the store of the device cannot be used.
+        """
+        limits, client, store = self.engine.limits, request_id.client, DeviceStore(self.folder)
+        store.spend(limits, "max_runs_per_day", request_id.run, client, task)
+        store.spend(limits, "max_requests_per_day", request_id.run, client, task)
+
+        def evaluates(task: str) -> EgressError | None:
+            try:
+                store.spend(limits, "max_evaluations_per_day", request_id.run, client, task)
+            except EgressError as error:
+                return error
+            return None
+
+        self.engine.evaluates = None if limits.max_evaluations_per_day is None else evaluates
+
+    def _refuse_made_model(self, request: Request, got: Message, client: int) -> None:
+        """Refuse a model that could only read the data; see `Policy.accepts`. It costs no privacy budget.
+
+        Raises:
+            EgressError: the message holds parameters or prototypes that the policy does not let come in.
+        """
+        gate = self.engine.node((client,), self.engine.context(client))
+        if why := gate.rejection(request, cut(got, gate.blocks)):
+            raise EgressError(why)
 
     def _adds_noise(self, request: Request) -> bool:
         """Return whether the reply gets noise from the operating system. It then cannot be computed a second time."""

@@ -166,7 +166,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            return enrolment(population, policy, node.client, limits)
+            return enrolment(population, policy, node.client, limits, task_of(recipe))
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(

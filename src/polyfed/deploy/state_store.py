@@ -7,6 +7,7 @@ checkpoint of `polyfed.experiment.checkpoint`: safetensors and JSON, written ato
 device's own user can read the files. The store deletes states of old runs, but keeps their ledgers.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from polyfed.core.errors import BadReply, CheckpointError
-from polyfed.core.files import replace_text
+from polyfed.core.files import AUDIT, replace_text, without_links
 from polyfed.core.json_and_toml import parse_json
 from polyfed.core.tree import Tree
 from polyfed.engines.protocol import RequestId
@@ -34,6 +35,9 @@ that may have to be sent again (`polyfed.deploy.kept_replies`)."""
 
 BEFORE: Place = (-1, -1)
 """The place before every request."""
+
+KEPT_LEDGERS = 100
+"""Number of the most recent runs whose folders a device keeps, so that new names of runs do not fill its disk."""
 
 KEPT_RUNS = 3
 """Number of the most recent runs whose states a client keeps."""
@@ -78,10 +82,12 @@ class Store:
         """
         before = os.umask(0o077)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for folder in (self.folder, self.folder.parent):
+            for folder in (self.folder.parent, self.folder):
+                if folder.is_symlink():
+                    raise CheckpointError(f"{folder} is a symbolic link. Move the folder itself to its place")
+                folder.mkdir(parents=True, exist_ok=True)
                 folder.chmod(0o700)  # an earlier version may have made the folder with other rights
-            with (self.folder / "lock").open("w") as file:
+            with open(self.folder / "lock", "w", opener=without_links) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 yield
         finally:
@@ -90,7 +96,8 @@ class Store:
     def prune(self) -> None:
         """Delete the states and replies of all runs except the `KEPT_RUNS` most recent runs of this client.
 
-        The ledgers of the old runs stay. The client refuses later requests of these runs.
+        The ledgers of the `KEPT_LEDGERS` most recent runs stay. The client refuses later requests of these runs. Older
+        folders are deleted: the audit log of the device holds all entries of their ledgers.
         """
         journals = [*self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")]
         newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -102,6 +109,11 @@ class Store:
                 for kind in (STATE, REPLY):
                     for place in old._places(kind):
                         shutil.rmtree(old._path(place, kind))
+        for path in newest[KEPT_LEDGERS:]:
+            if path.parent != self.folder and (path.parents[2] / AUDIT).exists():
+                shutil.rmtree(path.parent)
+                with contextlib.suppress(OSError):  # other clients of this run
+                    path.parents[1].rmdir()
 
     def check_fresh(self, request_id: RequestId) -> None:
         """Refuse a request that the client must not answer any more. This changes nothing on the disk.

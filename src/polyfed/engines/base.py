@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import PolyfedError
+from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
@@ -94,6 +94,8 @@ class Engine(ABC):
     """Resource limits of the device on which this engine runs its client."""
     required: Requirements = NO_REQUIREMENTS
     """The protection demanded by the device on which this engine runs its client."""
+    evaluates: Callable[[str], EgressError | None] | None = None
+    """Counts a task that reads the test rows of a device in its budget. Returns a refusal if the budget is spent."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
     privacy: Mechanism | None = None
@@ -213,7 +215,7 @@ class Engine(ABC):
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """Make the egress gate of these clients, which share a context."""
         announcement = self.announcement(context.modalities)
-        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
+        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client, self.on_device)
 
     @property
     def mixes(self) -> bool:
@@ -262,7 +264,8 @@ class Engine(ABC):
             smallest=self.limits.min_batch_size if client >= 0 else 0,
         )
         try:
-            guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
+            limits, evaluates = (self.limits, self.evaluates) if client >= 0 else (NO_LIMITS, None)
+            guard = LimitGuard(limits, client, request.name, self.objective, evaluates)
             watched = guard.watch(self.metered(request, (client,), view), self.model)
             # the task may change its dicts, so it gets dicts of its own
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
@@ -271,6 +274,7 @@ class Engine(ABC):
             with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
+            guard.check_reply(reply, view, context.num_classes)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
             reply, local = masked(request, reply, local, secrets)

@@ -15,6 +15,7 @@ from polyfed.core.tree import SHARED
 from polyfed.privacy.announcement import Announcement
 from polyfed.privacy.contents import contents
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
+from polyfed.privacy.policy import rejection
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EgressGate:
         ledger: records every part of every message that passes the gate or is refused.
         announcement: everything that the clients' replies can hold, and whether the policy allows it.
         on_server: whether these are evaluation clients. Their rows belong to the server, so no client's data leaves.
+        on_device: whether this is the gate of a device. Its server may be hostile, and ask what no recipe asks.
     """
 
     clients: tuple[int, ...]
@@ -34,15 +36,42 @@ class EgressGate:
     ledger: Ledger
     announcement: Announcement
     on_server: bool = False
+    on_device: bool = False
 
     def receive(self, request: Request, msg: Message) -> Any:
-        """Receive a message: remove the blocks that the clients do not have, and record the rest in the ledger."""
+        """Receive a message: remove the blocks that the clients do not have, and record the rest in the ledger.
+
+        Raises:
+            EgressError: the message holds parameters or prototypes of a block that the policy does not let come in.
+        """
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
             _refuse_dotted(own, parts)
-            self._book(request, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
+            why = self.rejection(request, own)
+            self._book(request, own, parts, TO_CLIENT, (not why,) * len(parts), self.clients)
+            if why:
+                raise EgressError(why)
         return own
+
+    def rejection(self, request: Request, own: Message) -> str:
+        """Return why the clients do not take a message, or "" if they take it.
+
+        Args:
+            request: the request.
+            own: the message, without blocks that the clients do not have.
+        """
+        policy, name = self.announcement.policy, type(own).__name__
+        parts = [part for part in crossings(own) if self.on_device or not self._comes_back(request, part)]
+        found = (rejection(part, request.scope, policy, self.clients[0], name) for part in parts)
+        return next(filter(None, found), "")
+
+    def _comes_back(self, request: Request, part: Crossing) -> bool:
+        """Return whether an honest reply holds this part too. The refusal to send it then says more."""
+        return any(
+            row.task == request.name and (row.kind, row.block) == (part.kind, part.block)
+            for row in self.announcement.rows.values()
+        )
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
         """Check a reply and return it, with contiguous tensors, or refuse the whole reply.

@@ -6,8 +6,13 @@ A recipe may have a [limits] section too. If both sections set a limit, the stri
     min_rows = 50
     min_batch_size = 8
     min_steps = 10
+    min_rows_per_class = 8
+    min_test_rows = 20
     max_rounds = 200
     max_requests = 6
+    max_requests_per_day = 500
+    max_runs_per_day = 5
+    max_evaluations_per_day = 50
 
 The policy decides which kinds of data a client may send. It sets no limit on the number of rows from which the client
 computes this data. The number of rows matters, because the gradient of a batch of one row can reveal that row.
@@ -28,8 +33,13 @@ MEANINGS = {
     "min_rows": "the client has {} training rows",
     "min_batch_size": "a step of local training uses a batch of {} rows",
     "min_steps": "a local training takes {} steps",
+    "min_rows_per_class": "the reply tells of a class with {} rows",
+    "min_test_rows": "a score covers a group of {} test rows",
     "max_rounds": "this is round {}",
     "max_requests": "this is request {} of the round",
+    "max_requests_per_day": "this is request {} within 24 hours, over all runs",
+    "max_runs_per_day": "this is new run {} within 24 hours",
+    "max_evaluations_per_day": "this is request {} within 24 hours that reads the test rows, over all runs",
 }
 """For each limit, the clause of an error message that states the value beyond the limit."""
 
@@ -37,10 +47,15 @@ WITHHELD = {
     "min_rows": "the client has fewer training rows",
     "min_batch_size": "a step of local training uses a smaller batch",
     "min_steps": "a local training takes fewer steps",
+    "min_rows_per_class": "the reply tells of a class with fewer rows",
+    "min_test_rows": "a score covers a group of fewer test rows",
 }
 """For some limits, the clause that the server gets instead of the clause in MEANINGS. The policy may withhold how many
 rows a client has, and the size of a batch and the number of steps depend on this number. The server knows the numbers
 of rounds and requests."""
+
+DERIVED = ("min_rows_per_class", "min_test_rows")
+"""The limits that equal `min_batch_size` unless the section sets them."""
 
 MOST_DECAY = 0.1
 """With `min_steps`, the largest share of a parameter's change that one step of training may undo."""
@@ -56,15 +71,28 @@ class Limits:
             `minimise` leaves it out. Every batch from `ClientData.batch` must have at least this number of rows.
         min_steps: least number of optimiser steps of local training within one request. A step may undo at most 10 % of
             what earlier steps have changed (`lr * weight_decay` and proximal terms).
+        min_rows_per_class: least number of training rows of a class of which a reply tells, such as in class prototypes
+            and counts of rows. For a modality, rows that lack it do not count. The classes below the limit are left
+            out. Replies that hold the labels of rows are refused if a class is below it. Default: `min_batch_size`.
+        min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
+            the positive rows of a label. Default: `min_batch_size`.
         max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
+        max_requests_per_day: most requests that the device answers within 24 hours, in all runs together.
+        max_runs_per_day: most runs with a new name in which the device begins to take part within 24 hours.
+        max_evaluations_per_day: most requests within 24 hours that read the test rows, in all runs together.
     """
 
     min_rows: Annotated[int, NOT_NEGATIVE] = 0
     min_batch_size: Annotated[int, NOT_NEGATIVE] = 0
     min_steps: Annotated[int, NOT_NEGATIVE] = 0
+    min_rows_per_class: Annotated[int | None, NOT_NEGATIVE] = None
+    min_test_rows: Annotated[int | None, NOT_NEGATIVE] = None
     max_rounds: Annotated[int | None, AT_LEAST_ONE] = None
     max_requests: Annotated[int | None, AT_LEAST_ONE] = None
+    max_requests_per_day: Annotated[int | None, AT_LEAST_ONE] = None
+    max_runs_per_day: Annotated[int | None, AT_LEAST_ONE] = None
+    max_evaluations_per_day: Annotated[int | None, NOT_NEGATIVE] = None
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range."""
@@ -79,13 +107,18 @@ class Limits:
         """
         return cls(**checked(where, cls, table))
 
+    def value(self, key: str) -> int | None:
+        """Return the value of a limit, which can follow from another limit; see `DERIVED`. None is no limit."""
+        value: int | None = getattr(self, key)
+        return self.min_batch_size if value is None and key in DERIVED else value
+
     def breach(self, key: str, value: int) -> str:
         """Return "" if a value is allowed. Otherwise, return a text: the limit, and a [limits] line that allows it."""
         if not self._beyond(key, value):
             return ""
         whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")
         return (
-            f"[limits] {key} = {getattr(self, key)} of the {whose}, and {MEANINGS[key].format(value)}. "
+            f"[limits] {key} = {self.value(key)} of the {whose}, and {MEANINGS[key].format(value)}. "
             f"It would be allowed if the {where} said: [limits] {key} = {value}"
         )
 
@@ -106,7 +139,7 @@ class Limits:
 
     def _beyond(self, key: str, value: int) -> bool:
         """Return whether a value is below a minimum or above a maximum."""
-        limit: int | None = getattr(self, key)
+        limit = self.value(key)
         return limit is not None and (value < limit if key.startswith("min") else value > limit)
 
     def is_of_the_recipe(self, key: str) -> bool:
@@ -129,7 +162,7 @@ class Limits:
         added = {
             key: value
             for key, value in theirs.items()
-            if mine[key] is None or (value > mine[key] if key.startswith("min") else value < mine[key])
+            if (now := self.value(key)) is None or (value > now if key.startswith("min") else value < now)
         }
         return _Joined(**mine | added, of_the_recipe=frozenset(added)) if added else self
 
@@ -193,7 +226,8 @@ class _Joined(Limits):
 
     def is_of_the_recipe(self, key: str) -> bool:
         """Return whether this limit comes from the recipe; see `Limits.is_of_the_recipe`."""
-        return key in self.of_the_recipe
+        derived = key in DERIVED and getattr(self, key) is None
+        return ("min_batch_size" if derived else key) in self.of_the_recipe
 
 
 NO_LIMITS = Limits()

@@ -20,6 +20,14 @@ Some models mix the modalities before their shared layers (`Model.mixes`). The g
 holds the features of other modalities. So the parameters and gradients of such a block need two permissions: what the
 modality may send, and what `shared` may send.
 
+A model that the server made can read a modality although none of its parameters leaves: the server sends the encoder
+and asks how many rows it predicts correctly. So a block takes parameters and prototypes from the server only if it may
+send them back, or if it may send its samples or their embeddings, which reveal more. A line `accept` allows others:
+
+    [egress.audio]
+    server = []
+    accept = ["parameters"]
+
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
 
@@ -33,6 +41,15 @@ from polyfed.core.tree import SHARED
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
 """Kinds that may leave if there is no row. docs/egress.md gives the reason, and what these kinds can still reveal."""
+
+ACCEPT = "accept"
+"""The line of a row with the kinds that a block takes from the server although it may not send them."""
+
+STEERING = ("parameters", "prototypes")
+"""The kinds of a message that decide what a client's model predicts. A client takes them by permission only."""
+
+REVEALING = frozenset({"raw", "embeddings"})
+"""Kinds that reveal each row. If they may leave, a model of the server learns nothing that the rows do not tell."""
 
 EVERY = "*"
 """The name of the row that applies to every modality without a row of its own."""
@@ -118,7 +135,7 @@ class Policy:
         """Return the kinds that a block's row or default allows, whether or not the model mixes modalities."""
         if (block, destination) in self.rules:
             return self.rules[block, destination]
-        if block == LABELS:
+        if block == LABELS or destination == ACCEPT:
             return frozenset()
         return DEFAULT.intersection(*self._mixed(destination).values()) if block == SHARED else DEFAULT
 
@@ -162,6 +179,13 @@ class Policy:
         """Return whether this kind may go from this block to this destination."""
         return kind in self.kinds(block, destination)
 
+    def accepts(self, kind: str, block: str, destination: str) -> bool:
+        """Return whether a block takes this kind from the server, in a request whose reply goes to the destination."""
+        if kind not in STEERING or kind in self.kinds(block, destination) | self._row(block, ACCEPT):
+            return True
+        read = (self.owned or ()) if block == SHARED else (block,)
+        return bool(read) and not any(self.kinds(name, destination).isdisjoint(REVEALING) for name in read)
+
     def allows_models(self, destination: str) -> bool:
         """Return whether a whole model may leave: the parameters of every modality and of `shared`."""
         named = {block for block, _ in self.rules} - {LABELS}  # the default applies to every other modality
@@ -171,12 +195,23 @@ class Policy:
         """Return the policy that allows only what both policies allow, such as a client's and a recipe's policy."""
         assert self.owned == other.owned, "policies of different clients"
         pairs = {*self.rules, *other.rules}
-        return replace(self, rules={pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})
+        rules = {pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs if pair[1] != ACCEPT}
+        for block in {block for block, line in pairs if line == ACCEPT}:
+            rules[block, ACCEPT] = self._taken(block) & other._taken(block)
+        return replace(self, rules=rules)
+
+    def _taken(self, block: str) -> frozenset[str]:
+        """Return the kinds that a block takes from the server, whatever the destination of the reply is."""
+        both = frozenset(KINDS).intersection(*(self.kinds(block, destination) for destination in DESTINATIONS))
+        return self._row(block, ACCEPT) | both
 
     def table(self, modalities: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         """Return the policy as a table with a row for every block and destination."""
         return {
-            block: {place: [k for k in KINDS if k in self.kinds(block, place)] for place in DESTINATIONS}
+            block: {
+                place: [k for k in KINDS if k in self.kinds(block, place)]
+                for place in DESTINATIONS + ((ACCEPT,) if self._row(block, ACCEPT) else ())
+            }
             for block in (*modalities, SHARED, LABELS)
         }
 
@@ -211,8 +246,8 @@ class Policy:
 
 def _fault(destination: str, kinds: Iterable[str], where: str) -> str:
     """Return what is wrong with a line of a policy, or an empty text if the line is correct."""
-    if destination not in DESTINATIONS:
-        return f"{where} has no destination '{destination}'; {did_you_mean(destination, DESTINATIONS)}"
+    if destination not in (*DESTINATIONS, ACCEPT):
+        return f"{where} has no destination '{destination}'; {did_you_mean(destination, (*DESTINATIONS, ACCEPT))}"
     if isinstance(kinds, str):
         return f'{where} {destination} must be a list, as in ["{kinds}"]'
     unknown = [kind for kind in kinds if kind not in KINDS]
@@ -226,4 +261,17 @@ def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | 
     return (
         f"client {client} refused to send {message}.{crossing.field}: {crossing.kind} of {crossing.block} "
         f"may not go to the {destination}{why and f' ({why})'}. It would leave if the client's policy said: {fix}"
+    )
+
+
+def rejection(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:
+    """Return why a client does not take a part of the server's message, or "" if it takes the part."""
+    if policy.accepts(crossing.kind, crossing.block, destination):
+        return ""
+    kinds = policy.table((crossing.block,))[crossing.block].get(ACCEPT, [])
+    listed = ", ".join(f'"{kind}"' for kind in (*kinds, crossing.kind))
+    return (
+        f"client {client} refused to take {message}.{crossing.field}: {crossing.kind} of {crossing.block} may not go "
+        f"to the {destination}, so the {destination} has none to send, and a model that it made could read the data. "
+        f"It would be taken if the client's policy said: [egress.{crossing.block}] {ACCEPT} = [{listed}]"
     )

@@ -141,8 +141,10 @@ class ClientData(ABC):
         key: random key of (run, round, client). To draw numbers, derive a key with `draw`.
         round: the round, from 1.
         rounds: number of rounds of the run.
+        min_rows_per_class: least number of rows of a class of which the client may tell; 0 without such a limit.
     """
 
+    min_rows_per_class: int = 0
     num_rows: Tensor
     key: int | Tensor
     round: int

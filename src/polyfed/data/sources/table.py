@@ -15,7 +15,7 @@ from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.column_guess import guessed
 from polyfed.data.columns import Columns
-from polyfed.data.files import existing
+from polyfed.data.files import check_expansion, existing
 from polyfed.data.frames import Partial, Roles, drafted
 from polyfed.data.layout import Layout
 from polyfed.data.sources.base import Facts, Source
@@ -176,6 +176,7 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         else:
             separator = "\t" if path.suffix == ".tsv" else ","
             header = _header(path, separator, problems)
+            _check_cells(path, len(header), _rows(path))
             frame = _cells(path, separator, header)
     except UnicodeDecodeError as error:
         raise DataError(
@@ -186,7 +187,44 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         raise DataError(f"'{path}' cannot be read as {path.suffix} ({words}). Save or copy it again") from None
     if not len(frame):
         raise DataError(f"'{path}' has no rows, only the names of columns. Check where it comes from")
+    _check_whole_numbers(frame, path, problems)
     return frame
+
+
+def _check_whole_numbers(frame: "pd.DataFrame", path: Path, problems: Problems) -> None:
+    """Add a fault for each column with a whole number that no array can hold, such as one of 400 digits."""
+    least, most = -(2**63), 2**63 - 1
+    faults = []
+    for place, name in enumerate(frame.columns):
+        column = frame.iloc[:, place]
+        if column.dtype != object and str(column.dtype) != "uint64":
+            continue
+        for row, cell in enumerate(column):
+            if isinstance(cell, int) and not least <= cell <= most:
+                digits = len(f"{abs(cell):x}") * 6 // 5
+                text = f"a number of about {digits} digits" if digits > 24 else str(cell)
+                faults.append(
+                    DataError(
+                        f"'{path}': column '{name}' holds {text} at row {row}. The largest whole number"
+                        f" is {most:,}. Correct the cell, or write it as a word"
+                    )
+                )
+                break
+    for fault in faults:
+        problems.add(fault)
+    if faults:
+        problems.raise_all()
+
+
+def _rows(path: Path) -> int:
+    """Return the number of lines of a file."""
+    with path.open("rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) + 1
+
+
+def _check_cells(path: Path, columns: int, rows: int) -> None:
+    """Refuse a file whose short rows would be filled up to a huge table."""
+    check_expansion(f"'{path}'", path.stat().st_size, 8 * columns * rows, "save it as .parquet or as an .npz file")
 
 
 def _parquet(path: Path) -> "pd.DataFrame":
@@ -196,15 +234,24 @@ def _parquet(path: Path) -> "pd.DataFrame":
         import pyarrow
     except ImportError:
         raise DataError(f"reading '{path}' needs the package pyarrow: pip install 'polyfed[parquet]'") from None
+    from pyarrow import parquet
+
+    size, expanded, parts = path.stat().st_size, 0, []
     try:
-        return pd.read_parquet(path, engine="pyarrow")
+        with parquet.ParquetFile(path) as file:
+            for part in file.iter_batches(batch_size=512):  # a few bytes can stand for a value that every row repeats
+                expanded += part.nbytes
+                check_expansion(f"'{path}'", size, expanded, "save it without dictionaries, or as an .npz file")
+                parts.append(part)
+            frame: pd.DataFrame = pyarrow.Table.from_batches(parts, file.schema_arrow).to_pandas()
+            return frame
     except pyarrow.ArrowException as error:
-        raise DataError(f"'{path}' is damaged or no parquet file ({error}). Save or copy it again") from None
+        raise DataError(f"'{path}' is damaged or no parquet file ({str(error)[:200]}). Save or copy it again") from None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file."""
-    rows = []
+    rows, names = [], set[str]()
     with path.open(encoding="utf-8-sig") as stream:  # `str.splitlines` would also split a text at U+2028 or U+0085
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -217,7 +264,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 ) from None
             if not isinstance(row, dict):
                 raise DataError(f"'{path}', line {number} is a {type(row).__name__}. Each line must be one object")
+            names.update(row)
             rows.append(row)
+            _check_cells(path, len(names), len(rows))
     if not rows:
         raise DataError(f"'{path}' has no rows")
     return rows
