@@ -10,10 +10,7 @@ from pathlib import Path
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.files import append_whole, undone
-<<<<<<< HEAD
-from polyfed.core.messages import Message
-=======
-from polyfed.core.messages import Message, cut, tensors
+from polyfed.core.messages import Message, cut
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
