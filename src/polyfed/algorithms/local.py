@@ -69,6 +69,7 @@ class Local(Algorithm):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    only_evaluates: ClassVar[tuple[str, ...]] = ("upload",)
 
     selector: Selector = Uniform()
     global_test: Literal["last", "always", "never"] = "last"

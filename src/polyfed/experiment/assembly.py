@@ -127,14 +127,13 @@ def assemble(
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
     """
-    emit, population = emit or Emitter(), population or population_of(recipe)
-    columns, was_guessed = population.columns, recipe.task is None
+    emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
     recipe, policy, guesses = _completed(recipe, population, one_device)
-    shapes = {name: column.shape for name, column in columns.modalities.items()}
-    model = model_of(recipe, shapes, columns.num_classes, policy)
+    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
+    model = model_of(recipe, shapes, population.columns.num_classes, policy)
     check_model(recipe.algorithm, model)
-    initial = initial_of(recipe, model)
-    clock = clock_of(recipe, population.num_clients, ledger := Ledger(run))
+    initial, ledger = initial_of(recipe, model), Ledger(run)
+    clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(
         population,
         model,
@@ -158,14 +157,15 @@ def assemble(
         rounds=recipe.rounds,
         evaluation_clients=held.evaluation_clients,
         min_replies=recipe.engine.min_replies,
+        outlier_factor=recipe.engine.outlier_factor,
         emit=emit,
         clock=clock,
         attack=recipe.attack,
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
-    mixed = policy.for_model(model.modalities, mixes=held.mixes)
-    return Assembly(recipe, population, model, mixed, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+    policy = policy.for_model(model.modalities, mixes=held.mixes)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:

@@ -4,10 +4,12 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.registry import name_of
+from polyfed.core.tasks import tasks_of, types_of
 from polyfed.data import Population
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.section_checks import refuse_breaches
 from polyfed.experiment.sum_checks import refuse_single_replies, refuse_small_blocks
+from polyfed.federation.outliers import COMPARED
 from polyfed.privacy.limits import NO_LIMITS
 
 
@@ -22,14 +24,36 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
 
     Raises:
         DataError: see `refuse_row_numbers`.
-        RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_small_blocks`.
+        RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
+            `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
     refuse_overselect(recipe)
     refuse_single_replies(recipe, population)
+    refuse_idle_attack(recipe)
     if not one_device:
         refuse_small_blocks(recipe, population)
+
+
+def refuse_idle_attack(recipe: Recipe) -> None:
+    """Refuse an attack on what clients send if the method's clients send nothing that it could change.
+
+    Raises:
+        RecipeError: no reply of the method holds parameters, embeddings or another kind that attackers falsify.
+    """
+    attack, method = recipe.attack, recipe.algorithm
+    if attack is None or not attack.falsifies:
+        return
+    training = {name: task for name, task in tasks_of(method).items() if name not in method.only_evaluates}
+    asked = (types_of(task)[1] for name, task in training.items() if method.will_ask(name, tested=True))
+    if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
+        raise RecipeError(
+            f"[attack] name = '{attack.name}' changes what clients send, and clients of "
+            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
+            ("attack", "name"),
+        )
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

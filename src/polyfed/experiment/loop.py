@@ -216,6 +216,7 @@ class _Loop:
         if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
             return
         started, self.confusion = time.perf_counter(), None
+        self.fed.evaluating = True
         measured = algorithm.evaluate(state, self.fed)
         row["metrics"] = measured.metrics
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file

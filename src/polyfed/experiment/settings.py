@@ -36,6 +36,8 @@ class EngineSpec:
             for each operation. The default is off, because nobody has measured this option on a GPU.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
+        outlier_factor: the server drops a reply whose update is more than this many times as large as the median update
+            of the replies (docs/robustness.md); 0 keeps replies of any size. Raise it if honest clients are dropped.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
             Otherwise, the run continues, and the round leaves this client out.
         nodes: (`flower` only) the number of clients to wait for before the first round of a deployment; 0 means
@@ -83,6 +85,7 @@ class EngineSpec:
     replay: bool = True
     cuda_graphs: bool = False
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
+    outlier_factor: Annotated[float, NOT_NEGATIVE] = 100.0
     debug: bool = False
     nodes: Annotated[int, NOT_NEGATIVE] = 0
     min_nodes: Annotated[int, NOT_NEGATIVE] = 0
@@ -105,6 +108,12 @@ class EngineSpec:
             RecipeError: an option has a wrong type or value, or the other options leave `cuda_graphs` without effect.
         """
         check_ranges("[engine]", self)
+        if 0 < self.outlier_factor < 1:
+            raise RecipeError(
+                f"[engine] outlier_factor = {self.outlier_factor:g} would drop every second reply. "
+                "Allowed: 1 or more, or 0 to keep replies of any size",
+                ("engine", "outlier_factor"),
+            )
         if self.cuda_graphs and not (self.name == "vectorised" and self.replay and self.device != "cpu"):
             raise RecipeError(
                 "[engine] cuda_graphs = true needs name = 'vectorised', replay = true, and device = 'cuda' or 'auto'"

@@ -4,13 +4,14 @@ Neither side trusts the other. Both compare names, shapes, types and values with
 and with the model.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
@@ -18,6 +19,7 @@ from polyfed.core.masked import fits
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
 from polyfed.core.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.outliers import Sizes, row_norms, sizes
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
@@ -128,7 +130,7 @@ class ReplyValidator:
             self.check(part.message, expected, receiver.shapes)
             self._check_owned(msg, receiver)
             self._check_lengths(msg)
-            reason = self.unusable(part).get(0, "")
+            reason = self.unusable(part)[0].get(0, "")
         except BadReply as error:
             reason = str(error)
         if reason.endswith(NOT_FINITE):
@@ -156,9 +158,8 @@ class ReplyValidator:
             if said.kind == "ids" and value.numel():
                 if not 0 <= int(value.min()) <= int(value.max()) < receiver.num_rows:
                     raise BadReply(f"{where} must be from 0 to {receiver.num_rows - 1}, the rows of this client")
-                if (
-                    len(set(value.flatten().tolist())) < value.numel()
-                ):  # many copies of one row would be a batch of one row
+                # many copies of one row would be a batch of one row
+                if len(set(value.flatten().tolist())) < value.numel():
                     raise BadReply(f"{where} names a row twice")
 
     def _check_lengths(self, msg: Message) -> None:
@@ -180,8 +181,12 @@ class ReplyValidator:
         if len(set(lengths.values())) > 1:
             raise BadReply(f"{' and '.join(lengths)} have different numbers of rows: {list(lengths.values())}")
 
-    def unusable(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason."""
+    def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
+        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.
+
+        The second result are the sizes of the replies' blocks. One pass over the numbers gives both: a norm is finite
+        only if every number is.
+        """
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
         for name, count in part.message.counts.items():
@@ -204,11 +209,13 @@ class ReplyValidator:
         floats = [
             (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
         ]
-        sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
-        if floats and not math.isfinite(torch.stack(sums).sum().item()):
+        if not floats:
+            return bad, {}
+        norms = _together([row_norms(part, name, value) for name, _, value in floats])
+        if not np.isfinite(norms).all():  # NaN or infinity, or a norm that overflows
             for name, key, value in floats:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
-        return bad
+        return bad, sizes(part, [(name, key) for name, key, _ in floats], norms)
 
     def _is_variance(self, name: str) -> bool:
         """Return whether a tensor is a buffer that cannot be negative: a counter, or the variance of a BatchNorm."""
@@ -347,6 +354,15 @@ def largest_magnitude(msg: Message) -> float:
         for value in held:
             peaks.setdefault(value.device, []).extend(bound.abs().float() for bound in value.aminmax())
         return torch.tensor([0.0, *(float(torch.stack(group).amax()) for group in peaks.values())]).amax().item()
+
+
+def _together(norms: list[Tensor]) -> NDArray[np.float64]:
+    """Return tensors (K,), which may be on different devices and of different types, as one array (tensors, K)."""
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    if len(kinds) > 1:
+        norms = [norm.to("cpu", torch.float64) for norm in norms]
+    together: NDArray[np.float64] = torch.stack(norms).cpu().numpy().astype(np.float64)
+    return together
 
 
 def _at(field: str, key: str | None) -> str:
