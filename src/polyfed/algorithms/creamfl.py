@@ -87,8 +87,8 @@ class GlobalRepresentations(Message):
     under the name m, the mean of the global representations of all modalities except m.
     """
 
-    own: Tree = carries("embeddings", rows="num_public")
-    other: Tree = carries("embeddings", rows="num_public")
+    own: Tree = carries("embeddings", rows="num_public", shape=("features",))
+    other: Tree = carries("embeddings", rows="num_public", shape=("features",))
     num_public: Tensor = carries("statistic")
 
 

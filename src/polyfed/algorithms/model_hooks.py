@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from polyfed.core.tree import Tree
 from polyfed.model import Model
 from polyfed.model.whole_module import require_embeddings
 
@@ -24,6 +25,10 @@ class ModelHooks:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
         if self.needs_embeddings:
             require_embeddings(model, type(self).__name__)
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the names, shapes and types of the parameters that a task receives. By default, those of the model."""
+        return model.template
 
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""

@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import torch
 from torch import Tensor
@@ -69,10 +69,12 @@ SUMMABLE = (*OF_THE_MODEL, "prototypes", "statistic")
 """Kinds whose fields may be declared as sum-only."""
 
 Sizes = tuple[str | None, ...]
-"""The shape of a tensor, with a name for each size. `classes` is the number of classes, and `features` the width of a
-modality's embedding. `own` stands for the sums that a client reports about its own test rows. `label` stands for the
-label of a row: a class number or T targets. `encoded` stands for the shape of the encoder's output, `sample` for the
-shape of a sample. None means any size. `own`, `label`, `encoded` and `sample` may cover any number of axes."""
+"""The shape of a tensor, with a name for each size. `classes` is the number of classes, `features` the width of a
+modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
+client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
+stands for the shape of the encoder's output, `sample` for the shape of a sample. `batch`, as the first size, is any
+number of rows, the same for all tensors of a message. None means any size. `own`, `label`, `encoded` and `sample` may
+cover any number of axes."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Declared:
     weight: str | None = None
     masked: bool = False
     random: bool = False
+    stacked: bool = False
+    part: str = ""
 
 
 def carries(
@@ -114,6 +118,8 @@ def carries(
     sum_only: bool = False,
     weight: str | None = None,
     random: bool = False,
+    stacked: bool = False,
+    part: Literal["", "encoders", "head"] = "",
 ) -> Any:
     """Declare a field of a message.
 
@@ -143,12 +149,15 @@ def carries(
             sum. Default: the field is summed as it is.
         random: whether the field holds only random numbers that depend on no data, such as public keys. A device that
             demands protection ([require] of its policy file) still allows such a field to leave.
+        stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
+        part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
+            `head`, which is everything after them. Default: the whole model.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     shape = () if shape is None and kind == "statistic" else shape
-    flags = {"sum_only": sum_only, "weight": weight, "random": random}
+    flags = {"sum_only": sum_only, "weight": weight, "random": random, "stacked": stacked, "part": part}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **flags)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 

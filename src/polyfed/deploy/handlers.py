@@ -34,6 +34,7 @@ from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.protection import mechanism_of
+from polyfed.experiment.checks.rank_checks import client_ranks
 from polyfed.experiment.checks.requirement_checks import release_of, unmet, unmet_by_model
 from polyfed.experiment.recipes.engine_choice import device_of
 from polyfed.experiment.recipes.parts import build
@@ -242,4 +243,6 @@ def runtime_of(
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)
-    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds)
+    runtime = ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
+    runtime.rounds, runtime.ranks = recipe.rounds, client_ranks(recipe, model, None)
+    return runtime

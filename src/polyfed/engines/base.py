@@ -63,6 +63,9 @@ class Method(Asking, Protocol):
     def mixes_modalities(self) -> bool:
         """Whether a loss of the method compares representations of several modalities at once."""
 
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the names, shapes and types of the parameters that a task receives."""
+
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state. `key` seeds the random numbers."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import SHARED, Tree
 from polyfed.training.client_data import ClientData
 
@@ -25,6 +26,13 @@ RATIO_LIMIT = 1e3
 
 FLOOR = 1e-12
 """Smallest denominator of a ratio (docs/algorithms/conventions.md, Numerics)."""
+
+
+@message
+class Encoders(Message):
+    """The encoders of the model, with which clients compute class means."""
+
+    params: Tree = carries("parameters", part="encoders")
 
 
 @dataclass(frozen=True)

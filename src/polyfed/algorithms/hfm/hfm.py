@@ -39,8 +39,8 @@ class Adopt(Message):
     With `mu` above 0, the device keeps these values as its anchor: the proximal term (Eq. 4) pulls training to them.
     """
 
-    params: Tree = carries("parameters")
-    head: Tree = carries("parameters", whole=True)
+    params: Tree = carries("parameters", part="encoders")
+    head: Tree = carries("parameters", whole=True, part="head")
 
 
 @message

@@ -37,7 +37,7 @@ class Evaluated(Message):
     `params` holds the encoders that compute the embeddings. If `params` is empty, the device uses its own encoders.
     """
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", part="encoders")
 
 
 @message

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
-from polyfed.core.messages import Message, cut, tensors
+from polyfed.core.messages import Message, cut
 from polyfed.core.request import Request
 from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
@@ -26,6 +24,8 @@ from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.machine.gpu_determinism import deterministic
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Facts, RequestId, check_versions, reason
+from polyfed.federation.client_ranks import ClientRanks
+from polyfed.federation.reply_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger, lines
@@ -50,6 +50,7 @@ class ClientRuntime:
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
         conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
         rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
+        ranks: the LoRA ranks of the clients.
     """
 
     engine: Sequential
@@ -61,6 +62,7 @@ class ClientRuntime:
     release: Release | None = None
     conditions: str = ""
     rounds: int | None = None
+    ranks: ClientRanks = ClientRanks()
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -91,7 +93,7 @@ class ClientRuntime:
         check_versions(packet.header, f"client {request_id.client}")
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
-        got = self._received(packet, request)
+        got = self._received(packet, request, request_id.client)
         self._refuse_made_model(request, got, request_id.client)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
@@ -185,22 +187,24 @@ class ClientRuntime:
         assert (again.header, again.body) == (known.header, known.body), "a reply is sent again bit for bit"
         return again
 
-    def _received(self, packet: Packet, request: Request) -> Message:
-        """Decode the server's message.
+    def _received(self, packet: Packet, request: Request, client: int) -> Message:
+        """Decode the server's message, and compare it with its declaration and with the model.
+
+        A simulated client checks it too: it is cheap beside the transport.
 
         Raises:
-            BadReply: the server's message is malformed, or holds NaN or infinity. The exception is named after replies,
-                but here the server caused the error, not the client.
+            BadReply: the server's message is malformed. The exception is named after replies, but here the server
+                caused the error, not the client.
         """
         got: Message = decode(packet, request.got, limit=self.limit)
-        for field, name, value in tensors(got):
-            if value.is_floating_point() and not bool(value.isfinite().all()):
-                where = field if name is None else f"{field}.{name}"
-                raise BadReply(f"from the server holds NaN or infinity in {where}; the model was broken before it came")
-            if self.release is not None and value.dtype in (torch.float16, torch.bfloat16):
-                raise BadReply(
-                    f"from the server holds {value.dtype}, whose rounding errors weaken [privacy]; send float32"
-                )
+        engine = self.engine
+        template = engine.algorithm.received_template(request.name, engine.model)
+        classes = engine.population.columns.num_classes
+        everyone = tuple(engine.model.shapes)
+        validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
+        num_rows = max(len(engine.rows(client)), len(engine.test_rows(client)))
+        receiver = Receiver(engine.registry.owned(client), num_rows, self.ranks.shapes(client))
+        validator.check_received(got, request.got, receiver)
         return got
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
