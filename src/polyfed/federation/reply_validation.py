@@ -17,6 +17,7 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
+from polyfed.core.schema import NOT_NEGATIVE, Within, between
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.outliers import Sizes, row_norms, sizes
@@ -196,14 +197,10 @@ class ReplyValidator:
                 self._note(bad, part, fine, f"{count} must be from 0 to {min(held)}, the rows that {name} holds")
         for name, key, value in found:
             said = part.message.declared[name]
-            if said.kind == "labels" and self._of_classes(said):
-                fine, words = (value >= 0) & (value < self.classes), f"from 0 to {self.classes - 1}"
-            elif said.kind == "parameters" and key is not None and not said.masked and self._is_variance(key):
-                fine, words = value >= 0, "0 or more"
-            elif said.within is not None:
-                fine, words = said.within.holds(value), said.within.words
-            else:
+            within = self._range(said, key)
+            if within is None:
                 continue
+            fine, words = within.holds(value), within.words
             if not bool(fine.all()):  # NaN fails every range check; the check below reports it
                 self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
         floats = [
@@ -216,6 +213,14 @@ class ReplyValidator:
             for name, key, value in floats:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
         return bad, sizes(part, [(name, key) for name, key, _ in floats], norms)
+
+    def _range(self, said: Declared, key: str | None) -> Within | None:
+        """Return the range of a field's numbers, or None if every finite number is allowed."""
+        if said.kind == "labels" and self._of_classes(said):
+            return between(0, self.classes - 1)
+        if said.kind == "parameters" and key is not None and not said.masked and self._is_variance(key):
+            return NOT_NEGATIVE
+        return said.within
 
     def _is_variance(self, name: str) -> bool:
         """Return whether a tensor is a buffer that cannot be negative: a counter, or the variance of a BatchNorm."""
