@@ -149,7 +149,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    listeners, status = listeners_of(out)
+    listeners, status = listeners_of(out, transport.flower_run)
     gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
@@ -215,7 +215,7 @@ def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
     told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
     _write_error(out, told)
     if status is not None:
-        status.failed(str(error))
+        status.failed(str(error), error.exit_code)
     LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
 
 
