@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import Devices
+from engines.federations import PATIENCE, outcome, recipe_for, reference, until
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy import submission, write_app
 from polyfed.deploy.launch import statuses_of
+from polyfed.deploy.local_federation import Local
 from polyfed.deploy.server.run_log import KILLED, RunStatus
 from polyfed.deploy.submission import Submission
 from polyfed.experiment.running.lock import LOCK, is_locked
