@@ -27,7 +27,7 @@ Files:
     local_federation: a server and its devices as processes of this machine.
     processes: process groups, signals and ports of this machine.
 
-The functions here need the extra `polyfed[flower]`. Without it, they raise an error that names the extra.
+The functions here need one of the extras `server`, `device` and `flower`. Without it, they raise an error that says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ from pathlib import Path
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.deploy.metrics import INSTALL
 from polyfed.deploy.processes import ServerPorts
 
 __all__ = [
@@ -56,7 +57,7 @@ def _needing_flower(what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise RecipeError(f"{what} needs the extra: pip install 'polyfed[flower]' ({error})") from None
+        raise RecipeError(f"{what} needs an extra: {INSTALL} ({error})") from None
 
 
 def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
