@@ -14,9 +14,9 @@ from polyfed.algorithms.averaging import Update
 from polyfed.core import keys
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.replies import Answer, ReplyStack
-from polyfed.privacy.accounting import Accounting
+from polyfed.privacy.differential.accounting import Accounting
 from polyfed.selection import Uniform
 from privacy.test_private_runs import _interrupt, private
 from world import losing, same, through
