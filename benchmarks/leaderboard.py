@@ -14,11 +14,11 @@ from itertools import combinations
 from pathlib import Path
 
 from polyfed import sweep
-from polyfed.report.compare import Comparison, compare
-from polyfed.report.comparison_tables import markdown, scenarios_sheet
+from polyfed.report.comparison.compare import Comparison, compare
+from polyfed.report.comparison.paired_differences import Difference, Evidence, evidence
+from polyfed.report.comparison.tables import markdown, scenarios_sheet
 from polyfed.report.formatting import number_of
-from polyfed.report.page import write_comparison
-from polyfed.report.paired_differences import Difference, Evidence, evidence
+from polyfed.report.pages.page import write_comparison
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "leaderboard.md"

@@ -12,7 +12,7 @@ import pytest
 import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
-from polyfed.cli.catalogue import crossings, hyper_parameters, options
+from polyfed.cli.printing.catalogue import crossings, hyper_parameters, options
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import SOURCES
 
@@ -114,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(import_module("polyfed.run"), "run", interrupted)
+    monkeypatch.setattr(import_module("polyfed.start"), "run", interrupted)
     code, out, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"), "--set", "train.lr=1.0")
     assert code == 130
     assert out == ""
@@ -122,7 +122,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
 
 
 def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
-    module = import_module("polyfed.run")
+    module = import_module("polyfed.start")
     monkeypatch.setattr(module, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
     assert code == 130

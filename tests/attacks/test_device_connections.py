@@ -25,8 +25,8 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from httpx._decoders import GZipDecoder
 
 from polyfed.deploy.processes import loopback_without_proxy
-from polyfed.engines.flower import supernode_process, worker
-from polyfed.engines.flower.careful_http import LARGEST_ANSWER, careful_calls
+from polyfed.engines.flower.device import supernode_process, worker
+from polyfed.engines.flower.device.careful_http import LARGEST_ANSWER, careful_calls
 
 
 class Listener:

@@ -22,15 +22,15 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, RecipeError, TooFewReplies
-from polyfed.deploy.enrolment import Admission, capped_rows
-from polyfed.deploy.membership import MEMBERS, Membership, expected
-from polyfed.deploy.server import serve
+from polyfed.deploy.server.enrolment import Admission, capped_rows
+from polyfed.deploy.server.membership import MEMBERS, Membership, expected
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.node_keys import device_of
+from polyfed.engines.flower.server.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 
@@ -292,7 +292,7 @@ def test_with_silos_the_server_waits_for_every_device_of_every_silo() -> None:
 
 def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: Any) -> None:
     first = Membership(tmp_path)
-    monkeypatch.setattr("polyfed.deploy.membership.time.time", lambda: 1000.0)
+    monkeypatch.setattr("polyfed.deploy.server.membership.time.time", lambda: 1000.0)
     second = Membership(tmp_path)
     assert second.session == first.session + 1
 

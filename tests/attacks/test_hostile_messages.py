@@ -17,10 +17,10 @@ from laws.test_laws import world
 from polyfed.core.messages import OF_THE_MODEL
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import Tree
-from polyfed.deploy.client_runtime import ClientRuntime
+from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.engines.protocol import FAILED
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.federation.wire_format import Packet, decode, encode
 
 

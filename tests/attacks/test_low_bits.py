@@ -19,7 +19,7 @@ from polyfed.core.gaussian import HALF, SPREAD, STEPS, Clip, DiscreteGaussian, _
 from polyfed.core.tree import Tree
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training.per_sample import PerSample
 
 COUNT, DEVIATION = 40_000, 3.0

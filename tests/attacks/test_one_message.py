@@ -21,8 +21,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 
-from polyfed.engines.flower import supernode_process
-from polyfed.engines.flower.supernode_process import OneMessage
+from polyfed.engines.flower.device import supernode_process
+from polyfed.engines.flower.device.supernode_process import OneMessage
 
 DEAD, NEXT = 1, 2
 

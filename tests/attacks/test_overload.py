@@ -33,9 +33,9 @@ from engines.devices import RECIPE, Devices
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.launch import SUPERNODE
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
-from polyfed.engines.flower.grid_calls import is_too_large
-from polyfed.engines.flower.public_port import (
+from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
+from polyfed.engines.flower.server.grid_calls import is_too_large
+from polyfed.engines.flower.server.public_port import (
     LARGEST_BODY,
     LARGEST_HEAD,
     PUBLIC,
@@ -183,7 +183,7 @@ def test_headers_are_bounded_and_a_stranger_is_answered_before_the_body(monkeypa
 
 def test_a_caller_that_never_ends_its_headers_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stranger could hold as many connections as the process has files, a byte now and then in each."""
-    monkeypatch.setattr("polyfed.engines.flower.public_port.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("polyfed.engines.flower.server.public_port.HEAD_SECONDS", 0.5)
     request = f"GET /{PATH} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     with served() as server:
         for before in (b"", request.replace(b"\r\n\r\n", b"\r\nX: ")):
@@ -250,7 +250,7 @@ def test_a_message_of_the_server_that_is_too_large_is_not_sent(tmp_path: Path, m
     devices = Devices(tmp_path, LARGE)
     recipe = devices.app / "recipe.toml"
     recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
-    monkeypatch.setattr("polyfed.experiment.check.refuse_large", lambda assembly: None)
+    monkeypatch.setattr("polyfed.experiment.checks.check.refuse_large", lambda assembly: None)
     with pytest.raises(RecipeError, match=r"the message of task 'update' to client 0 takes [\d,]+ bytes"):
         devices.serve(tmp_path / "run")
     assert not (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").exists()

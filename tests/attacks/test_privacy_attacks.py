@@ -15,28 +15,28 @@ from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core import gaussian
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
-from polyfed.core.files import read_notes
 from polyfed.core.gaussian import Clip
 from polyfed.core.request import Request
+from polyfed.core.system.files import read_notes
 from polyfed.core.tree import digest, nested
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
+from polyfed.deploy.device.secrets_once import admit_secrets
 from polyfed.deploy.handlers import runtime_of
-from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.records import Records
-from polyfed.experiment.settings import CheckpointSpec
+from polyfed.experiment.recipes.settings import CheckpointSpec
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.accounting import Accounting
-from polyfed.privacy.guarantee import Guarantee
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.accounting import Accounting
+from polyfed.privacy.differential.guarantee import Guarantee
+from polyfed.privacy.differential.mechanism import Mechanism
 from privacy.test_private_runs import deployed, private
 
 # differential privacy

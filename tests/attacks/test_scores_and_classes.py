@@ -25,19 +25,19 @@ from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
-from polyfed.deploy.device_store import STORE, DeviceStore
+from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
 from polyfed.evaluation.scores import OwnScore
-from polyfed.experiment.assembly import assemble, initial_of, model_of
-from polyfed.experiment.recipe import load_recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble, initial_of, model_of
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.objective import CLASSES
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression
-from polyfed.privacy.limit_guard import rows_of_classes
-from polyfed.privacy.limits import Limits
-from polyfed.privacy.policy import ACCEPT, Policy
+from polyfed.privacy.egress.limit_guard import rows_of_classes
+from polyfed.privacy.egress.limits import Limits
+from polyfed.privacy.egress.policy import ACCEPT, Policy
 from world import algorithm, recipe, through
 
 TEXT = """
@@ -205,7 +205,7 @@ def test_budgets_return_after_a_day_and_not_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1e9]
-    monkeypatch.setattr("polyfed.deploy.device_store.time.time", lambda: clock[0])
+    monkeypatch.setattr("polyfed.deploy.device.store.time.time", lambda: clock[0])
     spend(tmp_path, 5)
     for later in (0.0, -9e8, 86_399.0):
         clock[0] = 1e9 + later
@@ -253,7 +253,7 @@ def test_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         connection.execute("PRAGMA query_only = ON")
         return connection
 
-    monkeypatch.setattr("polyfed.deploy.device_store.sqlite3.connect", full)
+    monkeypatch.setattr("polyfed.deploy.device.store.sqlite3.connect", full)
     with pytest.raises(CheckpointError, match="The device answers nothing before it can count"):
         spend(tmp_path)
 
@@ -355,7 +355,7 @@ def test_no_method_tells_of_a_small_class(case: str) -> None:
 def test_old_run_folders_are_deleted_and_the_audit_log_keeps_their_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyfed.deploy.state_store.KEPT_LEDGERS", 3)
+    monkeypatch.setattr("polyfed.deploy.device.state_store.KEPT_LEDGERS", 3)
     device = Device(tmp_path, SOME)
     device.enrol()
     for number in range(6):

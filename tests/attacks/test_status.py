@@ -27,16 +27,16 @@ import uvicorn
 from engines.federations import PATIENCE, recipe_for, until
 from polyfed.cli import main
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.deploy import server_monitor
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device_monitor import SILENCE_SECONDS, DeviceMonitor
+from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
 from polyfed.deploy.launch import _services
 from polyfed.deploy.local_federation import Local
 from polyfed.deploy.processes import HOST, ServerPorts, free_ports
-from polyfed.deploy.run_log import RunStatus
-from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, read_token, token_at
-from polyfed.deploy.status_client import ask
-from polyfed.engines.flower.public_port import PUBLIC
+from polyfed.deploy.server import monitor as server_monitor
+from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
+from polyfed.deploy.server.run_log import RunStatus
+from polyfed.deploy.server.status_client import ask
+from polyfed.engines.flower.server.public_port import PUBLIC
 
 SECRET = "a reason with a secret"
 LINK = {"nodes": {"registered": 3, "online": 2}, "runs": [{"id": "7", "status": "running"}]}
@@ -240,7 +240,7 @@ def test_a_status_with_control_characters_steers_no_terminal(server: Server, cap
     told = ask(f"{HOST}:{server.port}", server.credentials / "ca.pem", server.credentials / TOKEN)
     told["run"]["reasons"]["1"]["reason"] = "no\x1b[2J\nforged"
     told["runs"][0]["status"] = "\x1b]0;x\x07"
-    monkeypatch.setattr("polyfed.deploy.status_client.ask", lambda *_: told)
+    monkeypatch.setattr("polyfed.deploy.server.status_client.ask", lambda *_: told)
     shown = status(server, capsys)
     assert "\x1b" not in shown
     assert "no\\x1b[2J\\nforged" in shown

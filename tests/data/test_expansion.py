@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyfed.core.errors import DataError
-from polyfed.data.sources.table import Table
+from polyfed.data.sources.own.table import Table
 
 
 def loaded(path: Path) -> Any:

@@ -13,9 +13,9 @@ from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import Diverged, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.aggregation import RULES, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked

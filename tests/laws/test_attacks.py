@@ -17,9 +17,9 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import map_fields, map_value
 from polyfed.core.request import Request
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.aggregation import RULES, Group
 from polyfed.federation.attack import Attack
 from polyfed.federation.outliers import OutlierCheck, row_norms, sizes

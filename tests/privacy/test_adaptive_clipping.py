@@ -17,12 +17,12 @@ from polyfed.core import gaussian
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.request import Request
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Answer, Replies, stacked
-from polyfed.privacy.adaptive_clipping import AdaptiveClipping
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
+from polyfed.privacy.differential.section import Privacy
 from polyfed.report import write_report
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser

@@ -15,7 +15,7 @@ from polyfed.core.gaussian import STEPS, Clip, discrete_gaussian
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 
 BLOCKS = ("a", "b", "shared")
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (5,), "shared.bias": (2,)}

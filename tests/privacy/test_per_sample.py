@@ -13,7 +13,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.tree import Tree, block_of
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample

@@ -69,7 +69,7 @@ from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
 

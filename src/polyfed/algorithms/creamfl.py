@@ -35,7 +35,7 @@ from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
 from polyfed.training.kept_training import earlier_steps

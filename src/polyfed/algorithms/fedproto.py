@@ -30,7 +30,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.optimisers import refuse_server

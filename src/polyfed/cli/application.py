@@ -15,7 +15,7 @@ import typer
 
 from polyfed.cli.output import print_error
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
-from polyfed.core.log_lines import escaped_lines
+from polyfed.core.system.log_lines import escaped_lines
 
 UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """The class of all errors about arguments. Typer before 0.26 takes it from click, later releases bring their own."""

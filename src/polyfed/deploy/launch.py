@@ -14,19 +14,19 @@ import tomli_w
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, check_server
-from polyfed.deploy.device import node_from
+from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
-from polyfed.deploy.run_log import STATUS_FILE
-from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
+from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at
+from polyfed.deploy.server.run_log import STATUS_FILE
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
-from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT
-from polyfed.engines.flower.supernode_process import CONTACT
-from polyfed.engines.flower.supernode_process import WORKER as WORKER_ID
-from polyfed.experiment.settings import EngineSpec
+from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.device.supernode_process import CONTACT
+from polyfed.engines.flower.device.supernode_process import WORKER as WORKER_ID
+from polyfed.experiment.recipes.settings import EngineSpec
 
-WORKER = "polyfed.deploy.device_process"
+WORKER = "polyfed.deploy.device.process"
 
 SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
 """The program that replaces this process as the SuperNode. It does not import PyTorch."""
@@ -48,7 +48,9 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
     Raises:
         RecipeError: a certificate or a key is missing or invalid, or another process uses a port.
     """
-    from polyfed.engines.flower.public_port import run_superlink  # imported here, as only a server needs a web server
+    from polyfed.engines.flower.server.public_port import (
+        run_superlink,  # imported here, as only a server needs a web server
+    )
 
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
     keys = sorted(credentials.glob("*.pub"))
@@ -79,7 +81,7 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
 
 def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
     """Return the web applications for health, metrics and status that `ports` asks for."""
-    from polyfed.engines.flower.public_port import Service
+    from polyfed.engines.flower.server.public_port import Service
 
     wanted = []
     if ports.metrics_port or ports.status_port:

@@ -16,8 +16,8 @@ from polyfed.core.sendable import checked_local
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
-from polyfed.engines.allocator import keep_freed_memory
-from polyfed.engines.gpu_memory import placed, with_rows
+from polyfed.engines.machine.allocator import keep_freed_memory
+from polyfed.engines.machine.gpu_memory import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
@@ -28,14 +28,14 @@ from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
-from polyfed.privacy.gate import EgressGate
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.limit_guard import LimitGuard
-from polyfed.privacy.limits import NO_LIMITS, Limits
-from polyfed.privacy.mechanism import Mechanism
-from polyfed.privacy.policy import Policy
-from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
+from polyfed.privacy.differential.mechanism import Mechanism
+from polyfed.privacy.egress.announcement import Announcement, Asking, Holder, PrivateNames
+from polyfed.privacy.egress.gate import EgressGate
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.limit_guard import LimitGuard
+from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train

@@ -17,7 +17,7 @@ from polyfed.core.tree import Tree, block_of
 from polyfed.federation import adapters
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
-from polyfed.model.lora import pairs
+from polyfed.model.encoders.lora import pairs
 from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6

@@ -16,9 +16,9 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
-from polyfed.core.openmp import threads_worth
 from polyfed.core.request import Accept, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
+from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
@@ -32,7 +32,7 @@ from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Moments
 

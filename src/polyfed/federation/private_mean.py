@@ -15,7 +15,7 @@ from polyfed.core.gaussian import INSIDE, Clip, DiscreteGaussian
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training.optimisers import Moments
 
 CLIP_NORM = "clip_norm"

@@ -17,14 +17,14 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
-from polyfed.core.openmp import threads_worth
 from polyfed.core.schema import NOT_NEGATIVE, Within, between
+from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.outliers import Sizes, row_norms, sizes
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.announcement import Holder
+from polyfed.privacy.egress.announcement import Holder
 
 NOT_FINITE = "is not finite"
 """The last words of the reason for dropping a reply that holds NaN or infinity."""

@@ -34,8 +34,6 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, add, block_of
 from polyfed.model import Model
 from polyfed.training.optimisers import Moments, Train
-from polyfed.training.step_counts import rows_trained as rows_trained
-from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
 """`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nested structure of

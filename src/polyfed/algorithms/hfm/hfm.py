@@ -25,7 +25,7 @@ from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 
 ANCHOR = "anchor"

@@ -26,7 +26,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 
 
