@@ -299,7 +299,7 @@ def test_a_model_in_half_precision_is_refused(tmp_path: Path) -> None:
     server = Hostile(device(tmp_path, EPSILON, text(LOCAL + NOISE)))
     answer = server.ask(params={n: v.to(torch.bfloat16) for n, v in server.params.items()})
     assert answer.header["verdict"] == "failed"
-    assert "whose rounding errors weaken [privacy]" in str(answer.header["reason"])
+    assert "is torch.bfloat16 (8, 16), expected torch.float32" in str(answer.header["reason"])
 
 
 @pytest.mark.parametrize(
