@@ -18,6 +18,7 @@ import yaml
 from polyfed.cli import app
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.deploy.device.configuration import node_from
+from polyfed.deploy.launch import SUPERNODE
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -100,6 +101,11 @@ def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggre
     for page in pages:
         (named,) = re.findall(r"'(?:\.|polyfed)\[([\w,]+)\]'", page)
         assert {"server", "secure", "privacy"} == set(named.split(",")) <= set(extras)
+
+
+def test_the_program_of_the_supernode_is_where_the_command_looks_for_it() -> None:
+    done = subprocess.run([sys.executable, "-P", str(SUPERNODE), "--help"], capture_output=True, text=True, check=False)
+    assert "--superlink" in done.stdout, done.stderr
 
 
 WITHOUT_RAY = """

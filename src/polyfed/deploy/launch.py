@@ -19,8 +19,8 @@ from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at
 from polyfed.deploy.server.run_log import STATUS_FOLDER, remove_old
-from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
+from polyfed.engines.flower.device import supernode_process
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
 from polyfed.engines.flower.device.supernode_process import CONTACT
 from polyfed.engines.flower.device.supernode_process import WORKER as WORKER_ID
@@ -28,7 +28,7 @@ from polyfed.experiment.recipes.settings import EngineSpec
 
 WORKER = "polyfed.deploy.device.process"
 
-SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
+SUPERNODE = Path(supernode_process.__file__)
 """The program that replaces this process as the SuperNode. It does not import PyTorch."""
 
 CONNECTION = "polyfed"
@@ -137,7 +137,7 @@ def supernode(
     node_from(node_config)
     for path in (root_certificates, key):
         if not path.is_file():
-            raise RecipeError(f"{path} is not there; see docs/deploy.md for the files that a device needs")
+            raise RecipeError(f"{path} is not there; see docs/deploy-reference.md for the files that a device needs")
     if metrics_port:
         require_prometheus()
     for number in (port, metrics_port):
