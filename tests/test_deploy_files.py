@@ -19,6 +19,8 @@ from polyfed.cli import app
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.launch import SUPERNODE
+from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.device.supernode_process import CONTACT, WORKER
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -104,7 +106,10 @@ def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggre
 
 
 def test_the_program_of_the_supernode_is_where_the_command_looks_for_it() -> None:
-    done = subprocess.run([sys.executable, "-P", str(SUPERNODE), "--help"], capture_output=True, text=True, check=False)
+    """It reads modules of polyfed by their paths, before it looks at its options."""
+    given = os.environ | {DEVICE_LIMIT: "1", CONTACT: "1", WORKER: "1"}
+    words = [sys.executable, "-P", str(SUPERNODE), "--help"]
+    done = subprocess.run(words, env=given, capture_output=True, text=True, check=False)
     assert "--superlink" in done.stdout, done.stderr
 
 
