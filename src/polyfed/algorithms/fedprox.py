@@ -30,6 +30,7 @@ class FedProx(Averaging):
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
+    mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:

@@ -78,9 +78,10 @@ class Moon(Averaging):
             )
 
     @property
-    def mixes_modalities(self) -> bool:
-        """Whether the contrastive term reads several modalities at once; see `ModelHooks.mixes_modalities`."""
-        return not self.per_modality
+    def mixing(self) -> str:  # type: ignore[override]
+        """Why the contrastive term reads several modalities at once, if it does; see `ModelHooks.mixing`."""
+        why = "moon contrasts the features of all modalities together; [algorithm] per_modality = true avoids this"
+        return "" if self.per_modality else why
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the first state as under FedAvg, with the parameters of the projection head added to the model."""

@@ -164,8 +164,9 @@ def assemble(
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
-    mixed = policy.for_model(model.modalities, mixes=held.mixes)
-    return Assembly(recipe, population, model, mixed, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+    return Assembly(
+        recipe, population, model, held.with_model(policy), initial, ledger, held, fed, was_guessed, guesses, guarantee
+    )
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
