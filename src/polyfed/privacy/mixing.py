@@ -151,7 +151,11 @@ class _Recorded:
         present = {m: torch.ones(ROWS, dtype=torch.bool) for m in self.read}
         with torch.no_grad():
             outputs = self.objective.outputs(self.model, w, self._batch(x, {}, None))
-        record = make_fx(self._gradients, tracing_mode="fake", _allow_non_fake_inputs=True)
+
+        def gradients(w: Tree, x: Tree, present: Tree, error: Tensor) -> Any:  # `make_fx` counts `self` as an argument
+            return self._gradients(w, x, present, error)
+
+        record = make_fx(gradients, tracing_mode="fake", _allow_non_fake_inputs=True)
         with torch.enable_grad():
             self.graph = record(w, x, present, torch.zeros_like(outputs)).graph
 
@@ -177,9 +181,11 @@ def _reached(recorded: _Recorded) -> dict[str, set[str]]:
     """Return the modalities on which each tensor of the Tree can depend after any number of training steps."""
     flow = _Flow(recorded.graph, recorded.sources())
     reads = {name: flow.of(node) for name, node in zip(recorded.names, flow.inputs, strict=False)}  # buffers
-    for gradients in flow.output:
-        for name, node in zip(recorded.trained, gradients, strict=True):
-            reads[name] = reads[name] | (flow.of(node) if node is not None else set())
+    reads = {name: set(found) for name, found in reads.items()}
+    trained = recorded.trained * (len(flow.output) // max(1, len(recorded.trained)))
+    for name, node in zip(trained, flow.output, strict=True):  # the graph lists the gradients of all calls in a row
+        if node is not None:
+            reads[name] |= flow.of(node)
     changed = True
     while changed:  # a tensor reads in the next step what another one has read in this step
         changed = False
