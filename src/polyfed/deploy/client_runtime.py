@@ -140,7 +140,8 @@ class ClientRuntime:
         """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
         mechanism, client = self.engine.privacy, request_id.client
         admit_release(mechanism, store.folder, request, client)
-        admit_state(self.release, store.folder, store.has_state, client)
+        mixed = self.engine.announcement(self.engine.context(client).modalities).policy.mixing.blocks
+        admit_state(self.release, mixed, store.folder, store.has_state, client)
         if mechanism is not None and request.name in mechanism.protected:
             spend(self.engine.required, self.release, self.folder, client)
 

@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from polyfed.core.errors import CheckpointError, EgressError
@@ -25,7 +26,8 @@ LOCK = "privacy-spent.lock"
 
 
 PROTECTION = "protection.json"
-"""File in the folder of a client and a run: the unit that [privacy] protected in the newest request."""
+"""File in the folder of a client and a run: the unit that [privacy] protected in the newest request, and the blocks
+that could reveal other modalities (`polyfed.privacy.mixing`)."""
 
 UNITS = ("client", "example")
 """The units that a count can have."""
@@ -87,33 +89,43 @@ def spend(required: Requirements, release: Release | None, folder: Path, client:
         replace_text(folder / SPENT, json.dumps(spent))
 
 
-def admit_state(release: Release | None, folder: Path, has_state: bool, client: int) -> None:
-    """If the recipe now says `unit = "example"`, refuse local state that was trained without noise in the gradients.
+def admit_state(
+    release: Release | None, mixed: Collection[str], folder: Path, has_state: bool, client: int
+) -> None:
+    """Refuse local state from an earlier recipe of the run if it can reveal more than the present recipe allows.
 
-    A server may change the recipe within a run. With `unit = "client"`, the client trains its local state without noise
+    A server may change the recipe within a run. If the earlier model mixed modalities, the local state of a block can
+    hold what another modality may not send, and the present model would let this block leave. With `unit = "client"`, the client trains its local state without noise
     in the gradients of rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply
-    does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
+    does not hide the rows that the state was trained on. This second check is made only if the device limits epsilon.
 
     Args:
         release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
             adds to the device's epsilon. None if the device does not limit epsilon.
+        mixed: the modalities whose blocks can reveal other modalities under the present recipe.
         folder: the folder of the client and the run.
         has_state: whether the folder holds local state.
         client: the client's number.
 
     Raises:
-        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit.
+        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit. Or
+            the state is from a model that mixed a block with other modalities, and the present model does not.
         CheckpointError: the file is damaged.
     """
-    unit = "" if release is None else release.unit
-    before = read_notes(folder / PROTECTION, str).get("unit", "")
-    if unit == "example" and before != unit and has_state:
+    now = {"unit": "" if release is None else release.unit, "mixed": " ".join(sorted(mixed))}
+    before = {"unit": "", "mixed": ""} | read_notes(folder / PROTECTION, str)
+    if has_state and (apart := set(before["mixed"].split()) - set(mixed)):
+        raise EgressError(
+            f"client {client} refused: the local state of this run was trained with a model that mixes modalities, so "
+            f"'{min(apart)}' can reveal other modalities, although the present model does not mix them. Begin a new run"
+        )
+    if now["unit"] == "example" and before["unit"] != "example" and has_state:
         raise EgressError(
             f'client {client} refused: the recipe says [privacy] unit = "example", and the local state of this run was '
             "trained without noise for single rows. Begin a new run"
         )
-    if unit != before:
-        replace_text(folder / PROTECTION, json.dumps({"unit": unit}))
+    if now != before:
+        replace_text(folder / PROTECTION, json.dumps(now))
 
 
 def _read(folder: Path) -> dict[str, int]:

@@ -216,8 +216,14 @@ class Engine(ABC):
     def with_model(self, policy: Policy) -> Policy:
         """Return a policy with what the model of this run can reveal; see `Policy.for_model`."""
         return policy.for_model(
-            self.model.modalities, lambda own: mixing(self.algorithm, self.objective, self.model, own)
+            self.model.modalities,
+            lambda own: mixing(self.algorithm, self.objective, self.model, own, self.privacy),
         )
+
+    def protect(self, mechanism: Mechanism) -> None:
+        """Set how replies are protected under [privacy]. What clients announce depends on it."""
+        self.privacy = mechanism
+        self._announcements.clear()
 
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
         """Return the announcement for clients with these modalities: everything that their replies can hold."""

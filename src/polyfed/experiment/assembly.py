@@ -177,7 +177,8 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
     if guarantee is None:
         return recipe, None
-    engine.privacy = fed.privacy = guarantee.mechanism
+    fed.privacy = guarantee.mechanism
+    engine.protect(guarantee.mechanism)
     fed.rounds = guarantee.rounds
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 

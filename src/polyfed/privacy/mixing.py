@@ -23,6 +23,7 @@ from polyfed.model import Model
 from polyfed.model.fusion import Attention, Concat, Gated, Sum
 from polyfed.model.whole_module import WholeModel
 from polyfed.objective import Objective
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.training.optimisers import Train
 
 ROWS = 4
@@ -64,7 +65,9 @@ class Mixing:
     why: str = ""
 
 
-def mixing(method: Trained, objective: Objective, model: Model, own: Collection[str]) -> Mixing:
+def mixing(
+    method: Trained, objective: Objective, model: Model, own: Collection[str], privacy: Mechanism | None = None
+) -> Mixing:
     """Return which blocks of a client's model can reveal another of its modalities, and why.
 
     Args:
@@ -72,11 +75,12 @@ def mixing(method: Trained, objective: Objective, model: Model, own: Collection[
         objective: what the model learns to predict.
         model: the built model.
         own: the client's modalities.
+        privacy: how the client protects its replies.
     """
     read = tuple(name for name in model.modalities if name in own)
     if len(read) < 2:
         return Mixing()
-    if why := _in_training(method, objective):
+    if why := _in_training(method, objective, privacy):
         return Mixing(frozenset(read), why)
     try:
         reached = _reached(_Recorded(model, objective, read))
@@ -90,7 +94,7 @@ def mixing(method: Trained, objective: Objective, model: Model, own: Collection[
     return Mixing(blocks, _in_model(model, min(found), min(found[min(found)]))) if found else Mixing()
 
 
-def _in_training(method: Trained, objective: Objective) -> str:
+def _in_training(method: Trained, objective: Objective, privacy: Mechanism | None) -> str:
     """Return why training mixes the modalities of every model, or an empty text."""
     name = type(method).__name__
     if "mixing" not in vars(type(method)):  # what a parent says may be false for a method that changes its loss
@@ -101,6 +105,11 @@ def _in_training(method: Trained, objective: Objective) -> str:
         return f"the loss of the task '{objective.NAME}' compares their embeddings"
     if method.train.clip_norm:
         return "[train] clip_norm divides the gradient of every block by their common norm; clip_norm = 0 avoids this"
+    if privacy is not None and privacy.unit == "example" and not privacy.clip.limits:
+        return (
+            "[privacy] divides the gradient of a row by its norm over all blocks; "
+            '[privacy] clip = "per-block" avoids this'
+        )
     return ""
 
 
