@@ -7,6 +7,7 @@ like any other. A gradient can depend only on the inputs from which a path of th
 no values, so the result holds for all parameters, also for those that a hostile server makes.
 """
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
@@ -153,6 +154,9 @@ class _Recorded:
     graph: fx.Graph = field(init=False)
 
     def __post_init__(self) -> None:
+        tensors = [t for module in self.model._modules.values() for t in (*module.parameters(), *module.buffers())]
+        # a module may keep values of a batch, and the values of the graph are not real; the copy shares all tensors
+        self.model = copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
         w = {n: v for n, v in self.model.init(0).items() if block_of(n) in (*self.read, SHARED)}
         self.names, trainable = list(w), self.model.trainable(w)
         self.trained = [name for name in w if name in trainable]

@@ -103,11 +103,11 @@ class Policy:
         Args:
             modalities: the modalities that the model reads. Modalities that the client lacks have no effect.
             mixing: returns which blocks can reveal another of the given modalities. It can take seconds, so it is
-                called only if `shared` may not send all that a modality may send.
+                called only if `shared` may send less than a modality may send or may send by default.
         """
         read = [name for name in modalities if self.owned is None or name in self.owned]
         pairs = [(self._row(name, place), self._row(SHARED, place)) for name in read for place in DESTINATIONS]
-        if all((own & {*OF_THE_MODEL}) <= shared for own, shared in pairs):
+        if all((own | DEFAULT) & {*OF_THE_MODEL} <= shared for own, shared in pairs):
             return self
         return replace(self, mixing=mixing(read))
 
