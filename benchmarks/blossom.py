@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import polyfed
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 CLIENTS = 20

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import polyfed
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 EPOCHS = (1, 2, 5, 10, 20)

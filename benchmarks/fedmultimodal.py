@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import polyfed
 from polyfed.core.tree import Tree
 from polyfed.data.columns import TRAIN, VALIDATION, Columns
-from polyfed.data.sources.ucihar import UciHar
+from polyfed.data.sources.sensors.ucihar import UciHar
 from polyfed.federation.federation import Federation
 from polyfed.report.progress import Progress
 from polyfed.selection import Selector

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import polyfed
 from polyfed.deploy.handlers import Simulated
-from polyfed.deploy.server import engine_by
+from polyfed.deploy.server.server import engine_by
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.experiment.assembly import population_of
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
 

@@ -70,7 +70,7 @@ def write_table(folder: Path, clients: int) -> int:
 def child(recipe: Path, launched: float) -> None:
     """Run a recipe, and print the measurements as JSON."""
     import polyfed
-    from polyfed.experiment.recipe import load_recipe
+    from polyfed.experiment.recipes.recipe import load_recipe
     from polyfed.report import write_report
 
     moments: list[tuple[str, float]] = []

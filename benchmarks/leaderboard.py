@@ -10,18 +10,22 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from polyfed import sweep
-from polyfed.report.compare import Comparison, compare
-from polyfed.report.comparison_tables import differences_sheet, markdown, placebos_sheet, ranks_sheet, scenarios_sheet
+from polyfed.report.comparison.compare import Comparison, compare
+from polyfed.report.comparison.paired_differences import Difference, Evidence, evidence
+from polyfed.report.comparison.tables import markdown, scenarios_sheet
 from polyfed.report.formatting import number_of
-from polyfed.report.page import write_comparison
-from polyfed.report.paired_differences import Evidence, evidence
+from polyfed.report.pages.page import write_comparison
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "leaderboard.md"
 MARK = "<!-- benchmarks/leaderboard.py writes everything below this line -->"
+
+LEVEL = 0.05
+"""Below this p-value, after Holm's correction, a difference is significant."""
 
 
 def cost_rows(comparison: Comparison) -> Iterator[str]:
@@ -40,43 +44,55 @@ def cost_rows(comparison: Comparison) -> Iterator[str]:
         yield f"| {method} | {' | '.join(own.get(scenario, '–') for scenario in scenarios)} |"
 
 
+def difference_rows(rows: Sequence[Difference]) -> Iterator[str]:
+    """A table of mean differences with their 95 % intervals, one column for each scenario; bold if significant."""
+    scenarios = list(dict.fromkeys(row.scenario for row in rows))
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        inside = "" if row.low is None or row.high is None else f" ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
+        text = f"{100 * row.mean:+.1f}{inside}"
+        significant = row.p_holm is not None and row.p_holm < LEVEL
+        cells.setdefault(row.method, {})[row.scenario] = f"**{text}**" if significant else text
+    yield f"| method | {' | '.join(scenarios)} |"
+    yield "|---|" + "---:|" * len(scenarios)
+    for method, own in cells.items():
+        yield f"| {method} | {' | '.join(own.get(scenario, '–') for scenario in scenarios)} |"
+
+
+def said_of_ranks(proof: Evidence) -> str:
+    """Say which mean ranks differ."""
+    if proof.ranks is None:
+        return ""
+    ranks = sorted(zip(proof.ranks.ranks, proof.methods, strict=True))
+    apart = [(one, other) for (low, one), (high, other) in combinations(ranks, 2) if high - low >= proof.ranks.critical]
+    found = "; ".join(f"{one} and {other}" for one, other in apart)
+    return (
+        f"The best method has rank 1. Friedman's test of the mean ranks gives p = {proof.ranks.p:.3f}, and Nemenyi's "
+        f"critical difference at 5 % is {proof.ranks.critical:.2f}: "
+        + (f"these methods differ: {found}." if found else "no two mean ranks differ significantly.")
+    )
+
+
 def page(comparison: Comparison, proof: Evidence) -> str:
     """The generated part of the page."""
-    ranks, tests = proof.ranks, sum(row.p is not None for row in proof.differences)
-    sheets = [
-        (
-            "Scores and mean ranks",
-            "The score (%) of each method in each scenario: mean ± sample standard deviation over the reported runs",
-            scenarios_sheet(comparison, proof),
-        ),
-        (
-            "Which mean ranks differ",
-            ""
-            if ranks is None
-            else "The mean rank of each method, where rank 1 is the best. Friedman's test gives p = "
-            f"{ranks.p:.3f}, and Nemenyi's critical difference at 5 % is {ranks.critical:.2f}",
-            ranks_sheet(proof),
-        ),
-        (
-            "Differences to FedAvg",
-            "The score of a method minus the score of FedAvg, in percentage points. Each p-value is from Student's "
-            f"paired t-test. The last column has the p-values after Holm's correction over {tests} tests",
-            differences_sheet(proof),
-        ),
-        (
-            "Differences to the placebos",
-            "The score of a method minus the score of its placebo, in percentage points, with the same tests as above. "
-            "The last column has the p-values after Holm's correction over this table",
-            placebos_sheet(proof),
-        ),
-    ]
+    scores = scenarios_sheet(comparison, proof)
+    sheets = [] if scores is None else [replace(scores, title="Score in %, mean ± sample standard deviation")]
+    tested = (
+        "in percentage points with the 95 % interval of Student's paired t-test; bold: p < 0.05 after Holm's correction"
+    )
     parts = [
-        f"## {heading}\n\n{markdown([replace(sheet, title=caption)])}"
-        for heading, caption, sheet in sheets
-        if sheet is not None
+        "## Scores and mean ranks",
+        f"{markdown(sheets).strip()}\n\n{said_of_ranks(proof)}",
+        "## Differences to FedAvg",
+        f"Score minus FedAvg's, {tested} over {sum(row.p is not None for row in proof.differences)} tests.",
+        "\n".join(difference_rows(proof.differences)),
+        "## Differences to the placebos",
+        f"Score minus the placebo's, {tested} over this table.",
+        "\n".join(difference_rows(proof.placebos)),
+        "## Bytes in both directions, and seconds of a run",
+        "\n".join(cost_rows(comparison)),
     ]
-    parts += ["## Bytes in both directions, and seconds of a run\n\n" + "\n".join(cost_rows(comparison))]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

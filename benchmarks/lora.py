@@ -26,7 +26,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train

@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.engines.allocator import keep_freed_memory
+from polyfed.engines.machine.allocator import keep_freed_memory
 from polyfed.model import ModelSpec, build_model
-from polyfed.model.image_encoders import NormalisedInput
-from polyfed.model.layers import Rows
-from polyfed.model.max_pool import MaxPool2d
+from polyfed.model.encoders.images import NormalisedInput
+from polyfed.model.modules.layers import Rows
+from polyfed.model.modules.max_pool import MaxPool2d
 
 SHAPES = [(16, 16, 16), (16, 16, 64), (32, 8, 64), (32, 28, 4), (32, 28, 16), (32, 28, 64), (64, 16, 16), (64, 56, 16)]
 """Channels, side of the image, rows of the batch. The first is the smallest input that `MaxPool2d` copies."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import polyfed
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 WIDTHS, CLASSES, ROWS_EACH, TEST_ROWS = {"a": 256, "b": 512}, 7, 200, 2_000
 

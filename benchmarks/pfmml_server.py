@@ -25,7 +25,7 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Answer, Federation, ReplyStack, Request, Send
 from polyfed.federation.network import Network
-from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.egress.ledger import Ledger
 
 MODALITIES = ("a", "b", "c")
 HOLDINGS = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 1, 1], [0, 0, 1]]

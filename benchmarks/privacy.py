@@ -18,7 +18,7 @@ from typing import Any
 
 import polyfed
 from polyfed.core.errors import PolyfedError
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 EPSILONS = ["none", "8", "4", "2", "1"]
 

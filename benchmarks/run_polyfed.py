@@ -15,8 +15,8 @@ from polyfed.engines import Sequential, Vectorised
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec, build_model
 from polyfed.model.model import Model
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from settings import SETTINGS, Setting, arrays

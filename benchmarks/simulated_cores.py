@@ -4,8 +4,8 @@
 
 Rounds with one process and rounds with two worker processes take turns. The rounds with two workers give the processor
 time of each stack of clients (or of each client that trains alone), and the processor time of the server. The
-simulation then gives the stacks to any number of workers, in the order of `polyfed.engines.workers`. It lets the server
-receive one reply after another.
+simulation then gives the stacks to any number of workers, in the order of `polyfed.engines.workers.pool`. It lets the
+server receive one reply after another.
 
 The simulation assumes that every worker computes as fast as each of the two measured workers. So it does not know that
 more cores may share one cache and one memory, or that a processor may lower its clock if all cores compute.
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from polyfed.engines import worker_process
-from polyfed.engines.workers import BUNDLES, bundled
+from polyfed.engines.workers import process as worker_process
+from polyfed.engines.workers.pool import BUNDLES, bundled
 from run_polyfed import Ours, population
 from settings import SETTINGS
 from speed import CACHE

@@ -22,7 +22,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import conv1d, conv2d, unfold
 
 from polyfed.core import keys
-from polyfed.model.layers import GRU, Attention
+from polyfed.model.modules.layers import GRU, Attention
 
 Way = Callable[[], object]
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.cli import catalogue
+from polyfed.cli.printing import catalogue
 from polyfed.data import SOURCES
-from polyfed.experiment.overrides import SECTIONS
-from polyfed.experiment.tracking import TRACKERS
+from polyfed.experiment.recipes.overrides import SECTIONS
+from polyfed.experiment.results.tracking import TRACKERS
 from polyfed.model import ENCODERS
 from polyfed.objective import OBJECTIVES
 from polyfed.selection import SELECTORS

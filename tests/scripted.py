@@ -20,7 +20,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.network import Network
 from polyfed.federation.replies import Answer, ReplyStack
 from polyfed.objective import CLASSES
-from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.egress.ledger import Ledger
 
 PARAMS = {"a.w": torch.zeros(2, 3), "b.w": torch.zeros(5), "shared.w": torch.zeros(4)}
 

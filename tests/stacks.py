@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from polyfed.data.partitions.shards import Shards
+from polyfed.training.programs.program import Program
 from polyfed.training.step_plan import Rows
-from polyfed.training.step_program import Program
 
 
 def stack_of(rows: Sequence[Tensor]) -> Rows:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
+from polyfed.report.comparison.paired_differences import Difference
+from polyfed.report.comparison.significance import MeanRanks
 
 SUBJECTS = {0: 71, 1: 90, 9: 64}  # windows each; as text, 10 comes before 2
 
@@ -182,3 +184,29 @@ def test_a_check_ends_with_1_if_something_got_slower(
         bench.main()
     assert caught.value.code == 1
     assert "is 1.00" in capsys.readouterr().out
+
+
+@pytest.fixture
+def leaderboard() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "leaderboard.py"))
+
+
+def test_the_leaderboard_shows_a_difference_in_its_scenario_and_marks_the_significant_ones(leaderboard):
+    rows = [
+        Difference("first", "moon", "fedavg", 5, 0.14, 0.121, 0.159, 0.0001, 0.004),
+        Difference("second", "local", "fedavg", 5, -0.057, -0.084, -0.03, 0.004, 0.347),
+        Difference("second", "moon", "fedavg", 1, 0.01, None, None, None, None),
+    ]
+    assert list(leaderboard["difference_rows"](rows)) == [
+        "| method | first | second |",
+        "|---|---:|---:|",
+        "| moon | **+14.0 (+12.1 to +15.9)** | +1.0 |",
+        "| local | – | -5.7 (-8.4 to -3.0) |",
+    ]
+
+
+@pytest.mark.parametrize(("critical", "words"), [(2.5, "no two mean ranks differ"), (1.5, "differ: moon and local.")])
+def test_the_leaderboard_names_the_methods_whose_mean_ranks_differ(leaderboard, critical, words):
+    ranks = MeanRanks((3.0, 1.0, 2.0), blocks=4, p=0.025, critical=critical)
+    proof = SimpleNamespace(ranks=ranks, methods=("local", "moon", "fedavg"))
+    assert words in leaderboard["said_of_ranks"](proof)

@@ -15,10 +15,10 @@ from polyfed.cli import main
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.experiment.check import Check, check
-from polyfed.experiment.check_result import Planned
-from polyfed.experiment.egress_tables import grouped, remarks, sentence, size
-from polyfed.experiment.from_data import make_recipe
+from polyfed.experiment.checks.check import Check, check
+from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.checks.egress_tables import grouped, remarks, sentence, size
+from polyfed.experiment.recipes.from_data import make_recipe
 from polyfed.training.optimisers import Train
 from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe

@@ -2,6 +2,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from importlib import import_module
 
@@ -10,7 +12,7 @@ import pytest
 import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
-from polyfed.cli.catalogue import crossings, hyper_parameters, options
+from polyfed.cli.printing.catalogue import crossings, hyper_parameters, options
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import SOURCES
 
@@ -112,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(import_module("polyfed.run"), "run", interrupted)
+    monkeypatch.setattr(import_module("polyfed.start"), "run", interrupted)
     code, out, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"), "--set", "train.lr=1.0")
     assert code == 130
     assert out == ""
@@ -120,7 +122,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
 
 
 def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
-    module = import_module("polyfed.run")
+    module = import_module("polyfed.start")
     monkeypatch.setattr(module, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
     assert code == 130
@@ -310,3 +312,16 @@ def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_com
         code, text, _ = polyfed_command("compare", str(tmp_path / "one"), str(tmp_path / "empty"), "--json")
     assert code == 0
     assert [row["n"] for row in json.loads(text)] == [1]
+
+
+def test_the_command_needs_no_package_that_only_some_releases_of_typer_bring() -> None:
+    """Typer before 0.26 depends on click, and later releases bring their own copy of it."""
+    script = (
+        "import sys, typer\n"
+        "for name in [n for n in sys.modules if n.partition('.')[0] == 'click']: del sys.modules[name]\n"
+        "sys.modules['click'] = None\n"
+        "from polyfed.cli.application import UsageError\n"
+        "assert issubclass(typer.BadParameter, UsageError) and UsageError.__base__ is Exception"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -20,11 +20,13 @@ from laws.test_laws import NAMES, params, world
 from polyfed.core.tree import Tree
 from polyfed.data import Column, Columns
 from polyfed.data.sources import Toy
-from polyfed.engines.gpu_memory import free_bytes, with_rows
-from polyfed.experiment.recipe import EngineSpec, Recipe
-from polyfed.run import run
-from polyfed.training import step_graph, step_program, step_replay
+from polyfed.engines.machine.gpu_memory import free_bytes, with_rows
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.start import run
 from polyfed.training.optimisers import Train
+from polyfed.training.programs import cuda_graph as step_graph
+from polyfed.training.programs import program as step_program
+from polyfed.training.programs import replay as step_replay
 from world import AWKWARD, PLAIN, furthest, played
 
 GPU: Any = "cuda"
@@ -71,7 +73,7 @@ def test_a_method_trains_the_same_models_on_a_gpu(name: str, encoders: Any, engi
 
 
 def many_steps(**options: Any) -> Recipe:
-    """FedAvg with enough steps in a round for programs (`training/step_replay.py`)."""
+    """FedAvg with enough steps in a round for programs (`training/programs/replay.py`)."""
     train = Train(lr=0.05, batch_size=4, epochs=8, **options)
     made = world("fedavg", "vectorised", ENCODERS, train=train)
     return there(replace(made, rounds=2))
@@ -93,7 +95,7 @@ def test_cuda_graphs_give_the_models_of_programs(name: str, monkeypatch: pytest.
     monkeypatch.setattr(step_program, "GRAPHED", 1)
     made = there(replace(world(name, "vectorised", ENCODERS), rounds=3))
     graphs = replace(made, engine=replace(made.engine, cuda_graphs=True))
-    with patch("polyfed.training.step_graph.record", wraps=step_graph.record) as recorded:
+    with patch("polyfed.training.programs.cuda_graph.record", wraps=step_graph.record) as recorded:
         found = model_of(graphs)
     assert (recorded.call_count > 0) == (name not in NEVER)
     assert furthest(model_of(made), found) < 1e-6
@@ -129,7 +131,7 @@ def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_
 def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:
     made = many_steps()
     resident = model_of(made)
-    with patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0):
+    with patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: 0.0):
         assert furthest(resident, model_of(made)) < 1e-6
 
 
@@ -160,7 +162,7 @@ def test_bfloat16_on_a_gpu_stays_near_float32() -> None:
 
 def test_a_run_that_began_on_the_cpu_continues_on_a_gpu(tmp_path: Path) -> None:
     made = replace(world("cmsfed", "vectorised", ENCODERS), engine=EngineSpec(name="vectorised"), rounds=3)
-    with patch("polyfed.experiment.loop.write_report"):
+    with patch("polyfed.experiment.running.loop.write_report"):
         whole = run(made, tmp_path / "cpu")
         run(replace(made, rounds=1), tmp_path / "both")
         continued = run(there(made), tmp_path / "both", resume=True)
@@ -184,7 +186,7 @@ def test_a_resumed_run_with_convolutions_on_a_gpu_equals_the_uninterrupted_run(e
 def refuse_difference(made: Recipe, folder: Path) -> None:
     """Compare a run that was continued after its first round with an uninterrupted run, bit for bit."""
     made = replace(made, rounds=3)
-    with patch("polyfed.experiment.loop.write_report"):
+    with patch("polyfed.experiment.running.loop.write_report"):
         whole = run(made, folder / "whole")
         run(replace(made, rounds=1), folder / "parts")
         continued = run(made, folder / "parts", resume=True)

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from polyfed.cli import app
-from polyfed.deploy.device import node_from
+from polyfed.deploy.device.configuration import node_from
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

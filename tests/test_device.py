@@ -19,15 +19,15 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.data import Column, Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.loop import Run
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.experiment.running.loop import Run
 from polyfed.federation.network import Network
-from polyfed.run import run
 from polyfed.selection import DivFl, PowD
+from polyfed.start import run
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import ServerOptimiser, Train
-from polyfed.training.step_rewrite import rewrite
+from polyfed.training.programs.rewrite import rewrite
 from world import AWKWARD, FROZEN, WHOLE, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
@@ -64,7 +64,7 @@ def there(made: Recipe) -> Recipe:
 @pytest.fixture(autouse=True)
 def no_reports() -> Iterator[None]:
     """Charts cost more time than these runs."""
-    with patch("polyfed.experiment.loop.write_report"):
+    with patch("polyfed.experiment.running.loop.write_report"):
         yield
 
 
@@ -96,7 +96,7 @@ def full() -> Iterator[None]:
         return move(column, device, features=features)
 
     move = Column.to
-    with patch("polyfed.engines.gpu_memory.free_bytes", lambda device: 0.0), patch.object(Column, "to", noted):
+    with patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: 0.0), patch.object(Column, "to", noted):
         yield
     assert taken
     assert not any(taken)
@@ -137,7 +137,7 @@ def test_programs_read_features_that_do_not_fit_the_device() -> None:
     made = replace(small("fedavg"), engine=EngineSpec(name="vectorised"), rounds=2)
     train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs
     made = there(replace(made, algorithm=replace(made.algorithm, train=train)))
-    with patch("polyfed.training.step_replay.rewrite", wraps=rewrite) as programs, elsewhere():
+    with patch("polyfed.training.programs.replay.rewrite", wraps=rewrite) as programs, elsewhere():
         resident, num_programs = outcome(run(made)), programs.call_count
         with full():
             assert outcome(run(made)) == resident
@@ -213,7 +213,7 @@ def test_what_is_kept_for_those_who_are_not_heard_is_met_elsewhere(
 
     def outcome_of(made: Recipe, folder: Path) -> str:
         run(replace(made, rounds=1), folder)
-        with patch("polyfed.experiment.loop.assemble", deaf):
+        with patch("polyfed.experiment.running.loop.assemble", deaf):
             return outcome(run(replace(made, rounds=2), folder, resume=True))
 
     here = outcome_of(small(name, **options), tmp_path / "here")

@@ -12,12 +12,12 @@ from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.core.messages import Crossing, Message, carries, crossings, message
 from polyfed.core.tree import Tree
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import plan, refuse_forbidden
-from polyfed.privacy import policy as policies
-from polyfed.privacy.gate import EgressGate
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.checks.check import plan, refuse_forbidden
+from polyfed.experiment.running.assembly import assemble
+from polyfed.privacy.egress import policy as policies
+from polyfed.privacy.egress.gate import EgressGate
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.policy import Policy
 from world import algorithm, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
@@ -240,7 +240,7 @@ def test_a_message_is_split_by_block() -> None:
 
 
 def test_ledger_rows_come_in_the_same_order_whatever_the_order_of_booking() -> None:
-    from polyfed.privacy.ledger import Entry, lines
+    from polyfed.privacy.egress.ledger import Entry, lines
 
     crossing = (Crossing("params", "parameters", "audio", "float32", (2,), 8),)
     down = Entry(1, 0, (0, 1), "Broadcast", crossing, "client", (True,))

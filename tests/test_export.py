@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import polyfed
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import assemble, population_of
-from polyfed.experiment.checkpoint import sha256_of
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.records import Records
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running.assembly import assemble, population_of
+from polyfed.experiment.running.checkpoint import sha256_of
+from polyfed.experiment.running.events import Emitter
 from test_predict import CASES, Gappy, ended, made, samples
 from world import PLAIN, algorithm, recipe, same
 
@@ -119,7 +119,7 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         written.append(path)
         path.write_bytes(b"x")
 
-    monkeypatch.setattr("polyfed.experiment.saved_model.save_file", full)
+    monkeypatch.setattr("polyfed.experiment.results.saved_model.save_file", full)
     with pytest.raises(DataError, match=r"the model could not be written to .*No space left on device"):
         run.export(tmp_path / "deep" / "model")
     assert written
@@ -216,9 +216,9 @@ def deployed(case: str, folder: Path) -> polyfed.Run:
     """A run whose clients are behind the wire."""
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     from engines.direct import grid_of
-    from polyfed.deploy.server import engine_by
+    from polyfed.deploy.server.server import engine_by
     from polyfed.engines.flower import GridTransport
-    from polyfed.experiment.loop import execute
+    from polyfed.experiment.running.loop import execute
 
     recipe = replace(made(case, encoders=PLAIN), engine=EngineSpec(name="flower", relay="server-sees"))
     grid = grid_of(recipe, folder / "nodes")

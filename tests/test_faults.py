@@ -19,9 +19,9 @@ from polyfed.core.schema import ranges, simple_types
 from polyfed.core.tree import Tree, block_of
 from polyfed.data import SOURCES, ClientsSpec
 from polyfed.data.sources import Npz, Toy
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES

@@ -19,16 +19,16 @@ from polyfed.core.messages import Crossing
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.clock import Clock, Timetable
 from polyfed.federation.network import Network
-from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
-from polyfed.run import run
+from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.selection import Uniform
+from polyfed.start import run
 from polyfed.training import ClientData
-from polyfed.training.client_data import rows_trained, steps_trained
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import rows_trained, steps_trained
 from world import algorithm, played, recipe, same
 
 

@@ -9,9 +9,9 @@ import pytest
 import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.network import Network
 from polyfed.selection import Uniform
 from world import algorithm, recipe, through

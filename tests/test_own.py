@@ -12,7 +12,7 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.registry import find
 from polyfed.data.columns import Columns
 from polyfed.data.sources import CgDigits
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
 
 MODULE = """
 from dataclasses import dataclass

@@ -20,8 +20,8 @@ from polyfed.data import ClientsSpec
 from polyfed.data.columns import Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation import client_statistics
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
 from polyfed.objective import class_metrics as classes
 from polyfed.selection import Uniform

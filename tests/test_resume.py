@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 import polyfed
-from polyfed.core import files as run_files
 from polyfed.core import keys
 from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
+from polyfed.core.system import files as run_files
 from polyfed.data.sources import Toy
-from polyfed.experiment import checkpoint, records
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.lock import LOCK
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import CheckpointSpec, Recipe
-from polyfed.experiment.records import Records
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import CheckpointSpec, Recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.results import records
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.lock import LOCK
+from polyfed.experiment.running.loop import execute
 from polyfed.objective import CLASSES
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
@@ -153,7 +154,7 @@ def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path, mo
     made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"), egress=policy)
     clients = assemble(made).fed.clients
     holders = [client for client in clients if "b" in clients[client].modalities]
-    monkeypatch.setattr("polyfed.experiment.loop.check_before_run", lambda assembly: None)
+    monkeypatch.setattr("polyfed.experiment.running.loop.check_before_run", lambda assembly: None)
     with pytest.raises(EgressError):
         execute(made, Records(tmp_path, resume=False), Emitter())
     rows = [json.loads(line) for line in (tmp_path / "egress.jsonl").read_text().splitlines()]
@@ -530,7 +531,7 @@ def test_a_report_that_cannot_be_drawn_takes_no_result_with_it(tmp_path: Path, m
     def broken(folder: Path) -> None:
         raise ValueError("no ink")
 
-    monkeypatch.setattr("polyfed.experiment.loop.write_report", broken)
+    monkeypatch.setattr("polyfed.experiment.running.loop.write_report", broken)
     told: list[str] = []
     run = polyfed.run(
         longer(rounds=1), tmp_path / "run", listeners=[lambda event, **f: told.append(f.get("text", event))]

@@ -14,8 +14,8 @@ from polyfed.cli import main
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.data.columns import TEST
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.check import check
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe

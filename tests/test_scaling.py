@@ -90,7 +90,7 @@ def test_a_file_that_polyfed_standardises_gives_a_model_for_its_values(tmp_path:
 
 
 def test_a_run_of_an_older_version_says_that_it_takes_scaled_samples(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("polyfed.experiment.run_state.scaling_of", lambda _: None)
+    monkeypatch.setattr("polyfed.experiment.running.run_state.scaling_of", lambda _: None)
     run = trained(tmp_path / "run", rounds=1)
     with pytest.warns(PolyfedWarning, match="an older version of polyfed wrote .* already scaled"):
         back = polyfed.load_run(tmp_path / "run")

@@ -15,8 +15,8 @@ from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import size_bytes
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.selection import SELECTORS, DivFl, PowD, Selector, Uniform
 from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, stochastic_greedy
 from polyfed.training.optimisers import Train

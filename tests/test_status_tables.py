@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from polyfed.cli.status_tables import status_tables
-from polyfed.deploy.membership import MEMBERS
-from polyfed.deploy.run_log import RunStatus
-from polyfed.deploy.server_monitor import metrics_of, status_of
+from polyfed.cli.printing.status_tables import status_tables
+from polyfed.deploy.server.membership import MEMBERS
+from polyfed.deploy.server.monitor import metrics_of, status_of
+from polyfed.deploy.server.run_log import RunStatus
 
 LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": []}
 

@@ -12,8 +12,8 @@ import pytest
 import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipe import Recipe, parse_recipe
-from polyfed.experiment.tracking import DATABASE, MLflow, Tracker, WandB
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.results.tracking import DATABASE, MLflow, Tracker, WandB
 from world import algorithm, recipe
 
 BLOCK = 2**15

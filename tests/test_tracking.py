@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipe import Recipe, parse_recipe
-from polyfed.experiment.tracking import EVENTS, TensorBoard, Tracker, numbers
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.results.tracking import EVENTS, TensorBoard, Tracker, numbers
 from world import algorithm, recipe
 
 SEEN: list[Any] = []

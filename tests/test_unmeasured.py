@@ -12,9 +12,9 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check, warn_unmeasured
-from polyfed.run import run
+from polyfed.experiment.checks.check import check, warn_unmeasured
+from polyfed.experiment.running.assembly import assemble
+from polyfed.start import run
 from world import algorithm, played, recipe
 
 OWN = ClientsSpec(partition="iid", num=6, personal_test=0.2)

@@ -6,7 +6,7 @@ import pytest
 
 import polyfed
 from polyfed.core.errors import RecipeError
-from polyfed.privacy.policy import DEFAULT, Policy
+from polyfed.privacy.egress.policy import DEFAULT, Policy
 from world import algorithm, played, recipe
 
 WILD = {"*": {"server": ["parameters", "prototypes"]}, "a": {"silo": ["raw"]}, "b": {"server": ["embeddings"]}}

@@ -13,8 +13,8 @@ from polyfed.core.request import Request, Send
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Answer
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform

@@ -6,23 +6,19 @@ study of many runs, and `compare` runs. If you write your own method, import fro
 and `polyfed.training`. Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core import moved
-
 if TYPE_CHECKING:
-    from polyfed.experiment.check import Check, check
-    from polyfed.experiment.from_data import make_recipe
-    from polyfed.experiment.models import Models
-    from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-    from polyfed.experiment.run_result import Run, load_run
-    from polyfed.experiment.saved_model import load_model
+    from polyfed.experiment.checks.check import Check, check
+    from polyfed.experiment.recipes.from_data import make_recipe
+    from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+    from polyfed.experiment.results.models import Models
+    from polyfed.experiment.results.run_result import Run, load_run
+    from polyfed.experiment.results.saved_model import load_model
     from polyfed.experiment.study import sweep
-    from polyfed.report.compare import Comparison, compare
-    from polyfed.run import run
+    from polyfed.report.comparison.compare import Comparison, compare
+    from polyfed.start import run
 
     __version__: str
 
@@ -45,19 +41,19 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Check": "experiment.check",
-    "Comparison": "report.compare",
-    "Models": "experiment.models",
-    "Recipe": "experiment.recipe",
-    "Run": "experiment.run_result",
-    "check": "experiment.check",
-    "compare": "report.compare",
-    "load_model": "experiment.saved_model",
-    "load_recipe": "experiment.recipe",
-    "load_run": "experiment.run_result",
-    "make_recipe": "experiment.from_data",
-    "parse_recipe": "experiment.recipe",
-    "run": "run",
+    "Check": "experiment.checks.check",
+    "Comparison": "report.comparison.compare",
+    "Models": "experiment.results.models",
+    "Recipe": "experiment.recipes.recipe",
+    "Run": "experiment.results.run_result",
+    "check": "experiment.checks.check",
+    "compare": "report.comparison.compare",
+    "load_model": "experiment.results.saved_model",
+    "load_recipe": "experiment.recipes.recipe",
+    "load_run": "experiment.results.run_result",
+    "make_recipe": "experiment.recipes.from_data",
+    "parse_recipe": "experiment.recipes.recipe",
+    "run": "start",
     "sweep": "experiment.study",
 }
 """The module of each name, without `polyfed.`."""
@@ -88,20 +84,3 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and still report 
     def __dir__() -> list[str]:
         """The public names, including those that are not imported yet."""
         return sorted({*globals(), *__all__})
-
-
-class _FrontDoor(ModuleType):
-    """The type of the module `polyfed`. It makes sure that `polyfed.run` is the function `run`.
-
-    The function is defined in the file polyfed/run.py. When Python imports this file, it sets the attribute `run` of
-    the package to the module. This class sets the attribute to the function instead.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # after Python has imported the module polyfed.run, it sets the attribute `run` of the package to that module
-        super().__setattr__(name, value.run if name == "run" and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _FrontDoor
-
-moved.install()

@@ -22,8 +22,8 @@ from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
 from polyfed.model import Model, ModelSpec, build_model
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.policy import Policy
 
 OPEN = Policy.parse(
     {

@@ -12,7 +12,7 @@ from polyfed.algorithms.moon import contrast
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import ServerOptimiser, Train

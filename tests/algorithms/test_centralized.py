@@ -13,10 +13,10 @@ from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec
-from polyfed.run import run
 from polyfed.selection import Uniform
+from polyfed.start import run
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from world import PLAIN, algorithm, furthest, played, recipe

@@ -24,10 +24,10 @@ from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplie
 from polyfed.core.tree import Tree, size_bytes, vector
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import refuse_forbidden
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.checks.check import refuse_forbidden
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.events import Emitter
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform

@@ -15,7 +15,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import under
 from polyfed.data import ClientsSpec
-from polyfed.experiment.check import check
+from polyfed.experiment.checks.check import check
 from world import algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

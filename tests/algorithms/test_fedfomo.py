@@ -15,9 +15,9 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, block_of, nested
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import Assembly
+from polyfed.experiment.running.assembly import Assembly
 from polyfed.federation.network import Network
-from polyfed.run import run
+from polyfed.start import run
 from world import algorithm, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

@@ -15,9 +15,9 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.run import run
+from polyfed.experiment.running.assembly import assemble
 from polyfed.selection import Uniform
+from polyfed.start import run
 from polyfed.training.client_data import ORDER
 from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Train

@@ -18,8 +18,8 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.network import Network
 from polyfed.federation.replies import Answer
 from polyfed.model import Model, ModelSpec
-from polyfed.privacy.gate import EgressGate
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.gate import EgressGate
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import Loss
 from polyfed.training.optimisers import Train

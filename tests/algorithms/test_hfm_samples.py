@@ -15,7 +15,7 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, TooFewRe
 from polyfed.data import ClientsSpec
 from polyfed.data.partitions.shards import Shards
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from world import furthest, played, recipe, same
 
 TWO = [["a"], ["b"]]

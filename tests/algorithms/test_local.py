@@ -12,12 +12,12 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import Assembly
-from polyfed.experiment.check import check
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.running.assembly import Assembly
 from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
-from polyfed.run import run
 from polyfed.selection import DivFl, PowD
+from polyfed.start import run
 from world import PLAIN, algorithm, played, recipe
 
 

@@ -19,9 +19,9 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train

@@ -17,9 +17,9 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER

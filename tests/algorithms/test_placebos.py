@@ -15,9 +15,9 @@ from polyfed.algorithms.hfm.exchange import Exchange, shuffled_peers
 from polyfed.algorithms.pfmml.coefficients import shuffled
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.prototypes import Prototypes, random_like
 from world import furthest, played, same
 

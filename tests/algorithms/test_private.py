@@ -16,14 +16,14 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree, block_of, under
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble, population_of
-from polyfed.experiment.check import check
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.records import Records
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble, population_of
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.selection import PowD
 from polyfed.training.optimisers import Train
 from test_predict import samples
@@ -239,7 +239,7 @@ def test_the_gate_refuses_a_private_parameter_by_name(engine: str) -> None:
 def test_over_flower_the_clients_keep_their_private_blocks(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     from engines.direct import grid_of
-    from polyfed.deploy.server import engine_by
+    from polyfed.deploy.server.server import engine_by
     from polyfed.engines.flower import GridTransport
 
     alone = replace(made("head", fine_tune=1, evaluation=Evaluation(every=1)), rounds=2)

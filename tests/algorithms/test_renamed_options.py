@@ -8,7 +8,7 @@ import pytest
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import checked
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 RENAMED = [(name, old, new) for name, cls in ALGORITHMS.items() for old, new in getattr(cls, "renamed", {}).items()]
 

@@ -12,12 +12,12 @@ from polyfed.algorithms.split.cut import Cut
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec
-from polyfed.run import run
 from polyfed.selection import PowD, Uniform
+from polyfed.start import run
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, same

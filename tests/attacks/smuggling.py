@@ -12,10 +12,10 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
 from polyfed.core.messages import KINDS, Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check, refuse_forbidden
-from polyfed.experiment.recipe import Recipe
-from polyfed.privacy.ledger import TO_CLIENT
+from polyfed.experiment.checks.check import check, refuse_forbidden
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.training.optimisers import Train
 from world import through
 

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from engines.devices import Devices
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.core.files import AUDIT, PUBLIC_KEY
 from polyfed.core.messages import Crossing
-from polyfed.deploy import client_runtime
-from polyfed.privacy import audit_log
-from polyfed.privacy.audit_log import HEAD, PRIVATE_KEY, START, AuditLog
-from polyfed.privacy.audit_log_verification import verify
-from polyfed.privacy.ledger import Entry
+from polyfed.core.system.files import AUDIT, PUBLIC_KEY
+from polyfed.deploy.device import runtime as client_runtime
+from polyfed.privacy.egress import audit_log
+from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, START, AuditLog
+from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.ledger import Entry
 
 PARTS = tuple(Crossing("params", "parameters", block, "float32", (2,), 8) for block in ("a", "b"))
 

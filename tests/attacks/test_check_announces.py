@@ -19,9 +19,9 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
-from polyfed.run import run
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.running.assembly import assemble
+from polyfed.start import run
 from world import recipe
 
 SENSITIVE = ("predictions", "embeddings", "prototypes", "raw", "ids")

@@ -17,17 +17,17 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_hostile_device import blind
 from engines.devices import Devices
 from polyfed.core.errors import PolyfedWarning
-from polyfed.deploy import claimed_shapes
-from polyfed.deploy.claimed_shapes import flaws_of, without_absent
-from polyfed.deploy.enrolment import Admission
-from polyfed.deploy.server import serve
+from polyfed.deploy.server import claimed_shapes
+from polyfed.deploy.server.claimed_shapes import flaws_of, without_absent
+from polyfed.deploy.server.enrolment import Admission
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
-from polyfed.model.encoders import ENCODERS
+from polyfed.model.encoders.catalogue import ENCODERS
 
 LONER = 3
 """The device that lies; it alone holds modality `b`."""

@@ -12,8 +12,8 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import Devices
 from polyfed.deploy import handlers
-from polyfed.deploy.device import NodeConfig
-from polyfed.deploy.secrets_once import conditions_of
+from polyfed.deploy.device.configuration import NodeConfig
+from polyfed.deploy.device.secrets_once import conditions_of
 
 
 @pytest.fixture

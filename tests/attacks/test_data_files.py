@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from polyfed.core.errors import DataError
-from polyfed.data.files import Arrays, read_idx, read_npy
 from polyfed.data.media import Clip, Image
+from polyfed.data.reading.files import Arrays, read_idx, read_npy
 from polyfed.data.sources import Npz
-from polyfed.data.sources.pictures import read_picture
+from polyfed.data.sources.pictures.picture_files import read_picture
 
 PIB = 1 << 50
 MODEST = 64 << 20

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -22,10 +22,11 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.protobuf import client as protobuf_client
 from flwr.supernode.fleet_http_client import FleetHttpClient
+from httpx._decoders import GZipDecoder
 
 from polyfed.deploy.processes import loopback_without_proxy
-from polyfed.engines.flower import supernode_process, worker
-from polyfed.engines.flower.careful_http import LARGEST_ANSWER, careful_calls
+from polyfed.engines.flower.device import supernode_process, worker
+from polyfed.engines.flower.device.careful_http import LARGEST_ANSWER, careful_calls
 
 
 class Listener:
@@ -34,12 +35,10 @@ class Listener:
     Attributes:
         port: its port.
         heard: the path and the body of each request.
-        sent: number of bytes of bodies that it has sent.
     """
 
     def __init__(self, answer: Callable[["Listener", BaseHTTPRequestHandler], None]) -> None:
         self.heard: list[tuple[str, bytes]] = []
-        self.sent = 0
         listener = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -107,29 +106,48 @@ def test_a_server_cannot_send_a_device_to_another_machine(status: int) -> None:
         assert inside.heard == []
 
 
-def endless(listener: Listener, request: BaseHTTPRequestHandler) -> None:
-    """An answer of 1 GiB, or as much of it as the other side takes."""
-    request.send_response(200)
-    request.end_headers()
-    try:
-        while listener.sent < 2**30:
-            listener.sent += request.wfile.write(bytes(2**16))
-    except OSError:  # the other side has closed the connection
-        return
+REFUSED = (ValueError, httpx.TransportError)
+"""What a device raises when it stops reading, or when the connection ends before: a reset, the end, a time-out."""
 
 
-def test_a_device_reads_an_answer_only_up_to_a_limit() -> None:
-    with (
-        listening(endless) as server,
-        pytest.raises(ValueError, match=f"an answer of more than {LARGEST_ANSWER} bytes"),
-    ):
+@pytest.mark.usefixtures("loopback")
+def test_a_device_reads_an_answer_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[int] = []
+    ended = Event()
+    pieces = httpx.Response.iter_raw
+
+    def counted(answer: httpx.Response) -> Iterator[bytes]:
+        for piece in pieces(answer):
+            came.append(len(piece))
+            yield piece
+
+    def endless(listener: Listener, request: BaseHTTPRequestHandler) -> None:
+        """An answer that ends only when the other side has closed the connection."""
+        request.connection.settimeout(10)
+        request.send_response(200)
+        request.end_headers()
+        try:
+            while True:
+                request.wfile.write(bytes(2**16))
+        except OSError:
+            ended.set()
+
+    monkeypatch.setattr(httpx.Response, "iter_raw", counted)
+    with listening(endless) as server, pytest.raises(REFUSED) as refused:
         called(server.port)
-    assert server.sent < 8 * LARGEST_ANSWER, "what is on its way when the device closes the connection"
+    assert ended.wait(20), "the device has closed the connection"
+    assert sum(came) <= LARGEST_ANSWER + 2**16, "the last piece that httpx reads"
+    if isinstance(refused.value, ValueError):
+        assert f"an answer of more than {LARGEST_ANSWER} bytes" in str(refused.value)
 
 
-def test_a_device_does_not_unpack_an_answer() -> None:
+@pytest.mark.usefixtures("loopback")
+def test_a_device_does_not_unpack_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kB of gzip would become 64 MiB."""
     packed = gzip.compress(bytes(2**26))
+    unpacked: list[int] = []
+    decode = GZipDecoder.decode
+    monkeypatch.setattr(GZipDecoder, "decode", lambda self, data: (unpacked.append(len(data)), decode(self, data))[1])
 
     def bomb(listener: Listener, request: BaseHTTPRequestHandler) -> None:
         request.send_response(200)
@@ -138,8 +156,11 @@ def test_a_device_does_not_unpack_an_answer() -> None:
         request.end_headers()
         request.wfile.write(packed)
 
-    with listening(bomb) as server, pytest.raises(ValueError, match="Invalid protobuf response"):
+    with listening(bomb) as server, pytest.raises(REFUSED) as refused:
         called(server.port)
+    assert unpacked == []
+    if isinstance(refused.value, ValueError):
+        assert "Invalid protobuf response" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])

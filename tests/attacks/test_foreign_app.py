@@ -26,11 +26,11 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.federations import PATIENCE, Surrounded, recipe_for, until
 from polyfed.core.errors import BadReply, PolyfedError, RecipeError
 from polyfed.deploy.app_folder import CLIENT, RECIPE
-from polyfed.deploy.device_process import KEPT_RECIPES, handler_for
+from polyfed.deploy.device.process import KEPT_RECIPES, handler_for
 from polyfed.deploy.local_federation import Local
-from polyfed.engines.flower.public_port import PUBLIC, FleetOnly
-from polyfed.engines.flower.worker import LONGEST_TEXT
-from polyfed.experiment.recipe import load_recipe
+from polyfed.engines.flower.device.worker import LONGEST_TEXT
+from polyfed.engines.flower.server.public_port import PUBLIC, FleetOnly
+from polyfed.experiment.recipes.recipe import load_recipe
 
 THIEF = """
 import os
@@ -68,7 +68,7 @@ def main(grid, context):
 """
 """A server half that asks every device once and writes down what came."""
 
-SHADOWS = ("polyfed/__init__.py", "polyfed/deploy/__init__.py", "polyfed/deploy/device_process.py", "torch.py")
+SHADOWS = ("polyfed/__init__.py", "polyfed/deploy/__init__.py", "polyfed/deploy/device/process.py", "torch.py")
 """Modules of an app that would come before the installed ones, if the app were on the path."""
 
 

@@ -13,9 +13,9 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.fedamp import FedAmp
 from polyfed.core.tree import digest
 from polyfed.engines.protocol import FAILED, REPLY, Facts, RequestId, versions
-from polyfed.experiment.limit_checks import unfit_options
+from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.federation.wire_format import Packet, encode
-from polyfed.privacy.limits import Limits
+from polyfed.privacy.egress.limits import Limits
 from world import recipe
 
 FALLING = text("", 'steps = 3\nlr_end = 0.0\nlr_schedule = "linear"').replace('"fedavg"', '"fedprox"\nmu = 0.9')

@@ -22,13 +22,15 @@ from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import Tree, digest
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
-from polyfed.experiment.assembly import initial_of, model_of
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.assembly import initial_of, model_of
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 
 GRAY, COLOR = 6, 4
-CLOSED = '[egress.gray]\nserver = []\nsilo = []\n[egress.labels]\nserver = []\n[egress.shared]\nserver = ["statistic"]\n'
+CLOSED = (
+    '[egress.gray]\nserver = []\nsilo = []\n[egress.labels]\nserver = []\n[egress.shared]\nserver = ["statistic"]\n'
+)
 OPEN = CLOSED.replace('["statistic"]', '["statistic", "parameters"]')
 RECIPE = """
 seed = 1
@@ -155,18 +157,22 @@ def row_of_two_steps(device: Device) -> Any:
     raise AssertionError("one of the two errors is not 0")
 
 
+ACCEPTING = CLOSED + '[egress.color]\naccept = ["parameters"]\n'
+"""The device also trains parameters that it may not send."""
+
 LIMITS = "[limits]\nmin_rows = 50\nmin_batch_size = 32\nmin_steps = 10\n"
 
 
 def test_gates_of_a_hidden_layer_tell_a_row_only_if_shared_parameters_may_leave(tmp_path: Path) -> None:
     recipe = text(head=(24,))
-    for policy in (OPEN, CLOSED):
+    for policy in (OPEN, CLOSED, ACCEPTING):
         (folder := tmp_path / str(len(policy))).mkdir()
         device = Device(folder, recipe, policy)
         found = gated_rows(device)
         if policy == OPEN:
             np.testing.assert_allclose(found, device.gray[0], atol=1e-3)
         else:
+            assert f"client 1 refused to {'take Broadcast' if policy == CLOSED else 'send Update'}.params" in found
             assert "parameters of color may not go to the server (the model mixes the modalities: " in found
             assert "[model] head = [] avoids this" in found
 
@@ -174,13 +180,13 @@ def test_gates_of_a_hidden_layer_tell_a_row_only_if_shared_parameters_may_leave(
 def test_gates_of_many_rows_do_not_leave_under_limits_either(tmp_path: Path) -> None:
     """A first layer of `color` can sort rows into bins, so a minimum batch size does not hide the gates of a row."""
     recipe = text(head=(24,)).replace("steps = 1\nbatch_size = 1", "epochs = 5\nbatch_size = 32")
-    found = gated_rows(Device(tmp_path, recipe, CLOSED + LIMITS, rows=64))
+    found = gated_rows(Device(tmp_path, recipe, ACCEPTING + LIMITS, rows=64))
     assert "parameters of color may not go to the server (the model mixes the modalities: " in found
 
 
 def test_two_steps_of_a_sum_tell_a_row_only_if_shared_parameters_may_leave(tmp_path: Path) -> None:
     recipe = text("sum", steps=2, lr=1e-3)
-    for policy in (OPEN, CLOSED):
+    for policy in (OPEN, CLOSED, ACCEPTING):
         (folder := tmp_path / str(len(policy))).mkdir()
         device = Device(folder, recipe, policy)
         found = row_of_two_steps(device)

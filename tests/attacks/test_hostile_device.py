@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,23 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.app import Error
+from flwr.app import Message as FlowerMessage
+from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
-from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.deploy.enrolment import Admission, capped_rows
-from polyfed.deploy.membership import MEMBERS, Membership
-from polyfed.deploy.server import serve
+from polyfed.core.errors import CheckpointError, DataError, RecipeError, TooFewReplies
+from polyfed.deploy.server.enrolment import Admission, capped_rows
+from polyfed.deploy.server.membership import MEMBERS, Membership, expected
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.node_keys import device_of
+from polyfed.engines.flower.server.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 
@@ -232,9 +237,62 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
     assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]
 
 
+def test_a_device_that_goes_offline_before_it_has_enrolled_is_asked_again(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+
+    class Dying(Nodes):
+        """The device of node 1 loses the first request, and is offline for a moment."""
+
+        asked, died = 0, 0.0
+
+        def get_node_ids(self) -> Any:
+            self.absent = frozenset({1}) if time.monotonic() - self.died < 0.3 else frozenset()
+            return super().get_node_ids()
+
+        def push_messages(self, messages: Any) -> Any:
+            messages = [*messages]
+            sent = list(super().push_messages(messages))
+            for identity, message in zip(sent, messages, strict=True):
+                if message.metadata.dst_node_id == 1:
+                    self.asked += 1
+                    if self.asked == 1:
+                        self._replies.pop(identity)
+                        self.died = time.monotonic()
+            return sent
+
+    grid = Dying(client_app(devices), 3)
+    verdicts = [answer.header["verdict"] for answer in GridTransport(grid).enrol(3, 5.0)]
+    assert (verdicts, grid.asked) == (["enrolled"] * 3, 2)
+
+
+def test_a_request_to_enrol_that_flower_lost_is_sent_again(tmp_path: Path) -> None:
+    devices, lost = Devices(tmp_path), Error(ErrorCode.NODE_UNAVAILABLE, "gone")
+
+    class Losing(Nodes):
+        asked = 0
+
+        def _called(self, message: Any) -> Any:
+            if message.metadata.dst_node_id == 1:
+                self.asked += 1
+                if self.asked == 1:
+                    return FlowerMessage(lost, reply_to=message)
+            return super()._called(message)
+
+    grid = Losing(client_app(devices), 3)
+    verdicts = [answer.header["verdict"] for answer in GridTransport(grid).enrol(3, 5.0)]
+    assert (verdicts, grid.asked) == (["enrolled"] * 3, 2)
+
+
+def test_with_silos_the_server_waits_for_every_device_of_every_silo() -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "hfm-mfeat.toml")
+    assert expected(recipe) == 10 * 6
+    with pytest.raises(RecipeError, match="10 silos of 6 devices are 60 devices"):
+        expected(replace(recipe, engine=replace(recipe.engine, nodes=1)))
+
+
 def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: Any) -> None:
     first = Membership(tmp_path)
-    monkeypatch.setattr("polyfed.deploy.membership.time.time", lambda: 1000.0)
+    monkeypatch.setattr("polyfed.deploy.server.membership.time.time", lambda: 1000.0)
     second = Membership(tmp_path)
     assert second.session == first.session + 1
 

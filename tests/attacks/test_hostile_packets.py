@@ -23,19 +23,19 @@ import world
 from engines.devices import Devices
 from engines.direct import grid_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
-from polyfed.core.files import read_notes
 from polyfed.core.messages import map_tensors
-from polyfed.deploy.device_process import handler_for
+from polyfed.core.system.files import read_notes
+from polyfed.deploy.device.process import handler_for
+from polyfed.deploy.device.request_limits import REQUESTS
+from polyfed.deploy.device.state_store import JOURNAL, Store
 from polyfed.deploy.faults import log
-from polyfed.deploy.membership import MEMBERS, Membership
-from polyfed.deploy.request_limits import REQUESTS
-from polyfed.deploy.state_store import JOURNAL, Store
+from polyfed.deploy.server.membership import MEMBERS, Membership
 from polyfed.engines.flower.codec import HEADER, packet_of
 from polyfed.engines.protocol import Facts, RequestId
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.audit_log import HEAD, head_of
+from polyfed.privacy.egress.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
 
 COSTLY = {

@@ -15,14 +15,14 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Hostile, device, text
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
-from polyfed.deploy import client_runtime
-from polyfed.deploy.kept_replies import unpaid_rounds
-from polyfed.deploy.privacy_budget import SPENT
+from polyfed.deploy.device import runtime as client_runtime
+from polyfed.deploy.device.kept_replies import unpaid_rounds
+from polyfed.deploy.device.privacy_budget import SPENT
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
 from polyfed.engines.remote import Remote
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.requirements import Release
-from polyfed.report.reconciliation import reconcile
+from polyfed.privacy.egress.requirements import Release
+from polyfed.report.reading.reconciliation import reconcile
 
 EXACTLY = f"max_epsilon = {SPEND + 1e-6}\ndelta = 1e-3\n"
 """A budget for two rounds of LOCAL with NOISE, and not for three."""

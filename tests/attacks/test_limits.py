@@ -22,15 +22,15 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
-from polyfed.deploy.device import limits_on, node_from
-from polyfed.deploy.request_limits import REQUESTS, admit
+from polyfed.deploy.device.configuration import limits_on, node_from
+from polyfed.deploy.device.request_limits import REQUESTS, admit
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.limit_checks import unfit_options
-from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.experiment.checks.limit_checks import unfit_options
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression
-from polyfed.privacy.limits import Limits
+from polyfed.privacy.egress.limits import Limits
 from polyfed.training.optimisers import Train
 from polyfed.training.step_counts import steps_trained, usable_rows
 from world import algorithm, recipe, through

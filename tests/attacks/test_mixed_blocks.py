@@ -16,13 +16,13 @@ from polyfed.cli import main
 from polyfed.core.errors import EgressError
 from polyfed.core.tree import Tree, block_of
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
 from polyfed.objective import Retrieval
-from polyfed.privacy.mixing import Mixing
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.mixing import Mixing
+from polyfed.privacy.egress.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*measures nothing")
 

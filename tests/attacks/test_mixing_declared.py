@@ -17,13 +17,13 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, block_of
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
 from polyfed.model.fusion import FUSIONS
 from polyfed.objective import Classification
-from polyfed.privacy.differential import Privacy
-from polyfed.privacy.mixing import Mixing, mixing
+from polyfed.privacy.differential.section import Privacy
+from polyfed.privacy.egress.mixing import Mixing, mixing
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import algorithm, through
@@ -85,6 +85,7 @@ def made(fusion: str, head: tuple[int, ...], encoder: str, method: str = "fedavg
         ),
         clients=ClientsSpec(partition="iid", num=1),
         rounds=2,
+        engine=EngineSpec(outlier_factor=0),
         **changes,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What `mixing` says of models that users write, and of encoders that are hard to record: apart, or refused with a reason."""
+"""What `mixing` says of models that users write and of built-in encoders: they keep modalities apart, or the reason."""
 
 import sys
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from polyfed.algorithms.fedavg import FedAvg
 from polyfed.model import Fusion, Model, ModelSpec, build_model
 from polyfed.model.fusion import Concat
 from polyfed.objective import Classification, Retrieval
-from polyfed.privacy.mixing import Mixing, mixing
+from polyfed.privacy.egress.mixing import Mixing, mixing
 
 VECTORS = {"a": (5,), "b": (5,)}
 MLP = {m: {"kind": "mlp", "hidden": [6]} for m in "ab"}

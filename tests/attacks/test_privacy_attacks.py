@@ -13,30 +13,30 @@ import world
 from federation.test_secure_aggregation import captured, secured, small, updates
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
+from polyfed.core import gaussian
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
-from polyfed.core.files import read_notes
 from polyfed.core.gaussian import Clip
 from polyfed.core.request import Request
+from polyfed.core.system.files import read_notes
 from polyfed.core.tree import digest, nested
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
+from polyfed.deploy.device.secrets_once import admit_secrets
 from polyfed.deploy.handlers import runtime_of
-from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.records import Records
-from polyfed.experiment.settings import CheckpointSpec
-from polyfed.federation import private_mean
+from polyfed.experiment.recipes.settings import CheckpointSpec
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.accounting import Accounting
-from polyfed.privacy.guarantee import Guarantee
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.accounting import Accounting
+from polyfed.privacy.differential.guarantee import Guarantee
+from polyfed.privacy.differential.mechanism import Mechanism
 from privacy.test_private_runs import deployed, private
 
 # differential privacy
@@ -51,7 +51,11 @@ def test_the_epsilon_of_one_block_holds_when_the_blocks_depend_on_each_other(mon
     model, the gradient of one block depends on all others in the same way.
     """
     draws = torch.Generator().manual_seed(1)
-    monkeypatch.setattr(private_mean, "gaussian", lambda base, name, shape, on: torch.randn(shape, generator=draws))
+    monkeypatch.setattr(
+        gaussian,
+        "discrete_gaussian",
+        lambda base, name, shape, on: gaussian.STEPS * torch.randn(shape, generator=draws),
+    )
     trials, copying = 60, 10
     made = private("central", clip="per-block", delta=1e-3, noise_multiplier=0.2)
     clip = Clip.of(1.0, BLOCKS, by_block=True)

@@ -18,10 +18,10 @@ from engines.federations import PATIENCE, Surrounded, recipe_for
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, EgressError, ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import Allowance, only
-from polyfed.deploy.device import NodeConfig, allowance_on
+from polyfed.deploy.device.configuration import NodeConfig, allowance_on
 from polyfed.engines.protocol import hello
-from polyfed.experiment import checkpoint
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running import checkpoint
 from polyfed.model import ModelSpec, build_model
 
 TRAP = '''
@@ -176,8 +176,12 @@ def test_a_checkpoint_names_no_class_through_another_module(tmp_path: Path, monk
         skeleton = {"class": f"polyfed.{path}", "fields": [["marks", {"list": []}]]}
         with pytest.raises(ValueError, match=path):
             checkpoint.unpack(skeleton, {}, ())
-    with pytest.raises(CheckpointError, match=r"cannot be read: it holds a polyfed\.experiment\.checkpoint:Reached"):
-        read_with(tmp_path, {"class": "polyfed.experiment.checkpoint:Reached", "fields": [["marks", {"list": []}]]})
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: it holds a polyfed\.experiment\.running\.checkpoint:Reached"
+    ):
+        read_with(
+            tmp_path, {"class": "polyfed.experiment.running.checkpoint:Reached", "fields": [["marks", {"list": []}]]}
+        )
 
 
 def read_with(folder: Path, skeleton: Any) -> Any:
@@ -285,7 +289,7 @@ from polyfed.data import Partition
 from polyfed.data.partitions.iid import Iid
 from polyfed.data.sources import Toy
 from polyfed.selection import Uniform
-from polyfed.experiment.tracking import TensorBoard
+from polyfed.experiment.results.tracking import TensorBoard
 
 Path(os.environ["TRACE"]).touch()
 

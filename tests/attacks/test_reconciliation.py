@@ -13,12 +13,12 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
 from polyfed.core.errors import DataError, TransportError
-from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY, ROUNDS
+from polyfed.core.system.files import AUDIT, EGRESS, PUBLIC_KEY, ROUNDS
 from polyfed.engines.protocol import ASK, FAILED, RequestId, reason
-from polyfed.experiment import checkpoint
-from polyfed.privacy import audit_log
-from polyfed.privacy.audit_log import HEAD, PRIVATE_KEY
-from polyfed.privacy.audit_log_verification import verify
+from polyfed.experiment.running import checkpoint
+from polyfed.privacy.egress import audit_log
+from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY
+from polyfed.privacy.egress.audit_log_verification import verify
 from polyfed.report import reconcile, write_report
 
 

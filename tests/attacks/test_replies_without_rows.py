@@ -13,9 +13,9 @@ from algorithms.test_partialfl import partial
 from algorithms.test_split import split
 from polyfed.core.messages import Message, map_fields, map_tensors, trimmed
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.replies import Answer, Replies, stacked
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Uniform
 from world import through
 

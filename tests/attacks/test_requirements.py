@@ -20,16 +20,16 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
-from polyfed.deploy.device import node_from, requirements_on
-from polyfed.deploy.device_check import inspect
-from polyfed.deploy.privacy_budget import SPENT, spend
+from polyfed.deploy.device.check import inspect
+from polyfed.deploy.device.configuration import node_from, requirements_on
+from polyfed.deploy.device.privacy_budget import SPENT, spend
 from polyfed.engines.protocol import ENROLLED, REFUSED, REPLY, Facts, RequestId, hello, versions
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import load_recipe, parse_recipe
-from polyfed.experiment.requirement_checks import release_of, unmet
+from polyfed.experiment.checks.requirement_checks import release_of, unmet
+from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.accounting import Accounting, epsilon_of_all
-from polyfed.privacy.requirements import Requirements
+from polyfed.privacy.differential.accounting import Accounting, epsilon_of_all
+from polyfed.privacy.egress.requirements import Requirements
 from world import through
 
 BASE = """

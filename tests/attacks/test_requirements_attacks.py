@@ -10,12 +10,12 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hostile, device, left, text
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
-from polyfed.deploy.privacy_budget import SPENT, spend
-from polyfed.deploy.request_limits import RELEASES, REQUESTS
-from polyfed.deploy.state_store import JOURNAL
+from polyfed.deploy.device.privacy_budget import SPENT, spend
+from polyfed.deploy.device.request_limits import RELEASES, REQUESTS
+from polyfed.deploy.device.state_store import JOURNAL
 from polyfed.engines.protocol import REFUSED, REPLY
-from polyfed.privacy.adaptive_clipping import AdaptiveClipping
-from polyfed.privacy.requirements import Release, Requirements
+from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
+from polyfed.privacy.egress.requirements import Release, Requirements
 
 ROWS = 'max_epsilon = 50.0\ndelta = 1e-3\nunit = "example"'
 TOY = 'name = "toy"\nrows = 240\nclasses = 4'

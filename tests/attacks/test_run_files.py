@@ -12,8 +12,8 @@ import torch
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedError
-from polyfed.core.json_and_toml import MOST_DEPTH, parse_json, parse_toml
-from polyfed.experiment import checkpoint
+from polyfed.core.system.json_and_toml import MOST_DEPTH, parse_json, parse_toml
+from polyfed.experiment.running import checkpoint
 from polyfed.report import compare, write_comparison, write_report
 from world import algorithm, recipe
 

@@ -14,13 +14,13 @@ from polyfed.core.errors import EgressError
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check, refuse_forbidden
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import check, refuse_forbidden
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
-from polyfed.privacy.policy import Policy
-from polyfed.run import run
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Uniform
+from polyfed.start import run
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe, through
 

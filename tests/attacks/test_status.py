@@ -5,12 +5,14 @@ The quick tests serve the pages beside a SuperLink that is made up, over real TL
 
 import hmac
 import json
+import os
 import re
 import socket
 import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +27,16 @@ import uvicorn
 from engines.federations import PATIENCE, recipe_for, until
 from polyfed.cli import main
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.deploy import server_monitor
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device_monitor import DeviceMonitor
+from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
 from polyfed.deploy.launch import _services
 from polyfed.deploy.local_federation import Local
 from polyfed.deploy.processes import HOST, ServerPorts, free_ports
-from polyfed.deploy.run_log import RunStatus
-from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, read_token, token_at
-from polyfed.deploy.status_client import ask
-from polyfed.engines.flower.public_port import PUBLIC
+from polyfed.deploy.server import monitor as server_monitor
+from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
+from polyfed.deploy.server.run_log import RunStatus
+from polyfed.deploy.server.status_client import ask
+from polyfed.engines.flower.server.public_port import PUBLIC
 
 SECRET = "a reason with a secret"
 LINK = {"nodes": {"registered": 3, "online": 2}, "runs": [{"id": "7", "status": "running"}]}
@@ -238,10 +240,38 @@ def test_a_status_with_control_characters_steers_no_terminal(server: Server, cap
     told = ask(f"{HOST}:{server.port}", server.credentials / "ca.pem", server.credentials / TOKEN)
     told["run"]["reasons"]["1"]["reason"] = "no\x1b[2J\nforged"
     told["runs"][0]["status"] = "\x1b]0;x\x07"
-    monkeypatch.setattr("polyfed.deploy.status_client.ask", lambda *_: told)
+    monkeypatch.setattr("polyfed.deploy.server.status_client.ask", lambda *_: told)
     shown = status(server, capsys)
     assert "\x1b" not in shown
     assert "no\\x1b[2J\\nforged" in shown
+
+
+def contact(seconds_ago: float = 0.0) -> int:
+    """The file in which a SuperNode marks that the server answered it."""
+    file, path = tempfile.mkstemp()
+    os.unlink(path)
+    os.utime(file, ns=(0, time.monotonic_ns() - int(seconds_ago * 1e9)))
+    return file
+
+
+def test_a_device_without_contact_to_the_server_is_not_healthy() -> None:
+    monitor = DeviceMonitor(free_ports(1)[0], contact(SILENCE_SECONDS + 1))
+    with monitor.socket:
+        assert b"503 Service Unavailable" in (told := ask_device(monitor, b"GET /health HTTP/1.1\r\n\r\n"))
+        assert b"no contact with the server" in told
+        os.utime(monitor.contact, (0, 0))
+        assert monitor.last_contact() == 0.0
+        assert b"no contact with the server" in ask_device(monitor, b"GET /health HTTP/1.1\r\n\r\n")
+
+
+def test_a_run_whose_server_was_killed_is_not_running(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path / "status.json", tmp_path)
+    status("run-started", rounds=5, first_round=1)
+    dead = LINK | {"runs": [{"id": "7", "status": "finished:failed"}]}
+    told = server_monitor.status_of(dead, tmp_path / "status.json")
+    assert (told["run"]["state"], told["run"]["error"]) == ("failed", server_monitor.KILLED)
+    assert b"polyfed_run_failed 1.0" in server_monitor.metrics_of(told)
+    assert server_monitor.status_of(LINK, tmp_path / "status.json")["run"]["state"] == "running"
 
 
 def ask_device(monitor: DeviceMonitor, *parts: bytes) -> bytes:
@@ -258,7 +288,7 @@ def ask_device(monitor: DeviceMonitor, *parts: bytes) -> bytes:
 
 
 def test_a_device_tells_counts_on_loopback_and_survives_nonsense() -> None:
-    monitor = DeviceMonitor(free_ports(1)[0])
+    monitor = DeviceMonitor(free_ports(1)[0], contact())
     with monitor.socket:
         assert monitor.socket.getsockname()[0] == "127.0.0.1"
         monitor.done({"verdict": "reply", "bytes_up": 7})
@@ -275,7 +305,7 @@ def test_a_device_tells_counts_on_loopback_and_survives_nonsense() -> None:
 
 
 def test_a_request_that_dawdles_does_not_keep_a_device_from_its_tasks() -> None:
-    monitor = DeviceMonitor(free_ports(1)[0])
+    monitor = DeviceMonitor(free_ports(1)[0], contact())
     with monitor.socket, socket.create_connection(monitor.socket.getsockname(), timeout=10):
         started = time.monotonic()
         monitor.wait(0.05)

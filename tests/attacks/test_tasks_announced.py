@@ -19,14 +19,14 @@ from polyfed.core.request import Request
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.deploy.app_folder import node_config, write_nodes
-from polyfed.deploy.device import node_from, policy_on
-from polyfed.deploy.device_check import inspect
-from polyfed.deploy.device_data import population_on
+from polyfed.deploy.device.check import inspect
+from polyfed.deploy.device.configuration import node_from, policy_on
+from polyfed.deploy.device.data import population_on
 from polyfed.deploy.handlers import runtime_of
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation, ModelToEvaluate
-from polyfed.experiment.assembly import assemble, population_of
-from polyfed.experiment.check import check, plan
+from polyfed.experiment.checks.check import check, plan
+from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.selection import Uniform
 from world import recipe, through
 

@@ -15,10 +15,10 @@ from polyfed.cli.application import _as_one_line
 from polyfed.cli.comparison import sheet_table
 from polyfed.cli.output import print_error, show
 from polyfed.cli.preparation import PrepareProgress
-from polyfed.cli.tables import result_table
+from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import PolyfedWarning
-from polyfed.report.comparison_tables import Sheet, latex
-from polyfed.report.reconciliation import WHAT, _shown
+from polyfed.report.comparison.tables import Sheet, latex
+from polyfed.report.reading.reconciliation import WHAT, _shown
 from polyfed.report.text_layout import SafeConsole
 
 HOSTILE = "\x1b]0;pwned\x07\x1b[2J\u202e\r\u2028\x9b"

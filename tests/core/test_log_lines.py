@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyfed.core import log_lines
-from polyfed.core.log_lines import LOG_FORMAT, LogLines, escaped, logger_of
+from polyfed.core.system import log_lines
+from polyfed.core.system.log_lines import LOG_FORMAT, LogLines, escaped, logger_of
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [a-z]+: ")
 FORGED = "no\n2026-11-22T08:31:02.123Z INFO polyfed: round 9\r\x1b[2J\u202e\u2028\x85\x00"

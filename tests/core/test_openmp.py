@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyfed.core import openmp
-from polyfed.core.openmp import THREAD_BYTES, end_idle_threads, threads_worth, using_threads
+from polyfed.core.system import openmp
+from polyfed.core.system.openmp import THREAD_BYTES, end_idle_threads, threads_worth, using_threads
 from polyfed.engines import in_process
-from polyfed.engines.shared_memory import Arena, copied
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import EngineSpec
-from polyfed.experiment.update_norms import ClientUpdates
+from polyfed.engines.workers.shared_memory import Arena, copied
+from polyfed.experiment.recipes.recipe import EngineSpec
+from polyfed.experiment.results.update_norms import ClientUpdates
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import ServerOptimiser
 from world import algorithm, recipe, through
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyfed.core.operations import SeesOperations
-from polyfed.model.seeded_modules import flops_of
+from polyfed.model.modules.seeded_modules import flops_of
 
 
 class Reads(nn.Module):

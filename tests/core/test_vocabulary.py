@@ -6,9 +6,9 @@ import pytest
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.vocabulary import MEANINGS, PLACES, place_of
-from polyfed.data.sources.npz import Npz
-from polyfed.experiment.overrides import SECTIONS
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.data.sources.own.npz import Npz
+from polyfed.experiment.recipes.overrides import SECTIONS
+from polyfed.experiment.recipes.recipe import parse_recipe
 from world import algorithm, recipe
 
 

@@ -8,7 +8,7 @@ import torch
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.sources import SOURCES
-from polyfed.data.sources.colour import MEAN_COLOURS, colours, painted
+from polyfed.data.sources.pictures.colour import MEAN_COLOURS, colours, painted
 
 LABEL = torch.arange(20000) % 10
 TRAIN = torch.zeros(20000, dtype=torch.int8)

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 import polyfed
 from polyfed.core.errors import DataError, PolyfedError
-from polyfed.data.objects import Given, table_of
+from polyfed.data.reading.objects import Given, table_of
 
 
 class Samples(Dataset):

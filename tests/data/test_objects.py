@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Column, Columns
-from polyfed.data.objects import Given, table_of
-from polyfed.data.split_objects import refuse_other_columns
+from polyfed.data.reading.objects import Given, table_of
+from polyfed.data.reading.split_objects import refuse_other_columns
 
 
 class Pairs(Dataset):

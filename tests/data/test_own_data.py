@@ -12,7 +12,7 @@ from pairs import AUDIO, LABEL, ROWS, TEXT, WORDS, frame
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
-from polyfed.data.objects import Given, table_of
+from polyfed.data.reading.objects import Given, table_of
 
 
 def saved(folder, **arrays):

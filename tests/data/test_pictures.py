@@ -8,7 +8,7 @@ import torch
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Column, stacked
-from polyfed.data.sources.mnist_m import blended
+from polyfed.data.sources.pictures.mnist_m import blended
 
 # cifar100 ----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import polyfed
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, ClientsSpec
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.model import Mlp, ModelSpec
 
 CASES = {
@@ -135,7 +135,7 @@ def test_published_counts_are_those_of_the_paper(name):
 
 
 def test_crema_counts_are_all_clips_of_the_set():
-    from polyfed.data.sources.crema_d import COUNTS
+    from polyfed.data.sources.speech.crema_d import COUNTS
 
     # in order NEU HAP SAD FEA DIS ANG, see docs/data.md
     train, test = (973, 1148, 1131, 1138, 1142, 1166), (114, 123, 140, 133, 129, 105)

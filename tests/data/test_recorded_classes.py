@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyfed.data import ClientsSpec, Shards
-from polyfed.experiment.assembly import assemble, facts_of
+from polyfed.experiment.running.assembly import assemble, facts_of
 from world import algorithm, recipe
 
 

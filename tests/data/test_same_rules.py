@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
-from polyfed.data.objects import Given, table_of
+from polyfed.data.reading.objects import Given, table_of
 
 
 class Samples(Dataset):

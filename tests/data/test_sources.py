@@ -9,7 +9,7 @@ import torch
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Facts
-from polyfed.data.sources.av_mnist import log_mel, pairs, read_fsdd
+from polyfed.data.sources.pictures.av_mnist import log_mel, pairs, read_fsdd
 
 
 @pytest.mark.parametrize("name", SOURCES)

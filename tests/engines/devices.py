@@ -10,10 +10,10 @@ from polyfed.deploy import write_app, write_nodes
 from polyfed.deploy.app_folder import node_config
 from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.local_federation import _held
-from polyfed.deploy.server import serve
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
 
 RECIPE = """

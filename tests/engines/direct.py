@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from polyfed.deploy.handlers import Simulated
-from polyfed.deploy.server import engine_by
+from polyfed.deploy.server.server import engine_by
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.experiment.assembly import Assembly, assemble, population_of
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble, population_of
 
 
 def grid_of(recipe: Recipe, folder: Path, wrap: Any = lambda handler: handler) -> DirectGrid:

@@ -47,7 +47,7 @@ def agree(folder: Path, plan: Plan) -> None:
 def take_over() -> None:
     """Tamper with this process, if it is one of those that matter."""
     programs = {Path(word).name for word in sys.orig_argv[1:4]}
-    if "polyfed.deploy.device_process" in programs:
+    if "polyfed.deploy.device.process" in programs:
         _tamper_with_replies()
     elif "supernode_process.py" in programs:
         _deliver_twice()

@@ -22,7 +22,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import carries, message
 from polyfed.core.tree import Tree, clone
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from world import AWKWARD, recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
@@ -265,7 +265,7 @@ from dataclasses import dataclass
 import polyfed
 from polyfed.algorithms import Averaging
 from polyfed.engines import in_process
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.training.optimisers import Train
 from world import recipe
 
@@ -336,7 +336,7 @@ threading.Thread(target=write, daemon=True).start()
 import polyfed
 from polyfed.algorithms import Averaging
 from polyfed.engines import in_process
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.training.optimisers import Train
 from world import recipe
 in_process.UNIT_FLOPS = 1.0

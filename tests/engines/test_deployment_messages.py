@@ -13,11 +13,12 @@ import uvicorn
 
 from engines.devices import Devices
 from polyfed.core.errors import RecipeError, TooFewReplies
-from polyfed.core.log_lines import LOG_FORMAT, LogLines
-from polyfed.deploy import client_runtime, device_process
+from polyfed.core.system.log_lines import LOG_FORMAT, LogLines
+from polyfed.deploy.device import process as device_process
+from polyfed.deploy.device import runtime as client_runtime
 from polyfed.deploy.faults import LONGEST_TEXT
-from polyfed.engines.flower.link_facts import database_of_this_release
-from polyfed.engines.flower.supernode_process import speak_as_polyfed
+from polyfed.engines.flower.device.supernode_process import speak_as_polyfed
+from polyfed.engines.flower.server.link_facts import database_of_this_release
 from polyfed.engines.protocol import hello
 
 

@@ -11,10 +11,10 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.devices import Devices
 from polyfed.algorithms import Scaffold
 from polyfed.core.errors import RecipeError
-from polyfed.core.files import AUDIT, EGRESS
-from polyfed.deploy.run_log import RunStatus
-from polyfed.deploy.server import ERROR, told_in
-from polyfed.experiment.events import INTERRUPTED
+from polyfed.core.system.files import AUDIT, EGRESS
+from polyfed.deploy.server.run_log import RunStatus
+from polyfed.deploy.server.server import ERROR, told_in
+from polyfed.experiment.running.events import INTERRUPTED
 from polyfed.report import reconcile
 
 

@@ -19,13 +19,13 @@ from polyfed.cli import main
 from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
 from polyfed.deploy import launch, write_app
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device import NodeConfig, policy_on
+from polyfed.deploy.device.configuration import NodeConfig, policy_on
 from polyfed.deploy.processes import ServerPorts
-from polyfed.deploy.server import only_server, serve
+from polyfed.deploy.server.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
 
 
@@ -71,7 +71,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
 def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text('[egress.a]\nserver = ["statistic"]\n')
-    with pytest.raises(EgressError, match="client 1 refused to send ControlledUpdate"):
+    with pytest.raises(EgressError, match="client 1 refused to take Controlled"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert told["exit_code"] == 3
@@ -131,7 +131,7 @@ def test_an_app_is_what_flower_builds_from(tmp_path: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "polyfed_app:server",
-        "clientapp": "polyfed.deploy.device_process:app",
+        "clientapp": "polyfed.deploy.device.process:app",
     }
     from flwr.cli.build import build_fab_from_disk
 

@@ -19,17 +19,17 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
 from polyfed.deploy import write_app, write_nodes
 from polyfed.deploy.credentials import _authority, _server, write_credentials
-from polyfed.deploy.device import NodeConfig, node_from, policy_on
-from polyfed.deploy.device_check import inspect
+from polyfed.deploy.device.check import inspect
+from polyfed.deploy.device.configuration import NodeConfig, node_from, policy_on
 from polyfed.deploy.local_federation import finished
-from polyfed.deploy.server import only_server, placed, serve
+from polyfed.deploy.server.server import only_server, placed, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
+from polyfed.engines.flower.server.server_process import LAST_WORD, _address, _refuses, speak_last
 from polyfed.engines.protocol import hello
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 
 HELLO = hello()
 

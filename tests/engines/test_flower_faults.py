@@ -17,14 +17,14 @@ import world
 from engines.direct import grid_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.deploy import state_store as store
-from polyfed.deploy.client_runtime import book
+from polyfed.deploy.device import state_store as store
+from polyfed.deploy.device.runtime import book
 from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.remote import Remote
-from polyfed.experiment import checkpoint
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running import checkpoint
 from polyfed.federation.wire_format import Packet
 from polyfed.selection import Uniform
 
@@ -377,7 +377,7 @@ class Lossy(DirectGrid):
 
 
 def test_an_ask_that_was_lost_with_its_node_is_sent_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from polyfed.engines.flower import transport as transport
+    from polyfed.engines.flower.server import transport
 
     monkeypatch.setattr(transport, "LOOK_EVERY", 0.0)
     made = recipe("scaffold")

@@ -25,12 +25,12 @@ from engines.federations import PATIENCE, Surrounded, outcome, recipe_for, rows,
 from polyfed.core.tree import Tree
 from polyfed.deploy import write_app
 from polyfed.engines import Sequential
-from polyfed.experiment import checkpoint
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import execute
-from polyfed.experiment.recipe import load_recipe
-from polyfed.experiment.records import Records
-from polyfed.experiment.run_result import Run
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.results.run_result import Run
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.replies import Answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -14,10 +14,10 @@ from engines.direct import grid_of, joined, played
 from laws.rows import ROWS
 from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS
-from polyfed.deploy.state_store import Store
-from polyfed.experiment import checkpoint
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.deploy.device.state_store import Store
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running import checkpoint
 from world import furthest
 
 NAMES = sorted(set(ROWS) & set(ALGORITHMS))

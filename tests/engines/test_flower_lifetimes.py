@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.federations import PATIENCE, recipe_for, reference, said, until
-from polyfed.core.stop_signals import handling
+from polyfed.core.system.stop_signals import handling
 from polyfed.deploy.local_federation import Local
-from polyfed.deploy.server import only_server
+from polyfed.deploy.server.server import only_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from polyfed.core.errors import TransportError
-from polyfed.engines.flower import process
+from polyfed.engines.flower.server import server_process as process
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_a_supernode_killed_in_the_middle_of_a_task_comes_back(federation: Local
 
 DYING = """
 import os, signal
-from polyfed.experiment import checkpoint
+from polyfed.experiment.running import checkpoint
 save = checkpoint.save
 def last_words(folder, round, *rest):
     if round == 2 and folder.parent.name == "run":

@@ -18,12 +18,12 @@ from engines.misdeeds import with_header
 from engines.test_flower_inprocess import order, own_ledgers
 from polyfed.algorithms.averaging import Update
 from polyfed.core.masked import masked_class
-from polyfed.deploy.secrets_once import USED
-from polyfed.deploy.state_store import Store
+from polyfed.deploy.device.secrets_once import USED
+from polyfed.deploy.device.state_store import Store
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY
-from polyfed.experiment import checkpoint
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running import checkpoint
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares, Unmasking
 from polyfed.federation.secure_aggregation.state import SECRETS

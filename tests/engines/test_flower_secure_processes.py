@@ -11,9 +11,9 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import world
 from engines.federations import PATIENCE, recipe_for, rows
 from polyfed.deploy.local_federation import Local
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from polyfed.engines import Sequential, worker_process
-from polyfed.engines.gpu_determinism import WORKSPACE, deterministic
-from polyfed.experiment import engine_choice
-from polyfed.run import run
+from polyfed.engines import Sequential
+from polyfed.engines.machine.gpu_determinism import WORKSPACE, deterministic
+from polyfed.engines.workers import process as worker_process
+from polyfed.experiment.recipes import engine_choice
+from polyfed.start import run
 from world import algorithm, recipe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,7 +88,7 @@ def test_worker_processes_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_device_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     from engines.devices import Devices
-    from polyfed.deploy import client_runtime
+    from polyfed.deploy.device import runtime as client_runtime
 
     modes: list[int] = []
     alone = Sequential.alone

@@ -14,12 +14,13 @@ from elsewhere import DEVICE, elsewhere
 from laws.rows import ROWS
 from laws.test_laws import params, world
 from polyfed.core.errors import RecipeError
-from polyfed.engines import gpu_memory, stack_division
+from polyfed.engines import stack_division
+from polyfed.engines.machine import gpu_memory
 from polyfed.engines.vectorised import Vectorised
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.engine_choice import device_of, gpus_of, workers_of
-from polyfed.experiment.recipe import EngineSpec, Recipe
-from polyfed.run import run
+from polyfed.experiment.recipes.engine_choice import device_of, gpus_of, workers_of
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import assemble
+from polyfed.start import run
 from world import AWKWARD, FROZEN, algorithm, played, recipe, same, through
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
@@ -62,7 +63,7 @@ def test_the_server_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Vectorised, "run_received", spied)
     made = replace(recipe(algorithm("fedavg"), EngineSpec(name="vectorised", workers=2, stack=1)), rounds=2)
-    with elsewhere(in_workers=True), patch("polyfed.experiment.loop.write_report"):
+    with elsewhere(in_workers=True), patch("polyfed.experiment.running.loop.write_report"):
         finished = run(made)
     assert "macro_f1" in str(finished.result), finished.result
     assert {value.device for value in finished.params.values()} == {CPU}
@@ -90,7 +91,7 @@ def full(device: torch.device) -> float:
 def test_workers_note_once_that_features_stay_in_main_memory() -> None:
     made = replace(recipe(algorithm("fedavg"), EngineSpec(workers=2)), rounds=2)
     texts: list[str] = []
-    with elsewhere(in_workers=True), patch("polyfed.engines.gpu_memory.free_bytes", full):
+    with elsewhere(in_workers=True), patch("polyfed.engines.machine.gpu_memory.free_bytes", full):
         parts = assemble(made, emit=lambda name, **facts: texts.append(facts.get("text", "")))
         through(parts, made.rounds)
         parts.engine.close()

@@ -13,9 +13,9 @@ from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.engines import Vectorised, stack_division
 from polyfed.engines.stack_division import num_stacks, stack_bytes
-from polyfed.engines.workers import Workers
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.engines.workers.pool import Workers
+from polyfed.experiment.recipes.recipe import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe
 

@@ -6,9 +6,9 @@ import pytest
 
 from polyfed.data.sources import Toy
 from polyfed.engines import Vectorised
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.experiment.running.events import Emitter
 from polyfed.model import ModelSpec
 from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyfed.core.errors import BadReply
-from polyfed.deploy.state_store import Store
+from polyfed.deploy.device.state_store import Store
 from polyfed.engines.protocol import RequestId
 
 

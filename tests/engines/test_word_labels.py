@@ -10,10 +10,10 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import DataError, TooFewReplies
-from polyfed.deploy.device import node_from
-from polyfed.deploy.device_check import inspect
-from polyfed.deploy.device_data import population_on
-from polyfed.experiment.recipe import load_recipe
+from polyfed.deploy.device.check import inspect
+from polyfed.deploy.device.configuration import node_from
+from polyfed.deploy.device.data import population_on
+from polyfed.experiment.recipes.recipe import load_recipe
 
 WORDS = np.array(["cat", "dog", "eel", "fox"])
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from polyfed.engines.flower import worker
-from polyfed.engines.flower.worker import Duties, work
+from polyfed.engines.flower.device import worker
+from polyfed.engines.flower.device.worker import Duties, work
 
 
 class Enough(Exception):

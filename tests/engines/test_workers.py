@@ -23,14 +23,14 @@ from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.core.openmp import using_threads
+from polyfed.core.system.openmp import using_threads
 from polyfed.engines import in_process, stack_division
-from polyfed.engines.shared_memory import Arena, copied
+from polyfed.engines.workers.shared_memory import Arena, copied
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment import machine
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.engine_choice import workers_of
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.engine_choice import workers_of
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running import machine
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.network import Network
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
@@ -254,7 +254,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 import polyfed
 from polyfed.engines import in_process
 in_process.UNIT_FLOPS = 1.0
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from world import algorithm, recipe
 made = recipe(algorithm("fedavg"), engine=EngineSpec(name="sequential", workers=2), rounds=100_000)
 polyfed.run(made, listeners=[lambda event, **facts: print(event, flush=True)])
@@ -268,7 +268,7 @@ time.sleep(0.2)  # until the thread waits in the call, with the lock of sys.stdi
 import polyfed
 from polyfed.engines import in_process
 in_process.UNIT_FLOPS = 1.0
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
 from world import algorithm, recipe
 polyfed.run(recipe(algorithm("fedavg"), engine=EngineSpec(name="sequential", workers=2), rounds=1))
 print("done", sys.stdin is not None, flush=True)
@@ -389,16 +389,18 @@ def test_a_forked_process_does_not_end_the_workers_of_its_parent() -> None:
 
 def test_a_daemon_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a process of a `multiprocessing.Pool`: Python lets it start no process."""
-    monkeypatch.setattr("polyfed.experiment.engine_choice.machine.cores", lambda: 8)
+    monkeypatch.setattr("polyfed.experiment.recipes.engine_choice.machine.cores", lambda: 8)
     assert workers_of(recipe(algorithm("fedavg"))) == 8
-    monkeypatch.setattr("polyfed.experiment.engine_choice.current_process", lambda: SimpleNamespace(daemon=True))
+    monkeypatch.setattr(
+        "polyfed.experiment.recipes.engine_choice.current_process", lambda: SimpleNamespace(daemon=True)
+    )
     assert workers_of(recipe(algorithm("fedavg"))) == 1
     with pytest.raises(RecipeError, match="workers = 2: this Python process is a daemon"):
         workers_of(recipe(algorithm("fedavg"), EngineSpec(workers=2)))
 
 
 def test_the_default_number_of_workers_is_at_most_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyfed.experiment.engine_choice.machine.cores", lambda: 192)
+    monkeypatch.setattr("polyfed.experiment.recipes.engine_choice.machine.cores", lambda: 192)
     assert workers_of(recipe(algorithm("fedavg"))) == 64
     assert workers_of(recipe(algorithm("fedavg"), EngineSpec(workers=100))) == 100
 
@@ -416,6 +418,6 @@ def test_a_worker_that_cannot_start_is_a_fault_with_advice(monkeypatch: pytest.M
         raise OSError(errno.EMFILE, "Too many open files")
 
     parts = assemble(recipe(algorithm("fedavg"), EngineSpec(workers=2)))
-    monkeypatch.setattr("polyfed.engines.shared_memory.os.memfd_create", refused)
+    monkeypatch.setattr("polyfed.engines.workers.shared_memory.os.memfd_create", refused)
     with pytest.raises(RecipeError, match=r"worker process 1 of 2 could not start: .*Too many open files.*ulimit -n"):
         through(parts, 1)

@@ -16,12 +16,12 @@ import polyfed
 from polyfed.algorithms import Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core import openmp
 from polyfed.core.errors import RecipeError
+from polyfed.core.system import openmp
 from polyfed.engines import in_process, stack_division
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import EngineSpec, Recipe
-from polyfed.experiment.run_result import Run
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.results.run_result import Run
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe
 
@@ -265,8 +265,8 @@ torch.set_num_threads(2)
 import polyfed
 from polyfed.algorithms import Averaging
 from polyfed.engines import in_process
-from polyfed.engines.workers import Workers
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.engines.workers.pool import Workers
+from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.training.optimisers import Train
 from world import recipe
 in_process.UNIT_FLOPS = 1.0

@@ -15,10 +15,10 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec, Column, Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import Assembly
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe, parse_recipe
-from polyfed.run import run
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.running.assembly import Assembly
+from polyfed.start import run
 from world import AWKWARD, algorithm, played, recipe
 
 AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging))

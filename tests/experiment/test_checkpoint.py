@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polyfed.algorithms.averaging import State
 from polyfed.core.errors import CheckpointError
-from polyfed.experiment import checkpoint
+from polyfed.experiment.running import checkpoint
 
 
 @dataclass(frozen=True)

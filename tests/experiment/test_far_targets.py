@@ -8,7 +8,7 @@ import pytest
 
 import polyfed
 from polyfed.core.errors import PolyfedWarning
-from polyfed.experiment.first_recipe import starter
+from polyfed.experiment.recipes.first_recipe import starter
 
 ROWS = 240
 

@@ -9,7 +9,7 @@ import pytest
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import PolyfedError, PolyfedWarning
-from polyfed.experiment.first_recipe import starter
+from polyfed.experiment.recipes.first_recipe import starter
 
 ROWS = 120
 DRAW = np.random.default_rng(0)

@@ -24,7 +24,6 @@ from polyfed.core.messages import map_tensors
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz
-from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.leakage import Finding, audit, write
 from polyfed.experiment.leakage import labels as label_attacks
 from polyfed.experiment.leakage.audit import LeakageAudit
@@ -40,9 +39,10 @@ from polyfed.experiment.leakage.membership import (
     public_rows,
 )
 from polyfed.experiment.leakage.reconstruction import first_layer_rows, inverted, match_gradient, nearest
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies, ReplyStack
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Uniform
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Train

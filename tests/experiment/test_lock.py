@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.lock import alone_in
+from polyfed.experiment.running.lock import alone_in
 
 WITH_A_CHILD = """
 import os, sys, time
 from pathlib import Path
-from polyfed.experiment.lock import alone_in
+from polyfed.experiment.running.lock import alone_in
 
 with alone_in(Path(sys.argv[1]), "another process is writing this run", "Wait for it"):
     if os.fork() == 0:
@@ -47,7 +47,7 @@ def test_a_killed_process_releases_its_lock_although_its_worker_goes_on(tmp_path
 LEAVES_THE_BLOCK = """
 import os, sys
 from pathlib import Path
-from polyfed.experiment.lock import alone_in
+from polyfed.experiment.running.lock import alone_in
 
 with alone_in(Path(sys.argv[1]), "another process is writing this run", "Wait for it"):
     child = os.fork()

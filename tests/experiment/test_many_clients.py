@@ -15,12 +15,12 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core import keys
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.models import ClientModalities
+from polyfed.experiment.results.models import ClientModalities
 from polyfed.federation.client_registry import ClientNumbers, ClientRegistry
 from polyfed.federation.network import Network
 from polyfed.report import write_report
-from polyfed.report.charts import MOST_POINTS
-from polyfed.report.client_charts import _times
+from polyfed.report.pages.charts import MOST_POINTS
+from polyfed.report.pages.client_charts import _times
 
 FEW, MANY = 2_000, 200_000
 ROWS_EACH, TEST_ROWS = 3, 100

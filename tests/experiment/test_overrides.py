@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.overrides import apply
+from polyfed.experiment.recipes.overrides import apply
 
 
 @pytest.mark.parametrize(

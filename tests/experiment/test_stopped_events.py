@@ -7,8 +7,8 @@ import pytest
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import Diverged
-from polyfed.experiment.events import INTERRUPTED
-from polyfed.run import run
+from polyfed.experiment.running.events import INTERRUPTED
+from polyfed.start import run
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe
 

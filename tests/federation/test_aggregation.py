@@ -13,8 +13,9 @@ from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import Diverged, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.aggregation import RULES, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked
@@ -221,7 +222,9 @@ def test_a_rule_that_no_round_can_satisfy_is_refused_before_the_run(act: Any) ->
 
 
 def test_the_error_of_a_run_under_attack_names_the_attack() -> None:
-    made = replace(krum(0.2), attack=Attack(name="sign-flip", share=0.2, scale=1e30), rounds=6)
+    made = replace(
+        krum(0.2), attack=Attack(name="sign-flip", share=0.2, scale=1e30), rounds=6, engine=EngineSpec(outlier_factor=0)
+    )
     made = replace(made, algorithm=replace(made.algorithm, server=ServerOptimiser()))
     with pytest.raises(Diverged) as error:
         played(made)

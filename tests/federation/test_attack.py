@@ -14,12 +14,12 @@ from rich.console import Console
 import polyfed
 from laws.test_laws import world as law_world
 from polyfed.algorithms.hfm.exchange import Copy, Exchange
-from polyfed.cli.tables import result_table
+from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request
 from polyfed.data import ClientsSpec, Column
-from polyfed.experiment.assembly import assemble, population_of
-from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.attack import Attack
 from polyfed.federation.backdoor import Trigger
 from polyfed.federation.replies import Answer, Replies, stacked

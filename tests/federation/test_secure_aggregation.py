@@ -25,12 +25,12 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, block_of, under
 from polyfed.data import ClientsSpec
-from polyfed.deploy.device_check import inspect
+from polyfed.deploy.device.check import inspect
 from polyfed.engines import in_process
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.federation.secure_aggregation import messages as sent
@@ -38,7 +38,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.state import SECRETS, Refusal, cohort_in, seeds_of
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser

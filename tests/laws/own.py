@@ -12,9 +12,9 @@ from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.data import ClientsSpec
-from polyfed.experiment.parts import PARTS, algorithm_of, build
-from polyfed.experiment.recipe import read_table
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build
+from polyfed.experiment.recipes.recipe import read_table
+from polyfed.privacy.egress.policy import Policy
 
 MODALITIES = ("a", "b")
 """The modalities of the laws' small federation."""

@@ -12,11 +12,11 @@ from laws.test_malformed import CASES as VARIANTS
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.check_result import Planned
-from polyfed.experiment.recipe import Recipe
-from polyfed.privacy.ledger import TO_CLIENT
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.selection import DivFl
 from world import through
 

@@ -12,11 +12,11 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check, plan
-from polyfed.experiment.check_result import Planned
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import check, plan
+from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe, same
 

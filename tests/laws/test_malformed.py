@@ -14,8 +14,8 @@ from laws.test_laws import world
 from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import LABELS, Message, map_tensors
 from polyfed.core.tree import SHARED, Tree
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.selection import DivFl, PowD, Selector, Uniform
 from world import through

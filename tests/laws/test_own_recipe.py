@@ -14,9 +14,9 @@ from laws.test_laws import world
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.cli.init import SOME, egress_of, lines_for
 from polyfed.core.errors import RecipeError
-from polyfed.core.json_and_toml import parse_toml
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import plan
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.experiment.checks.check import plan
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 
 METHOD = """

@@ -16,11 +16,11 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, ModelError, TooFewReplies
 from polyfed.core.tree import block_of, size_bytes
 from polyfed.engines.work_count import MeteredClientData
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import Check, check
-from polyfed.experiment.check_tables import check_tables
-from polyfed.experiment.recipe import CheckpointSpec, EngineSpec, Recipe
+from polyfed.experiment.checks.check import Check, check
+from polyfed.experiment.checks.check_tables import check_tables
+from polyfed.experiment.recipes.recipe import CheckpointSpec, EngineSpec, Recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.training.optimisers import Train
 from stacks import steps_of_programs

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from polyfed.core.batch import Batch
-from polyfed.model.layers import GRU, BatchNorm, Dropout, Rows
+from polyfed.model.modules.layers import GRU, BatchNorm, Dropout, Rows
 
 
 def batch(size, key=None, ok=None):

@@ -18,8 +18,8 @@ from polyfed.core.errors import ModelError, NotAllowed
 from polyfed.core.tree import block_of
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import Column, Columns
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import EngineSpec, Recipe, parse_recipe
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec, build_model
 from polyfed.selection import Uniform
 from world import algorithm, furthest, played, recipe, same, through

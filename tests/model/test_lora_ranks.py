@@ -20,18 +20,18 @@ from polyfed.core.messages import Message, map_fields
 from polyfed.core.tree import Tree, block_of, size_bytes
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation import adapters
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire_format import encode
 from polyfed.model import ModelSpec
-from polyfed.model.lora import pairs
-from polyfed.privacy.differential import Privacy
+from polyfed.model.encoders.lora import pairs
+from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import algorithm, furthest, played, recipe, same, through

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
-from polyfed.model import max_pool
-from polyfed.model.layer_replacement import adopt
-from polyfed.model.layers import Rows
-from polyfed.model.max_pool import MaxPool2d
+from polyfed.model.modules import max_pool
+from polyfed.model.modules.layer_replacement import adopt
+from polyfed.model.modules.layers import Rows
+from polyfed.model.modules.max_pool import MaxPool2d
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import Allowance, only
 from polyfed.core.tree import block_of
-from polyfed.deploy.device import used_on
-from polyfed.experiment import checkpoint
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.deploy.device.configuration import used_on
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec, build_model
 from test_predict import samples
 from world import PLAIN, algorithm, furthest, played, recipe
@@ -232,8 +232,8 @@ def test_an_lstm_is_that_of_pytorch(layers: int, both: bool) -> None:
     from torch import nn
     from torch.func import vmap
 
-    from polyfed.model.layer_replacement import adopt
-    from polyfed.model.layers import Rows
+    from polyfed.model.modules.layer_replacement import adopt
+    from polyfed.model.modules.layers import Rows
 
     theirs = nn.LSTM(5, 7, layers, batch_first=True, bidirectional=both)
     ours = adopt(theirs, Rows(), "x")

@@ -9,7 +9,7 @@ from torch import Tensor
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import Column, Columns
 from polyfed.data.sources.base import Source
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.objective import OBJECTIVES, Objective
 from world import algorithm, recipe
 

@@ -13,12 +13,12 @@ import world
 from engines.direct import grid_of, joined, played
 from polyfed.core.errors import DataError
 from polyfed.deploy.app_folder import write_nodes
-from polyfed.deploy.device import NodeConfig
-from polyfed.deploy.device_data import population_on
-from polyfed.deploy.enrolment import Admission
+from polyfed.deploy.device.configuration import NodeConfig
+from polyfed.deploy.device.data import population_on
+from polyfed.deploy.server.enrolment import Admission
 from polyfed.engines.protocol import Enrolment, Facts
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running.events import Emitter
 from polyfed.objective import Classification
 from world import furthest
 

@@ -10,7 +10,7 @@ import torch
 import polyfed
 from polyfed.core.errors import DataError
 from polyfed.data.sources import Npz
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 
 
 def source(folder: Path, label: Any, **arrays: Any) -> Npz:

@@ -17,8 +17,8 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.columns import Column, Columns
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression, Retrieval, guessed
 from polyfed.training import losses
 from world import furthest

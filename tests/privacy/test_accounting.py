@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import pld, rdp
 
 from polyfed.core.errors import RecipeError
-from polyfed.privacy.accounting import STEP, Accounting
+from polyfed.privacy.differential.accounting import STEP, Accounting
 
 SETTINGS = [(1.0, 1, 1e-5), (1.5, 8, 1e-3), (4.0, 60, 1e-4), (2.0, 20, 1e-5), (8.0, 200, 1e-6)]
 """(noise multiplier, rounds, delta)."""

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from federation.test_secure_aggregation import secured
+from polyfed.core import gaussian
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.request import Request
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe
-from polyfed.federation import private_mean
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Answer, Replies, stacked
-from polyfed.privacy.adaptive_clipping import AdaptiveClipping
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
+from polyfed.privacy.differential.section import Privacy
 from polyfed.report import write_report
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
@@ -37,8 +37,8 @@ def adaptive(engine: Any = "sequential", **changes: Any) -> Recipe:
 
 
 def test_a_run_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Andrew et al., 2021, Algorithm 1, as a loop over clients. Every normal number is 1, so the noise is its scale."""
-    monkeypatch.setattr(private_mean, "gaussian", lambda base, name, shape, device: torch.ones(shape))
+    """Andrew et al., 2021, Algorithm 1, as a loop over clients. Every number of the noise is one deviation."""
+    monkeypatch.setattr(gaussian, "discrete_gaussian", lambda base, name, shape, on: torch.full(shape, gaussian.STEPS))
     made = adaptive(rounds=3, clip_quantile=0.4, clip_lr=0.3)
     parts = assemble(made)
     seen: list[tuple[Any, Any]] = []
@@ -66,7 +66,7 @@ def test_a_run_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_allclose(state.params[name].double().numpy(), expected, atol=2e-5)
         share = (count - 0.5 * len(replies) + 0.6) / cohort + 0.5
         norm *= math.exp(-0.3 * (share - 0.4))
-        assert float(state.moments["clip_norm"]["clip_norm"]) == pytest.approx(norm, rel=1e-9)
+        assert float(state.moments["clip_norm"]["clip_norm"]) == pytest.approx(norm, rel=1e-6)  # terms are whole steps
 
 
 @pytest.mark.parametrize(("z", "sigma"), [(0.5, 0.3), (1.0, 5.0), (3.3, 1.7), (0.1, 50.0)])
@@ -126,6 +126,12 @@ def test_the_split_of_the_noise_has_sensible_limits() -> None:
     for sigma in (0.5, 0.1):
         with pytest.raises(RecipeError, match="must be above half of the noise multiplier"):
             AdaptiveClipping(0.5, 0.2, sigma).update_noise(1.0)
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.6, 5.0, 777.0])
+def test_at_the_least_noise_the_count_still_spends_a_part_of_epsilon(sigma: float) -> None:
+    rule = AdaptiveClipping(0.5, 0.2, sigma)
+    assert rule.update_noise(rule.least_noise) > rule.least_noise
 
 
 def test_the_clip_norm_converges_to_the_quantile() -> None:
@@ -197,6 +203,7 @@ def test_a_server_optimiser_keeps_the_norm() -> None:
         (lambda: assemble(adaptive(count_noise=0.3)), "must be above half of the noise multiplier (0.7)"),
         (lambda: assemble(adaptive(count_noise=None)), "count_noise = 0.2: must be above half"),
         (lambda: assemble(adaptive(count_noise=5.0)), "must be at most 4, the expected size of the cohort"),
+        (lambda: assemble(adaptive(noise_multiplier=1e-9)), "must be at least 4e-08 with count_noise = 0.6"),
         (lambda: Privacy(unit="client", delta=0.1, epsilon=1.0, clip="adaptive", clip_quantile=1.0), "below 1"),
         (lambda: Privacy(unit="client", delta=0.1, epsilon=1.0, clip="adaptive", clip_lr=0.0), "above 0"),
     ],

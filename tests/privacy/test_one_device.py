@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.device_check import Inspection, inspect
-from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.deploy.device.check import Inspection, inspect
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 
 CENTRAL = {"unit": "client", "delta": 0.001, "noise_multiplier": 1.0}
 EXAMPLE = {"unit": "example", "delta": 0.001, "noise_multiplier": 1.0}

@@ -13,7 +13,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.tree import Tree, block_of
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample
@@ -94,14 +94,14 @@ def test_one_step_equals_a_loop_over_rows_with_plain_autograd(by_block: bool) ->
             for n in own:
                 total[n] += factors[-1] * grads[n]
     assert min(factors) < 1, "the limit must matter"
-    after = world.trained(0, PerSample(clip, 0.0), train)
+    after = world.trained(0, PerSample(clip, 1e-7), train)
     for n, value in start.items():
         torch.testing.assert_close(after[n], (value - 0.1 * total[n] / 16).detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_without_a_limit_and_noise_it_is_plain_training() -> None:
     world, train = World(), Train(lr=0.1, batch_size=11, epochs=1)  # 66 rows are six full batches
-    wide = PerSample(Clip(1e9), 0.0)
+    wide = PerSample(Clip(1e9), 1e-6)
     plain = world.one(0, None)
     rows = torch.arange(22)
     one, other = (

@@ -11,10 +11,10 @@ from polyfed.algorithms.cmsfed.messages import Report
 from polyfed.algorithms.cmsfed.selection import Choice
 from polyfed.core.messages import map_fields
 from polyfed.core.tree import SHARED, Tree, block_of, select
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, ReplyStack, stacked
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 from world import algorithm, furthest, played, recipe, same, through
 
 OPTIONS: dict[str, Any] = {"aggregation": "uniform", "gradient_split": "exact", "dominance_threshold": 1.0}

@@ -9,8 +9,8 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import world
 from engines.direct import grid_of, joined, played
-from polyfed.experiment import checkpoint
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.running import checkpoint
 from privacy.test_private_runs import private
 
 

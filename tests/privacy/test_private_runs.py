@@ -22,17 +22,17 @@ from polyfed.deploy.handlers import runtime_of
 from polyfed.engines import Sequential, in_process, stack_division
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check, plan
-from polyfed.experiment.privacy_support import withheld_of
-from polyfed.experiment.protection import mechanism_of
-from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.run_result import Run
-from polyfed.experiment.settings import EngineSpec
+from polyfed.experiment.checks.check import check, plan
+from polyfed.experiment.checks.privacy_support import withheld_of
+from polyfed.experiment.checks.protection import mechanism_of
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.results.run_result import Run
+from polyfed.experiment.running.assembly import assemble
 from polyfed.objective import Classification
-from polyfed.privacy.accounting import Accounting
-from polyfed.privacy.differential import Privacy
-from polyfed.privacy.guarantee import number as epsilon_in_words
+from polyfed.privacy.differential.accounting import Accounting
+from polyfed.privacy.differential.guarantee import number as epsilon_in_words
+from polyfed.privacy.differential.section import Privacy
 from polyfed.report import write_report
 from polyfed.report.formatting import number_of
 from polyfed.selection import Uniform

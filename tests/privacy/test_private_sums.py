@@ -14,13 +14,13 @@ from federation.test_secure_aggregation import captured, secured
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.tree import Tree
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.secure_aggregation.sums import SummedReplies
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.privacy.fixed_point import Scale
-from polyfed.privacy.mechanism import Mechanism
 from privacy.test_private_runs import private, uninterrupted
 from world import furthest, played
 
@@ -113,7 +113,7 @@ def test_the_noise_covers_the_rounding_of_one_client(seed: int, exponent: int, b
     own = PrivateMean(mechanism, 5)
 
     def noiseless(inside: dict[int, Tree]) -> tuple[Tree, float]:
-        quiet = PrivateMean(replace(mechanism, noise_multiplier=0.0), 5)
+        quiet = PrivateMean(replace(mechanism, noise_multiplier=1e-7), 5)
         sums = summed(inside, sent, scale)
         exact, noisy = quiet.of(sums, "params", sent), own.of(sums, "params", sent)
         noise = torch.cat([(noisy[n] - exact[n]).flatten() for n in sent])

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 import polyfed
-from polyfed.cli.tables import result_table
+from polyfed.cli.printing.tables import result_table
 from polyfed.data import ClientsSpec
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
-from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 from polyfed.report import write_report
 from privacy.test_private_runs import CLIENT, EXAMPLE, private
 from world import algorithm, recipe

@@ -2,8 +2,10 @@
 
 import json
 
-from polyfed.report import bytes_by_client, egress, write_report
-from polyfed.report.run_folder import Folder
+from polyfed.report import write_report
+from polyfed.report.pages import bytes_by_client
+from polyfed.report.reading import egress
+from polyfed.report.reading.run_folder import Folder
 
 
 def table(folder):

@@ -5,7 +5,7 @@ import pytest
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare
-from polyfed.report.run_folder import Folder
+from polyfed.report.reading.run_folder import Folder
 
 
 def result_of(folder):

@@ -13,7 +13,8 @@ import pytest
 from sample import write_run
 
 from polyfed.cli import main
-from polyfed.report import compare, comparison_tables, evidence, write_comparison, write_figures
+from polyfed.report import compare, evidence, write_comparison, write_figures
+from polyfed.report.comparison import tables as comparison_tables
 
 
 @pytest.fixture

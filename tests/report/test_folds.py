@@ -16,8 +16,8 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
 from polyfed.report import compare
-from polyfed.report.compare import POOLED, REACHED
-from polyfed.run import run
+from polyfed.report.comparison.compare import POOLED, REACHED
+from polyfed.start import run
 from world import algorithm, played, recipe
 
 TRUTH = [0, 0, 0, 1, 1, 2]

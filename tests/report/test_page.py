@@ -12,7 +12,7 @@ import pytest
 import polyfed.report
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare, write_comparison, write_report
-from polyfed.report.history import MOST_FRAMES, Frames
+from polyfed.report.reading.history import MOST_FRAMES, Frames
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"

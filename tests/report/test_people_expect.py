@@ -10,9 +10,10 @@ from sample import CLASSES, write_run
 from test_page import read
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.report import egress, write_report
-from polyfed.report.page import asset
-from polyfed.report.run_folder import Folder
+from polyfed.report import write_report
+from polyfed.report.pages.page import asset
+from polyfed.report.reading import egress
+from polyfed.report.reading.run_folder import Folder
 
 
 def rows_of(folder):

@@ -9,11 +9,12 @@ from sample import write_run
 from scipy import stats
 
 from polyfed.core.errors import RecipeError
-from polyfed.report import compare, comparison_tables, evidence, write_figures
-from polyfed.report.paired_differences import Difference, Evidence
-from polyfed.report.score_against_cost import price_charts
+from polyfed.report import compare, evidence, write_figures
+from polyfed.report.comparison import tables as comparison_tables
+from polyfed.report.comparison.paired_differences import Difference, Evidence
+from polyfed.report.comparison.score_against_cost import price_charts
+from polyfed.report.comparison.significance import critical_difference, holm, mean_ranks, paired
 from polyfed.report.scores import Metric
-from polyfed.report.significance import critical_difference, holm, mean_ranks, paired
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])

@@ -3,9 +3,9 @@ from collections import Counter
 
 import numpy as np
 
-from polyfed.report import egress
-from polyfed.report.participation import MOST_COLUMNS, MOST_ROWS, Participation
-from polyfed.report.run_folder import Folder
+from polyfed.report.pages.participation import MOST_COLUMNS, MOST_ROWS, Participation
+from polyfed.report.reading import egress
+from polyfed.report.reading.run_folder import Folder
 
 
 def ledger(folder, rows):

@@ -10,7 +10,8 @@ import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.study.plan import planned
 from polyfed.experiment.study.ranges import at
-from polyfed.report import comparison_tables, evidence
+from polyfed.report import evidence
+from polyfed.report.comparison import tables as comparison_tables
 
 LR = {"low": 0.01, "high": 0.5, "scale": "log"}
 SEARCH = {"trials": 2, "seeds": [11], "sampler": "random", "keys": {"train.lr": LR}}

@@ -17,7 +17,7 @@ from study_world import HerePool, table
 
 import polyfed
 from polyfed.core.errors import RecipeError
-from polyfed.experiment import machine
+from polyfed.experiment.running import machine
 from polyfed.experiment.study import plan
 from polyfed.experiment.study.pool import Pool, Worker
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from study_world import HerePool, table
 
 from polyfed.cli import main
-from polyfed.cli.sweep_progress import SweepProgress
+from polyfed.cli.printing.sweep_progress import SweepProgress
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.plan import Cell
 

@@ -13,10 +13,11 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import SingleClientData, StackedClientData, step_replay
+from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.client_data import DROPOUT, stream_key
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
+from polyfed.training.programs import replay as step_replay
 from polyfed.training.step_plan import make_plan
 from stacks import stack_of
 from world import PLAIN

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe, through
 

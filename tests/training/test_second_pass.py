@@ -13,8 +13,8 @@ from polyfed.algorithms import Averaging
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import step_replay
 from polyfed.training.optimisers import Train
+from polyfed.training.programs import replay as step_replay
 from stacks import steps_of_programs
 from world import furthest
 

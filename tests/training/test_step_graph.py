@@ -22,13 +22,15 @@ from laws.test_laws import params, world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.data import Columns
-from polyfed.engines.gpu_memory import _with_entries
-from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.engines.machine.gpu_memory import _with_entries
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.selection import Uniform
-from polyfed.training import step_graph, step_program, step_replay
 from polyfed.training.optimisers import Train
-from polyfed.training.step_graph import StepGraph, forget_graphs, recordable
-from polyfed.training.step_trace import Form, makes_view
+from polyfed.training.programs import cuda_graph as step_graph
+from polyfed.training.programs import program as step_program
+from polyfed.training.programs import replay as step_replay
+from polyfed.training.programs.cuda_graph import StepGraph, forget_graphs, recordable
+from polyfed.training.programs.trace import Form, makes_view
 from world import AWKWARD, PLAIN, furthest, played, recipe, same
 
 NEVER = ("centralized", "split-learning", "splitfed")

@@ -19,15 +19,15 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
 from polyfed.data.sources import Toy
-from polyfed.experiment import checkpoint
-from polyfed.experiment.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import EngineSpec
+from polyfed.experiment.running import checkpoint
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec, build_model
 from polyfed.training import StackedClientData, TrainingResult
-from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
-from polyfed.training.step_memory import calls
-from polyfed.training.step_trace import Ref, Tracer
+from polyfed.training.programs import replay
+from polyfed.training.programs.memory import calls
+from polyfed.training.programs.trace import Ref, Tracer
 from stacks import stack_of, steps_of_programs
 from world import AWKWARD, PLAIN, furthest, played
 

@@ -10,12 +10,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyfed.training import step_program
-from polyfed.training import step_rewrite as rules
-from polyfed.training.step_check import agree, reproduces
-from polyfed.training.step_memory import calls
-from polyfed.training.step_program import Program
-from polyfed.training.step_trace import Tracer, Unrecordable
+from polyfed.training.programs import program as step_program
+from polyfed.training.programs import rewrite as rules
+from polyfed.training.programs.check import agree, reproduces
+from polyfed.training.programs.memory import calls
+from polyfed.training.programs.program import Program
+from polyfed.training.programs.trace import Tracer, Unrecordable
 
 aten = torch.ops.aten
 Step = Callable[..., Sequence[Tensor]]

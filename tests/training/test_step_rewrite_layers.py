@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from polyfed.training import step_rewrite
-from polyfed.training.step_memory import calls, form, writes
-from polyfed.training.step_rewrite_layers import ROWS, turn_layers
+from polyfed.training.programs import rewrite as step_rewrite
+from polyfed.training.programs.memory import calls, form, writes
+from polyfed.training.programs.rewrite_layers import ROWS, turn_layers
 from training.test_step_rewrite import cross_entropy, numbers, traced
 
 aten = torch.ops.aten

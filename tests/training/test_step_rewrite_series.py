@@ -6,8 +6,8 @@ from test_step_rewrite import numbers, saved, size, traced
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from polyfed.training import step_rewrite_series as rules
-from polyfed.training.step_memory import calls
+from polyfed.training.programs import rewrite_series as rules
+from polyfed.training.programs.memory import calls
 
 aten = torch.ops.aten
 K, B, C = 3, 4, 5

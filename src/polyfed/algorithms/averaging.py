@@ -231,13 +231,13 @@ class Averaging(Algorithm):
             return {}
         model, head = fed.context.model, set(fed.context.model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
-        replies = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
+        replies = fed.ask(self.class_means, list(fed.clients.eligible), prototypes.Encoders(encoders))
         merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
         return {m: near for m, near in merged.items() if bool(near.active.any())}
 
     @task()
     def class_means(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+        self, context: ClientContext, data: ClientData, local: Tree, got: prototypes.Encoders
     ) -> tuple[ClassMeans, Tree]:
         """Compute class means of the client's training rows.
 
@@ -245,7 +245,7 @@ class Averaging(Algorithm):
         """
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
-        means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)
+        means, rows = prototypes.class_means(data, partial(model.vectors, got.params), sizes, context.num_classes)
         return ClassMeans({m: p.sent for m, p in means.items()}, rows), local
 
     @task()

@@ -69,7 +69,7 @@ from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
 
@@ -101,6 +101,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """Whether clients match their rows by sample ids. If so, a device whose data has no ids is refused."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options. With `preset = "paper"`, a recipe uses this set for every option that it does not give."""
+    only_evaluates: ClassVar[tuple[str, ...]] = ()
+    """Tasks whose replies only serve evaluation. A simulated attacker answers them truthfully."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

@@ -27,7 +27,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 from polyfed.training.kept_training import earlier_steps
 

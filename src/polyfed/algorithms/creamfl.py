@@ -35,7 +35,7 @@ from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
 from polyfed.training.kept_training import earlier_steps
@@ -87,8 +87,8 @@ class GlobalRepresentations(Message):
     under the name m, the mean of the global representations of all modalities except m.
     """
 
-    own: Tree = carries("embeddings", rows="num_public")
-    other: Tree = carries("embeddings", rows="num_public")
+    own: Tree = carries("embeddings", rows="num_public", shape=("features",))
+    other: Tree = carries("embeddings", rows="num_public", shape=("features",))
     num_public: Tensor = carries("statistic")
 
 

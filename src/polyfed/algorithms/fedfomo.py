@@ -50,7 +50,7 @@ TABLE_CLIENTS = 64
 class Candidates(Message):
     """Blocks of other clients. Every tensor has a leading axis of length N, which may differ from block to block."""
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", stacked=True)
 
 
 @message

@@ -233,6 +233,10 @@ class FedGKT(Algorithm):
         """Return the server's network, which every client receives."""
         return Broadcast(state.params)
 
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the template of the server's network for the evaluation, which is the only task that receives one."""
+        return self.top(model).template if task == "score_own" else super().received_template(task, model)
+
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """Return the client's model together with the server's network.
 

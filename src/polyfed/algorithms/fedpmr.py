@@ -78,7 +78,7 @@ class FedPmr(Averaging):
             near: dict[str, Prototypes] = {}
             if balanced:
                 near, _ = prototypes.class_means(
-                    data.fold, partial(self._vectors, context, start), sizes, context.num_classes
+                    data, partial(self._vectors, context, start), sizes, context.num_classes
                 )
             regularised = self.per and (data.round - 1) * self.train.epochs + epoch < self.per_epochs
             fit = data.minimise(self._objective(context, near, regularised), start, train=train, after=fit)

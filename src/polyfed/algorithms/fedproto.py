@@ -30,7 +30,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.optimisers import refuse_server
@@ -241,7 +241,7 @@ class FedProto(Averaging):
     def _report(self, context: ClientContext, data: ClientData, fit: TrainingResult) -> Learned:
         sizes = {m: context.model.feature_size(m) for m in context.modalities}
         vectors = partial(self._vectors, context, fit.params)
-        own, rows = prototypes.class_means(data.fold, vectors, sizes, context.num_classes)
+        own, rows = prototypes.class_means(data, vectors, sizes, context.num_classes)
         sent = {m: p.sent for m, p in own.items()}
         kept = fit.params if self.mode == "mm_fedavg" else {}
         return Learned(kept, sent, rows, fit.loss, data.num_rows)

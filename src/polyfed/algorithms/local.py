@@ -29,7 +29,7 @@ from polyfed.federation.client_registry import TEST
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.objective import Objective
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
 
@@ -70,6 +70,7 @@ class Local(Algorithm):
 
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    only_evaluates: ClassVar[tuple[str, ...]] = ("upload",)
 
     selector: Selector = Uniform()
     global_test: Literal["last", "always", "never"] = "last"

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from polyfed.core.tree import Tree
 from polyfed.model import Model
 from polyfed.model.whole_module import require_embeddings
 
@@ -15,12 +16,16 @@ class ModelHooks:
     mixing: ClassVar[str] = "the method can use them together"
     """Why the method mixes modalities whatever the model is, and the option that avoids it. Empty if the training of a
     modality's block reads other modalities only through the error at the model's outputs. The text counts only for the
-    class that contains it: a subclass can train in another way. See `privacy/mixing.py`."""
+    class that contains it: a subclass can train in another way. See `privacy/egress/mixing.py`."""
 
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
         if self.needs_embeddings:
             require_embeddings(model, type(self).__name__)
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the names, shapes and types of the parameters that a task receives. By default, those of the model."""
+        return model.template
 
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""

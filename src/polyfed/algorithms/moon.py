@@ -33,6 +33,7 @@ from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import Tree, like, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 
@@ -82,6 +83,12 @@ class Moon(Averaging):
         """Why the contrastive term reads several modalities at once, if it does; see `ModelHooks.mixing`."""
         why = "moon contrasts the features of all modalities together; [algorithm] per_modality = true avoids this"
         return "" if self.per_modality else why
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the template of the model and, if there is a projection head, of this head."""
+        if not self.projection or self.per_modality:
+            return model.template
+        return model.template | projection_template(model, self.projection)
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the first state as under FedAvg, with the parameters of the projection head added to the model."""
@@ -164,3 +171,13 @@ def projection_head(context: ClientContext, width: int, seed: int) -> Tree:
     tree["shared.projection.1.weight"] = draw("projection.1.weight", width, width, width)
     tree["shared.projection.1.bias"] = draw("projection.1.bias", width, width)
     return tree
+
+
+def projection_template(model: Model, width: int) -> Tree:
+    """Return the names, shapes and types of `projection_head`, without values."""
+    size: dict[str, tuple[int, ...]] = {
+        f"{m}.projection.weight": (width, model.feature_size(m)) for m in model.modalities
+    }
+    size |= {"shared.projection.0.bias": (width,), "shared.projection.1.weight": (width, width)}
+    size |= {"shared.projection.1.bias": (width,)}
+    return {name: torch.empty(shape, device="meta") for name, shape in size.items()}

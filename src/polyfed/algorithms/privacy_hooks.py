@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 
 ALTERS: Mapping[str, tuple[str, ...]] = {
     "client": ("round", "merge", "weights"),

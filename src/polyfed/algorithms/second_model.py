@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
 from polyfed.model import Model, ModelSpec, build_model
-from polyfed.model.encoder_spec import Mlp
+from polyfed.model.encoders.spec import Mlp
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Sample shapes by modality, as a hashable tuple so that `second_model` can cache its results."""

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from polyfed.cli.output import print_error
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
-from polyfed.core.log_lines import escaped_lines
+from polyfed.core.system.log_lines import escaped_lines
+
+UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""The class of all errors about arguments. Typer before 0.26 takes it from click, later releases bring their own."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
@@ -87,9 +89,10 @@ def main(args: Sequence[str] | None = None) -> None:
         code = app(args=words, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:
         _end(type(error).__name__, str(error), error.exit_code, as_json=as_json)
-    except click.ClickException as error:  # the arguments are not a valid call of a verb
-        error.show()
-        _end(type(error).__name__, error.format_message(), error.exit_code, as_json=as_json, shown=True)
+    except UsageError as error:  # the arguments are not a valid call of a verb
+        usage: Any = error
+        usage.show()
+        _end(type(error).__name__, usage.format_message(), usage.exit_code, as_json=as_json, shown=True)
     except Interrupted as stop:
         typer.echo(str(stop), err=True)
         _end("Interrupted", str(stop), INTERRUPTED, as_json=as_json, shown=True)

@@ -12,7 +12,7 @@ from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.files import AUDIT, PUBLIC_KEY
+from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 
 app = typer.Typer(
     name="audit-log",
@@ -45,7 +45,7 @@ def verify_log(
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
     with _needing_flower():
-        from polyfed.privacy.audit_log_verification import verify
+        from polyfed.privacy.egress.audit_log_verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:

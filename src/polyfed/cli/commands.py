@@ -21,11 +21,11 @@ import typer
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import DataError, EgressError, RecipeError
-from polyfed.core.stop_signals import handling, interrupt
+from polyfed.core.system.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
-    from polyfed.experiment.check import Check
-    from polyfed.experiment.events import Listener
+    from polyfed.experiment.checks.check import Check
+    from polyfed.experiment.running.events import Listener
 
 STANDARD_OUTPUT = "-"
 """The argument that selects standard output instead of a file."""
@@ -60,12 +60,12 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment and print a short table of its results."""
-    from polyfed.cli import tables
-    from polyfed.experiment.overrides import set_options
-    from polyfed.experiment.recipe import load_recipe
+    from polyfed.cli.printing import tables
+    from polyfed.experiment.recipes.overrides import set_options
+    from polyfed.experiment.recipes.recipe import load_recipe
     from polyfed.report import REPORT
     from polyfed.report.progress import Progress
-    from polyfed.run import run as run_recipe
+    from polyfed.start import run as run_recipe
 
     if resume and out is None:
         raise RecipeError("--resume needs the folder of the run: --out DIR")
@@ -104,11 +104,11 @@ def check(
     ] = None,
 ) -> None:
     """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""
-    from polyfed.cli import deployment
-    from polyfed.deploy.device_check import inspect
-    from polyfed.experiment.check import check as check_recipe
-    from polyfed.experiment.check_tables import check_tables
-    from polyfed.experiment.recipe import load_recipe
+    from polyfed.cli.printing import deployment
+    from polyfed.deploy.device.check import inspect
+    from polyfed.experiment.checks.check import check as check_recipe
+    from polyfed.experiment.checks.check_tables import check_tables
+    from polyfed.experiment.recipes.recipe import load_recipe
 
     if node is not None:
         inspection = inspect(recipe, node, overrides or [])
@@ -146,7 +146,7 @@ def report(
 @contextmanager
 def event_lines(target: str | None) -> Iterator[list["Listener"]]:
     """Yield the listeners that write the events of a run to a file or to standard output; none if `target` is None."""
-    from polyfed.experiment.events import EventLines
+    from polyfed.experiment.running.events import EventLines
 
     if target is None:
         yield []
@@ -160,7 +160,7 @@ def event_lines(target: str | None) -> Iterator[list["Listener"]]:
 @contextmanager
 def recipe_named(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
     """Add the recipe's path to errors that are found only after the recipe has been read."""
-    from polyfed.experiment.overrides import called
+    from polyfed.experiment.recipes.overrides import called
 
     try:
         yield

@@ -9,13 +9,13 @@ import typer
 from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import print_json, show, standard_output
 from polyfed.core.errors import RecipeError
-from polyfed.core.log_lines import escaped, escaped_lines
+from polyfed.core.system.log_lines import escaped, escaped_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from polyfed.report import Comparison, Evidence
-    from polyfed.report.comparison_tables import Sheet
+    from polyfed.report.comparison.tables import Sheet
 
 COMPARISON = "comparison.html"
 """The file that `compare --html` writes if no file is named."""
@@ -102,8 +102,8 @@ def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written:
     """Print a comparison. The terminal also shows `written`, the lines about the files that were written."""
     from rich.text import Text
 
-    from polyfed.cli import tables
-    from polyfed.report import comparison_tables
+    from polyfed.cli.printing import tables
+    from polyfed.report.comparison import tables as comparison_tables
 
     match form:
         case Format.json:

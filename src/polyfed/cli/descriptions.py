@@ -27,7 +27,8 @@ def algorithms(
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or describe one: its idea, its hyper-parameters and what can leave a client."""
-    from polyfed.cli import catalogue, catalogue_pages, init
+    from polyfed.cli import init
+    from polyfed.cli.printing import catalogue, catalogue_pages
 
     if recipe:
         lines = init.lines_for(name)
@@ -58,7 +59,8 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """List the data sources, describe one (modalities, licence, options), or write the features of one to a folder."""
-    from polyfed.cli import catalogue, catalogue_pages, preparation
+    from polyfed.cli import preparation
+    from polyfed.cli.printing import catalogue, catalogue_pages
 
     match words or []:
         case []:

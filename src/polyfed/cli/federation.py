@@ -9,7 +9,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer, print_json, show
-from polyfed.core.log_lines import LOG_FORMAT
+from polyfed.core.system.log_lines import LOG_FORMAT
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
 """`--json` for a verb that runs until it is stopped, and therefore has no result to print."""
@@ -51,7 +51,7 @@ def write_flower_app(
     as_json: AsJson = False,
 ) -> None:
     """Write a Flower app for a recipe. `flwr run` starts the app; see docs/deploy.md."""
-    from polyfed.cli import deployment
+    from polyfed.cli.printing import deployment
 
     if not local:
         written = deployment.write_app(recipe, dir, keys, hosts or [])
@@ -149,8 +149,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Print what a server is doing: its devices, its runs, the round, and who did not answer."""
-    from polyfed.cli.status_tables import status_tables
-    from polyfed.deploy.status_client import ask
+    from polyfed.cli.printing.status_tables import status_tables
+    from polyfed.deploy.server.status_client import ask
 
     told = ask(server, root_certificates, token)
     if as_json:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.cli import catalogue
+from polyfed.cli.printing import catalogue
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.files import replace_text
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
+from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
-from polyfed.experiment.first_recipe import starter
+from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.model import ModelSpec
-from polyfed.privacy.policy import EVERY, Policy
+from polyfed.privacy.egress.policy import EVERY, Policy
 
 
 def write_recipe(

@@ -39,7 +39,7 @@ def _tables(found: "LeakageAudit") -> list["RenderableType"]:
     """Return a table of the measured attacks, and the reasons why the other attacks were not measured."""
     from rich.text import Text
 
-    from polyfed.report.leakage import LEVEL, MARKED, unmeasured
+    from polyfed.report.pages.leakage import LEVEL, MARKED, unmeasured
     from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table("attack", "kind", "block", "seen by", "how", "attacker", "guess", "advantage", LEVEL, left=5)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from polyfed.core.log_lines import escaped, escaped_lines
+from polyfed.core.system.log_lines import escaped, escaped_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def print_json(content: Any) -> None:
     """Print JSON on standard output. As in the files of a run, numbers that are not finite are null."""
-    from polyfed.experiment.json_text import to_json
+    from polyfed.experiment.results.json_text import to_json
 
     typer.echo(to_json(content))
 

@@ -17,7 +17,7 @@ from polyfed.data.features.prepare import prepare
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.experiment.parts import build
+from polyfed.experiment.recipes.parts import build
 from polyfed.report.text_layout import SafeConsole
 
 FEW = 10

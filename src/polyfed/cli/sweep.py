@@ -9,7 +9,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer
-from polyfed.core.stop_signals import handling, interrupt
+from polyfed.core.system.stop_signals import handling, interrupt
 
 UNFINISHED = 4
 """The exit code if a run failed or is unfinished. The page gives the reason."""
@@ -26,7 +26,7 @@ def sweep_study(
     as_json: AsJson = False,
 ) -> None:
     """Run a study (methods x scenarios x settings x seeds), several runs at once. A second call continues the study."""
-    from polyfed.cli.sweep_progress import SweepProgress, results_table
+    from polyfed.cli.printing.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
 

@@ -12,8 +12,7 @@ from typing import get_type_hints
 
 import torch
 
-from polyfed.core.fields import OF_THE_MODEL, Declared
-from polyfed.core.messages import Message, message
+from polyfed.core.messages import OF_THE_MODEL, Declared, Message, message
 from polyfed.core.tree import SHARED, block_of
 
 LONG = "statistic"

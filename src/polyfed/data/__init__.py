@@ -21,12 +21,12 @@ clients, and sets test and validation rows aside. The result is a `Population`.
 Pages: docs/data.md (sources and features) and docs/partitions.md (clients).
 """
 
-from polyfed.data.clients import ClientsSpec
 from polyfed.data.column_scaling import scaling_of
 from polyfed.data.columns import Column, Columns
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.shards import Shards
-from polyfed.data.population import Population, populate
+from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.population import Population, populate
 from polyfed.data.sources import SOURCES, Facts, Source
 from polyfed.data.stacking import stacked
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from polyfed.core.counts import counted
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.labels import check_labels
 

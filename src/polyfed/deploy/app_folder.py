@@ -15,29 +15,29 @@ from torch import nn
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
-from polyfed.deploy.device import used_on
-from polyfed.deploy.device_arrays import array_names, standard
-from polyfed.experiment.assembly import assemble, model_of, population_of
-from polyfed.experiment.check import refuse_large
-from polyfed.experiment.privacy_faults import refuse_app
-from polyfed.experiment.recipe import Recipe, load_recipe
-from polyfed.experiment.task_choice import task_of
+from polyfed.deploy.device.arrays import array_names, standard
+from polyfed.deploy.device.configuration import used_on
+from polyfed.experiment.checks.check import refuse_large
+from polyfed.experiment.checks.privacy_faults import refuse_app
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.task_choice import task_of
+from polyfed.experiment.running.assembly import assemble, model_of, population_of
 from polyfed.federation.attack import refuse_deployed
 from polyfed.model import Custom, user_classes
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
-CLIENT = "polyfed.deploy.device_process:app"
+CLIENT = "polyfed.deploy.device.process:app"
 """The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy.md)."""
 
 _APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
 
 from pathlib import Path
 
-from polyfed.deploy.server import serve
+from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import server_app
-from polyfed.experiment.loop import execute
+from polyfed.experiment.running.loop import execute
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 

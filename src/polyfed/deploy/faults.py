@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
-from polyfed.core.log_lines import logger_of
+from polyfed.core.system.log_lines import logger_of
 
 LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard error
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
-from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
+from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.data import Population
-from polyfed.deploy.claimed_shapes import without_absent
-from polyfed.deploy.client_runtime import ClientRuntime
-from polyfed.deploy.device import (
+from polyfed.deploy.device.configuration import (
     WHERE,
     NodeConfig,
     allowance_on,
@@ -24,29 +22,32 @@ from polyfed.deploy.device import (
     recipe_on,
     requirements_on,
 )
-from polyfed.deploy.device_data import population_on
-from polyfed.deploy.device_enrolment import enrolment, enrolment_refusal
+from polyfed.deploy.device.data import population_on
+from polyfed.deploy.device.enrolment import enrolment, enrolment_refusal
+from polyfed.deploy.device.kept_replies import unpaid_rounds
+from polyfed.deploy.device.privacy_budget import refuse_spent
+from polyfed.deploy.device.runtime import ClientRuntime
+from polyfed.deploy.device.secrets_once import conditions_of
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
-from polyfed.deploy.kept_replies import unpaid_rounds
-from polyfed.deploy.privacy_budget import refuse_spent
-from polyfed.deploy.secrets_once import conditions_of
+from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
-from polyfed.experiment.assembly import initial_of, model_of, population_of
-from polyfed.experiment.engine_choice import device_of
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.limit_checks import unfit_options
-from polyfed.experiment.parts import build
-from polyfed.experiment.protection import mechanism_of
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.requirement_checks import release_of, unmet, unmet_by_model
-from polyfed.experiment.task_choice import task_of, with_task
+from polyfed.experiment.checks.limit_checks import unfit_options
+from polyfed.experiment.checks.protection import mechanism_of
+from polyfed.experiment.checks.rank_checks import client_ranks
+from polyfed.experiment.checks.requirement_checks import release_of, unmet, unmet_by_model
+from polyfed.experiment.recipes.engine_choice import device_of
+from polyfed.experiment.recipes.parts import build
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.task_choice import task_of, with_task
+from polyfed.experiment.running.assembly import initial_of, model_of, population_of
+from polyfed.experiment.running.events import Emitter
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.audit_log import AuditLog
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.limits import NO_LIMITS, Limits
-from polyfed.privacy.policy import Policy
-from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
+from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
 
@@ -165,7 +166,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            return enrolment(population, policy, node.client, limits)
+            return enrolment(population, policy, node.client, limits, task_of(recipe))
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
@@ -242,4 +243,6 @@ def runtime_of(
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)
-    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release, rounds=recipe.rounds)
+    runtime = ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
+    runtime.rounds, runtime.ranks = recipe.rounds, client_ranks(recipe, model, None)
+    return runtime

@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,18 +14,19 @@ import tomli_w
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, check_server
-from polyfed.deploy.device import node_from
+from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
-from polyfed.deploy.run_log import STATUS_FILE
-from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
+from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at
+from polyfed.deploy.server.run_log import STATUS_FILE
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
-from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT
-from polyfed.engines.flower.supernode_process import WORKER as WORKER_ID
-from polyfed.experiment.settings import EngineSpec
+from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.device.supernode_process import CONTACT
+from polyfed.engines.flower.device.supernode_process import WORKER as WORKER_ID
+from polyfed.experiment.recipes.settings import EngineSpec
 
-WORKER = "polyfed.deploy.device_process"
+WORKER = "polyfed.deploy.device.process"
 
 SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
 """The program that replaces this process as the SuperNode. It does not import PyTorch."""
@@ -46,7 +48,9 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
     Raises:
         RecipeError: a certificate or a key is missing or invalid, or another process uses a port.
     """
-    from polyfed.engines.flower.public_port import run_superlink  # imported here, as only a server needs a web server
+    from polyfed.engines.flower.server.public_port import (
+        run_superlink,  # imported here, as only a server needs a web server
+    )
 
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
     keys = sorted(credentials.glob("*.pub"))
@@ -77,7 +81,7 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
 
 def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
     """Return the web applications for health, metrics and status that `ports` asks for."""
-    from polyfed.engines.flower.public_port import Service
+    from polyfed.engines.flower.server.public_port import Service
 
     wanted = []
     if ports.metrics_port or ports.status_port:
@@ -145,23 +149,37 @@ def supernode(
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     os.environ.update(QUIET | dict(os.environ) | {DEVICE_LIMIT: str(message_megabytes)})
     os.environ.update(loopback_without_proxy(os.environ))
-    os.environ[WORKER_ID] = str(_start_worker(address, secret, metrics_port))
+    contact = _never_touched()
+    os.environ |= {CONTACT: str(contact), WORKER_ID: str(_start_worker(address, secret, metrics_port, contact))}
     os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 
 
-def _start_worker(address: str, secret: bytes, metrics_port: int) -> int:
+def _start_worker(address: str, secret: bytes, metrics_port: int, contact: int) -> int:
     """Start the worker, which is the process that runs the tasks, and return its process id.
 
     The current process then becomes the SuperNode (`os.execv`). Each of the two processes ends when the other one has
     ended.
     """
     # -P: Python imports nothing from the current folder
-    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port), str(os.getpid())]
-    worker = subprocess.Popen(words, stdin=subprocess.PIPE)
+    numbers = map(str, (metrics_port, os.getpid(), contact))
+    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, *numbers]
+    worker = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[contact])
     assert worker.stdin is not None
     worker.stdin.write(secret)
     worker.stdin.close()
     return worker.pid
+
+
+def _never_touched() -> int:
+    """Return an open file without a name. Its time of change tells when the server last answered the SuperNode.
+
+    The SuperNode marks this time (`supernode_process.touch`), and the worker reads it.
+    """
+    file, path = tempfile.mkstemp(prefix="polyfed-contact-")
+    os.unlink(path)
+    os.utime(file, (0, 0))
+    os.set_inheritable(file, True)
+    return file
 
 
 def _readable(secret: bytes) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from polyfed.core import errors
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.core.files import RECIPE as RUN_RECIPE
-from polyfed.core.files import RESULT
-from polyfed.core.stop_signals import handling, interrupt
+from polyfed.core.system.files import RECIPE as RUN_RECIPE
+from polyfed.core.system.files import RESULT
+from polyfed.core.system.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device_arrays import array_names
+from polyfed.deploy.device.arrays import array_names
 from polyfed.deploy.launch import CONNECTION
 from polyfed.deploy.processes import (
     HOST,
@@ -31,10 +31,10 @@ from polyfed.deploy.processes import (
     loopback_without_proxy,
     signal_group,
 )
-from polyfed.deploy.server import ERROR, placed
+from polyfed.deploy.server.server import ERROR, placed
 from polyfed.engines.flower import QUIET
-from polyfed.experiment.lock import alone_in
-from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.running.lock import alone_in
 
 START_SECONDS, STOP_SECONDS = 120.0, 5.0
 """Most seconds until a process listens (a long time, for busy machines), and until a process has ended."""

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import PolyfedError
+from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
-from polyfed.engines.allocator import keep_freed_memory
-from polyfed.engines.gpu_memory import placed, with_rows
+from polyfed.engines.machine.allocator import keep_freed_memory
+from polyfed.engines.machine.gpu_memory import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
@@ -28,15 +28,15 @@ from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
-from polyfed.privacy.gate import EgressGate
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.limit_guard import LimitGuard
-from polyfed.privacy.limits import NO_LIMITS, Limits
-from polyfed.privacy.mechanism import Mechanism
-from polyfed.privacy.mixing import mixing
-from polyfed.privacy.policy import Policy
-from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
+from polyfed.privacy.differential.mechanism import Mechanism
+from polyfed.privacy.egress.announcement import Announcement, Asking, Holder, PrivateNames
+from polyfed.privacy.egress.gate import EgressGate
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.limit_guard import LimitGuard
+from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.privacy.egress.mixing import mixing
+from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train
@@ -63,6 +63,9 @@ class Method(Asking, Protocol):
     @property
     def mixing(self) -> str:
         """Why the method itself mixes modalities, or an empty text."""
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the names, shapes and types of the parameters that a task receives."""
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state. `key` seeds the random numbers."""
@@ -92,6 +95,8 @@ class Engine(ABC):
     """Resource limits of the device on which this engine runs its client."""
     required: Requirements = NO_REQUIREMENTS
     """The protection demanded by the device on which this engine runs its client."""
+    evaluates: Callable[[str], EgressError | None] | None = None
+    """Counts a task that reads the test rows of a device in its budget. Returns a refusal if the budget is spent."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
     privacy: Mechanism | None = None
@@ -211,7 +216,7 @@ class Engine(ABC):
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """Make the egress gate of these clients, which share a context."""
         announcement = self.announcement(context.modalities)
-        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
+        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client, self.on_device)
 
     def with_model(self, policy: Policy) -> Policy:
         """Return a policy with what the model of this run can reveal; see `Policy.for_model`."""
@@ -267,7 +272,8 @@ class Engine(ABC):
             smallest=self.limits.min_batch_size if client >= 0 else 0,
         )
         try:
-            guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
+            limits, evaluates = (self.limits, self.evaluates) if client >= 0 else (NO_LIMITS, None)
+            guard = LimitGuard(limits, client, request.name, self.objective, evaluates)
             watched = guard.watch(self.metered(request, (client,), view), self.model)
             # the task may change its dicts, so it gets dicts of its own
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
@@ -276,6 +282,7 @@ class Engine(ABC):
             with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
+            guard.check_reply(reply, view, context.num_classes)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
             reply, local = masked(request, reply, local, secrets)

@@ -9,14 +9,14 @@ import torch
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.openmp import using_threads
 from polyfed.core.request import Request, Send
+from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
 from polyfed.engines.task_results import only_the_gate_refuses
-from polyfed.engines.worker_process import Unit
-from polyfed.engines.workers import Workers
+from polyfed.engines.workers.pool import Workers
+from polyfed.engines.workers.process import Unit
 from polyfed.federation.clock import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model

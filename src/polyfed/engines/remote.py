@@ -31,8 +31,8 @@ from polyfed.engines.protocol import (
 )
 from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.contents import contents
-from polyfed.privacy.ledger import TO_CLIENT, Entry
+from polyfed.privacy.egress.contents import contents
+from polyfed.privacy.egress.ledger import TO_CLIENT, Entry
 
 NAMES_PER_NAME = 8
 """The trees of a valid reply hold far fewer tensors than this number for each name of the model (inferred)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
-from polyfed.engines.worker_process import Unit
+from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
 
 

@@ -12,8 +12,8 @@ from polyfed.core.request import Request
 from polyfed.core.sendable import checked_local, malformed
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
-from polyfed.training.step_check import same_bits
-from polyfed.training.tensor_memory import memory_of
+from polyfed.training.programs.check import same_bits
+from polyfed.training.programs.tensor_memory import memory_of
 
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of BatchNorm's running statistics."""

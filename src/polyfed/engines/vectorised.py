@@ -22,17 +22,17 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
-from polyfed.engines.gpu_memory import with_rows
 from polyfed.engines.in_process import InProcess
+from polyfed.engines.machine.gpu_memory import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
-from polyfed.engines.worker_process import Unit
+from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
-from polyfed.training.step_graph import forget_graphs
+from polyfed.training.programs.cuda_graph import forget_graphs
+from polyfed.training.programs.replay import pays
 from polyfed.training.step_plan import Rows
-from polyfed.training.step_replay import pays
 
 CONVOLVES = (
     "large 2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
@@ -111,7 +111,7 @@ class Vectorised(InProcess):
         """
         context = self.context(group[0])
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
-        # activations: 12 times the input is a rough upper bound for the encoders in model/encoders.py
+        # activations: 12 times the input is a rough upper bound for the encoders in model/encoders/catalogue.py
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
         return max(1, stack_bytes(self.trains_on) // (4 * size_bytes(context.initial) + batch + 1))
 

@@ -10,8 +10,9 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.clock import TRAINING_PASSES, Count
 from polyfed.model import Model
-from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult, rows_trained
+from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import rows_trained
 
 
 class MeteredClientData(ClientData):

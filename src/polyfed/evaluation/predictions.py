@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.counts import counted
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError, counted, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
-from polyfed.data.missing_rows import without_nan_rows
+from polyfed.data.reading.missing_rows import without_nan_rows
 from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data.cell_values import array_of
-from polyfed.data.split_objects import is_frame, is_hugging_face
+from polyfed.data.reading.cell_values import array_of
+from polyfed.data.reading.split_objects import is_frame, is_hugging_face
 
 Shape = tuple[int, ...]
 

@@ -69,6 +69,10 @@ class Scores(Message):
     unimodal: Tree = carries("statistic", shape=(None,))
 
 
+SCORED = "how well a model that the server chooses predicts the test rows: each request can tell about a bit of any row"
+"""The text for the option `tells` of a score on a client's own test rows."""
+
+
 @message
 class OwnScore(Message):
     """A client's report on its own test rows: the objective's sums, and the number of rows.
@@ -76,7 +80,7 @@ class OwnScore(Message):
     In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
-    sums: Tensor = carries("statistic", shape=("own",), sum_only=True)
+    sums: Tensor = carries("statistic", shape=("own",), sum_only=True, tells=SCORED)
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 

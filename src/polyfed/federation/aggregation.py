@@ -17,13 +17,16 @@ from polyfed.core.tree import Tree, block_of
 from polyfed.federation import adapters
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
-from polyfed.model.lora import pairs
+from polyfed.model.encoders.lora import pairs
 from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
 """The largest number of steps of Weiszfeld's algorithm, and the relative change of the objective at which the
 algorithm stops. Pillutla et al. take at most 4 steps and stop at a relative change of 1e-6. Additional steps cost
 little in polyfed, because the replies are already stacked."""
+
+CHUNK = 2**18
+"""Number of entries of a block whose pairwise differences are computed at a time in float64, to bound the memory."""
 
 SMOOTHING = 1e-6
 """The smallest distance by which a weight is divided. Pillutla et al., 2022, call it nu (Algorithm 2)."""
@@ -134,8 +137,7 @@ def median(group: Group, server: ServerOptimiser) -> Tensor:
 
     Source: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018, Definition 1.
     """
-    ordered, middle = group.values.sort(0).values, len(group.values) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return _middle(group.values)
 
 
 def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
@@ -174,20 +176,21 @@ def multi_krum(group: Group, server: ServerOptimiser) -> Tensor:
 def geometric_median(group: Group, server: ServerOptimiser) -> Tensor:
     """Return the point with the smallest weighted sum of distances to the replies, by smoothed Weiszfeld steps.
 
+    The steps start at the coordinate-wise median, which a minority cannot move far, and not at the mean.
+
     Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 2.
     """
-    values, share = group.values, group.weights
-    point = share @ values
-    before = math.inf
+    point = _middle(group.values).double()
+    share, before = group.weights.double(), math.inf
     for _ in range(WEISZFELD_STEPS):
-        distances = (values - point).norm(dim=1)
+        distances = _distances(group.values, point)
         objective = float(share @ distances)
         if before - objective <= WEISZFELD_TOLERANCE * objective:
             break
         before = objective
         pull = share / distances.clamp(min=SMOOTHING)
-        point = (pull / pull.sum()) @ values
-    return point
+        point = _weighted(pull / pull.sum(), group.values)
+    return point.to(group.values)
 
 
 def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
@@ -197,12 +200,12 @@ def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
     median norm of the updates. Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?",
     2019, Section 4. The paper does not use the median norm as the limit; this is polyfed's own choice.
     """
-    updates = group.values - group.centre
-    norms = updates.norm(dim=1)
+    centre = group.centre.double()
+    norms = _distances(group.values, centre)
     limit = norms.new_tensor(server.max_norm) if server.max_norm else norms.median()
     factor = (limit / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-    clipped: Tensor = (group.weights * factor) @ updates
-    return group.centre + clipped
+    pull = group.weights.double() * factor
+    return (_weighted(pull, group.values) + (1 - pull.sum()) * centre).to(group.values)
 
 
 RULES: Mapping[str, Callable[[Group, ServerOptimiser], Tensor]] = {
@@ -257,10 +260,42 @@ def tolerance(server: ServerOptimiser, num: int) -> tuple[int, int]:
 
 
 def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:
-    """Return, for each reply, the sum of squared distances to its K - f - 2 nearest other replies, (K,)."""
+    """Return, for each reply, the sum of squared distances to its K - f - 2 nearest other replies, (K,).
+
+    A distance is computed from the difference of two replies. The shorter form |x|^2 + |y|^2 - 2xy loses every digit of
+    the distance between two honest replies as soon as a false reply is large.
+    """
     near = len(group.values) - _liars(group, server) - 2
-    rows = (group.values - group.values.mean(0)).double()
-    squares = rows.square().sum(1)
-    apart = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * rows @ rows.T).clamp(min=0.0)
-    apart.fill_diagonal_(math.inf)
+    apart = torch.zeros(len(group.values), len(group.values), dtype=torch.float64, device=group.values.device)
+    for start in range(0, group.values.shape[1], CHUNK):
+        piece = group.values[:, start : start + CHUNK].double()
+        apart += torch.cdist(piece, piece, compute_mode="donot_use_mm_for_euclid_dist").square()
+    apart = apart.nan_to_num(nan=math.inf, posinf=math.inf).fill_diagonal_(math.inf)
     return apart.sort(1).values[:, :near].sum(1)
+
+
+def _distances(values: Tensor, point: Tensor) -> Tensor:
+    """Return the distance of each row of `values` (K, P) from a point (P,) of float64, in float64 (K,).
+
+    The distance between any two finite float32 vectors is finite in float64. In a float64 model it can overflow, and is
+    then infinite: no rule takes such a reply.
+    """
+    squares = values.new_zeros(len(values), dtype=torch.float64)
+    for start in range(0, values.shape[1], CHUNK):
+        squares += (values[:, start : start + CHUNK].double() - point[start : start + CHUNK]).square().sum(1)
+    return squares.sqrt().nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Return the sum of the rows of `values`, (K, P), times float64 weights (K,), in float64. Weight 0 drops a row."""
+    total = weights.new_zeros(values.shape[1])
+    for weight, row in zip(weights.tolist(), values, strict=True):
+        if weight:
+            total += weight * row.double()
+    return total
+
+
+def _middle(values: Tensor) -> Tensor:
+    """Return the median of each column. Each middle value is halved before the sum, which cannot overflow then."""
+    ordered, middle = values.sort(0).values, len(values) // 2
+    return ordered[middle] if len(ordered) % 2 else ordered[middle - 1] / 2 + ordered[middle] / 2

@@ -6,7 +6,7 @@ only. docs/robustness.md describes them.
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import PolyfedWarning, RecipeError
-from polyfed.core.messages import Message, map_fields
+from polyfed.core.messages import Message, map_fields, tensors
 from polyfed.core.request import Send
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data import Population
 from polyfed.federation.backdoor import Trigger, poisoned
+from polyfed.federation.outliers import COMPARED
 from polyfed.federation.replies import Answer, ReplyStack
 
 
@@ -134,42 +135,48 @@ class Attack:
         """
         return Trigger.of(population, self.modality, self.trigger_size)
 
+    @property
+    def falsifies(self) -> bool:
+        """Whether attackers change what they send, and not only what they train on."""
+        return self.name != "label-flip" and not (self.name == "backdoor" and self.scale == 1.0)
+
     def falsify(self, answer: Answer, send: Send, attackers: Collection[int]) -> Answer:
         """Return the answer to a request, with the attackers' replies replaced by false ones.
 
-        This method changes only parameters that the client also received under the same name.
+        False are all real numbers of the kinds in `COMPARED`: parameters, gradients, embeddings, prototypes,
+        predictions and samples. An update is counted from what the client was sent under the same name. Where it was
+        sent nothing, the whole value is the update.
         """
-        if self.name == "label-flip" or (self.name == "backdoor" and self.scale == 1.0):
-            return answer
         there = [client for part in answer.parts for client in part.clients if client in attackers]
-        if not there:
+        if not self.falsifies or not there:
             return answer
         change = self._little_is_enough(answer, there) if self.name == "alie" else self._multiply
         return Answer([_changed(part, send, attackers, change) for part in answer.parts], answer.missing)
 
-    def _multiply(self, field: str, key: str, sent: Tensor, own: Tensor) -> Tensor:
+    def _multiply(self, field: str, key: str | None, sent: Tensor | None, own: Tensor) -> Tensor:
         factor = -self.scale if self.name == "sign-flip" else self.scale
-        return sent + factor * (own - sent)
+        return own * factor if sent is None else sent + factor * (own - sent)
 
     def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:
-        """Return a function that gives the attackers' false parameters (Baruch et al., Algorithm 3).
+        """Return a function that gives the attackers' false values (Baruch et al., Algorithm 3).
 
-        The false parameters are m - z * s. Here m and s are the mean and the standard deviation of the attackers' own
-        parameters.
+        A false value is m - z * s. Here m and s are the mean and the standard deviation of the attackers' own values.
+        Fields with one entry for each row have no common shape; m and s are then taken over the rows of all attackers.
         """
         num, lying = sum(len(part.clients) for part in answer.parts), len(there)
         supporters = num // 2 + 1 - lying
         share = (num - lying - supporters) / max(num - lying, 1)
         z = NormalDist().inv_cdf(min(max(share, 1e-3), 1 - 1e-3))
-        found: dict[tuple[str, str], list[Tensor]] = {}
+        found: dict[tuple[str, str | None], list[Tensor]] = {}
         for part in answer.parts:
-            places = [i for i, client in enumerate(part.clients) if client in there]
-            for name, tree in _trees_of_parameters(part.message):
-                for key, stack in tree.items():
-                    found.setdefault((name, key), []).extend(stack[i] for i in places if stack.is_floating_point())
-        own_of = {entry: torch.stack(own) for entry, own in found.items() if own}
-        false = {entry: own.mean(0) - z * own.std(0, correction=0) for entry, own in own_of.items()}
-        return lambda field, key, sent, own: false[field, key]
+            for name, key, stack in _attacked(part.message):
+                by_row = _by_row(part.message, name)
+                for i in (i for i, client in enumerate(part.clients) if client in there):
+                    own = stack[i, : _num_rows(part.message, name, i)] if by_row else stack[i].unsqueeze(0)
+                    found.setdefault((name, key), []).append(own)
+        joined = {entry: torch.cat(own) for entry, own in found.items()}
+        false = {entry: own.mean(0) - z * own.std(0, correction=0) for entry, own in joined.items() if len(own)}
+        return lambda field, key, sent, own: false[field, key].expand_as(own) if (field, key) in false else own
 
 
 def refuse_deployed(attack: Attack | None) -> None:
@@ -200,31 +207,47 @@ def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
     return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))
 
 
-def _trees_of_parameters(message: Message) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Yield the fields of a message that hold trees of parameters, with their names."""
-    for name, said in message.declared.items():
-        value = getattr(message, name)
-        if said.kind == "parameters" and not isinstance(value, Tensor):
-            yield name, value
+def _attacked(message: Message) -> Iterator[tuple[str, str | None, Tensor]]:
+    """Yield the tensors of a message that attackers falsify, with the names of their fields and in their trees."""
+    for name, key, value in tensors(message):
+        said = message.declared[name]
+        if said.kind in COMPARED and not said.masked and value.is_floating_point():
+            yield name, key, value
+
+
+def _by_row(message: Message, field: str) -> bool:
+    """Return whether the first axis of a client's tensors holds rows, whose number differs from client to client."""
+    said = message.declared[field]
+    return said.rows is not None or bool(said.shape and said.shape[0] is None)
+
+
+def _num_rows(message: Message, field: str, place: int) -> int | None:
+    """Return the number of rows without padding of one client in a stack; None if the field has no padding."""
+    count = message.declared[field].rows
+    return None if count is None else int(getattr(message, count)[place])
 
 
 def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: Any) -> ReplyStack:
-    """Return the stack with changed parameters at the positions of the attackers."""
+    """Return the stack with false values at the positions of the attackers."""
     places = [i for i, client in enumerate(part.clients) if client in attackers]
-    if not places:
+    wanted = {(name, key) for name, key, _ in _attacked(part.message)}
+    if not places or not wanted:
         return part
-    fields = [name for name, _ in _trees_of_parameters(part.message)]
 
-    def lie(name: str, value: Any) -> Any:
-        if name not in fields:
-            return value
-        new = {key: stack.clone() for key, stack in value.items()}
+    def false(name: str, key: str | None, stack: Tensor) -> Tensor:
+        if (name, key) not in wanted:
+            return stack
+        new = stack.clone()
         for i in places:
             got = send if isinstance(send, Message) else send[part.clients[i]]
-            sent = getattr(got, name, {})
-            for key, stack in new.items():
-                if key in sent and stack.is_floating_point():
-                    stack[i] = change(name, key, sent[key], stack[i])
+            value = getattr(got, name, None)
+            sent = value if isinstance(value, Tensor) or value is None else value.get(key)
+            new[i] = change(name, key, sent if sent is not None and sent.shape == new[i].shape else None, new[i])
         return new
+
+    def lie(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return false(name, None, value)
+        return {key: false(name, key, stack) for key, stack in value.items()}
 
     return ReplyStack(part.clients, map_fields(part.message, lie))

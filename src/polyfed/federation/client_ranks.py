@@ -14,7 +14,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message, map_fields
 from polyfed.core.request import Send
 from polyfed.federation.replies import ReplyStack
 from polyfed.federation.reply_validation import Shape
-from polyfed.model.lora import pairs
+from polyfed.model.encoders.lora import pairs
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from polyfed.federation.network import Links
-from polyfed.privacy.ledger import TO_CLIENT, Ledger
+from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger
 
 TRAINING_PASSES = 3
 """Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""

@@ -9,7 +9,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 
 
 @dataclass(frozen=True)

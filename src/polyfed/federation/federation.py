@@ -16,9 +16,9 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
-from polyfed.core.openmp import threads_worth
 from polyfed.core.request import Accept, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
+from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
@@ -27,11 +27,12 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
+from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Moments
 
@@ -63,6 +64,8 @@ class Federation:
         seed: the run's seed.
         rounds: number of rounds of the run.
         evaluation_clients: the evaluation clients of this run: TEST, VALIDATION, both or neither.
+        outlier_factor: how many times as large as the median update an update may be (`OutlierCheck`); 0 allows any
+            size.
         min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
             `min_replies` clients needs a reply from each of them.
         emit: called with the name and the fields of each event.
@@ -71,6 +74,7 @@ class Federation:
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
+        evaluating: whether requests now evaluate the models. Simulated attackers answer such requests truthfully.
         asked: number of requests so far in this round.
         watch: called after every request, with the messages that were sent and the usable replies.
     """
@@ -84,12 +88,14 @@ class Federation:
     rounds: int
     evaluation_clients: tuple[int, ...] = ()
     min_replies: int = 1
+    outlier_factor: float = 100.0
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
     round: int = 0
+    evaluating: bool = False
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
@@ -112,7 +118,7 @@ class Federation:
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""
-        self.round, self.asked = round, 0
+        self.round, self.asked, self.evaluating = round, 0, False
         if self.clock is not None:
             self.clock.begin(round)
 
@@ -162,11 +168,11 @@ class Federation:
         peak = self._check_sent(request, send)
         sent = contiguous(self.ranks.sized(send, clients))
         answer = self.engine.answer(request, sorted(clients), sent)
-        if self.attack is not None:
+        if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
-        parts = self._in_time(request, [part for part in stacks if part], missing)
+        parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
@@ -297,19 +303,46 @@ class Federation:
 
     def _inspect(
         self, request: Request, part: ReplyStack, missing: dict[int, str], accept: Accept | None
-    ) -> ReplyStack | None:
-        """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
+    ) -> tuple[ReplyStack, Sizes] | None:
+        """Return the stack without unusable replies, and the sizes of the other replies, or None if it is empty.
+
+        The reasons go into `missing`.
+        """
         try:
             self.validator.check(part.message, request.reply, self.ranks.shapes(part.clients[0]))
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
         with threads_worth(part.num_bytes):
-            bad = self._foreign(part) | self.validator.unusable(part)
+            unusable, sizes = self.validator.unusable(part)
+            bad = self._foreign(part) | unusable
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
+        if not bad:
+            return part, sizes
         missing.update(bad)
-        return part.without(bad)
+        kept = [i for i, client in enumerate(part.clients) if client not in bad]
+        left = part.without(bad)
+        return None if left is None else (left, {block: norms[kept] for block, norms in sizes.items()})
+
+    def _alike(self, found: list[tuple[ReplyStack, Sizes]], sent: Send, missing: dict[int, str]) -> list[ReplyStack]:
+        """Return the stacks without replies that are far larger than the others, and put the reasons into `missing`.
+
+        Under central differential privacy, the server clips every update. Whether it uses an update must then not
+        depend on the other clients' data, because the accountant does not count such a choice.
+        """
+        parts = [part for part, _ in found]
+        clipped = self.privacy is not None and self.privacy.unit == "client" and self.privacy.central
+        if not self.outlier_factor or clipped:
+            return parts
+        check = OutlierCheck(self.outlier_factor, sent)
+        bad = check.bad(parts, {place: sizes for place, (_, sizes) in enumerate(found)})
+        missing.update(bad)
+        return [left for part in parts if (left := part.without(bad)) is not None] if bad else parts
+
+    def too_far(self, tree: Tree, sent: Tree, factor: float = ALONE) -> str:
+        """Return what is wrong with parameters that one client has moved too far, or an empty text (`too_far`)."""
+        return too_far(tree, sent, factor) if self.outlier_factor else ""
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
         """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import Clip, gaussian, scaled
-from polyfed.core.messages import map_fields
+from polyfed.core.gaussian import INSIDE, Clip, DiscreteGaussian
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.replies import Replies, ReplyStack
+from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
-from polyfed.privacy.mechanism import Mechanism
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training.optimisers import Moments
 
 CLIP_NORM = "clip_norm"
@@ -63,13 +62,13 @@ class PrivateMean:
         mechanism, rule = self.mechanism, self.mechanism.adaptive
         if rule is None:
             return moments
-        count = 0.0
+        noise, total = DiscreteGaussian(rule.count_noise), torch.zeros((), dtype=torch.float64)
         for part in replies.parts:
             updates = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
-            count += float((mechanism.clip.within(updates, len(part.clients)).double() - 0.5).sum())
-        base = None if mechanism.secure else self.key
-        count += rule.count_noise * float(gaussian(base, "number of updates below the clip norm", (1,), "cpu"))
-        norm = rule.after(mechanism.clip.total, count, mechanism.denominators[SHARED])
+            terms = mechanism.clip.within(updates, len(part.clients)).double() - 0.5
+            total = total + noise.total(terms, torch.ones_like(terms))
+        count = noise.released(total, None if mechanism.secure else self.key, "number of updates below the clip norm")
+        norm = rule.after(mechanism.clip.total, float(count), mechanism.denominators[SHARED])
         return moments | {CLIP_NORM: {CLIP_NORM: torch.tensor(norm, dtype=torch.float64)}}
 
     def of(self, replies: Replies, name: str, sent: Mapping[str, Tensor]) -> Tree:
@@ -86,69 +85,65 @@ class PrivateMean:
         """
         mechanism, deviation = self.mechanism, self.mechanism.deviation
         if isinstance(replies, SummedReplies):
-            totals = _from_sums(replies, name, sent)
-            deviation *= 1 + _rounding(replies, name, sent, mechanism) / mechanism.clip.least
+            deviation *= _growth(replies, name, sent, mechanism)
+            noise = DiscreteGaussian(deviation)
+            totals = _from_sums(replies, name, sent, noise)
         else:
-            totals = self._from_replies(replies, name, sent)
+            noise = DiscreteGaussian(deviation)
+            totals = self._from_replies(replies, name, sent, noise)
         found: Tree = {}
         for key, start in sent.items():
             denominator = mechanism.denominators.get(block_of(key), 0.0)
             if not denominator:
                 continue
-            total = totals[key] if key in totals else start.new_zeros(start.shape)
+            total = totals[key] if key in totals else torch.zeros_like(start, dtype=torch.float64)
             if mechanism.central:
-                base = None if mechanism.secure else self.key
-                noise = gaussian(base, key, tuple(start.shape), start.device)
-                total = total + (deviation * noise).to(total.dtype)
-            found[key] = start + total / denominator
+                total = noise.released(total, None if mechanism.secure else self.key, key)
+            else:
+                total = total * noise.step
+            found[key] = start + (total / denominator).to(start.dtype)
         return found
 
-    def _from_replies(self, replies: Replies, name: str, sent: Mapping[str, Tensor]) -> Tree:
-        """Return the sum of the updates. Each update is clipped first, unless its client has already added noise."""
-        updates = Replies([self._updates(part, name, sent) for part in replies.parts])
-        means = updates.mean(name, dict.fromkeys(replies, 1.0))
-        senders = self._senders(replies, name)
-        return {key: mean * senders[key] for key, mean in means.items()}
+    def _from_replies(self, replies: Replies, name: str, sent: Mapping[str, Tensor], noise: DiscreteGaussian) -> Tree:
+        """Return the sum of the updates as a whole number of steps, which does not depend on the order of the replies.
 
-    def _updates(self, part: ReplyStack, name: str, sent: Mapping[str, Tensor]) -> ReplyStack:
-        """Return the stack with the update of each client in place of its parameters.
-
-        The updates are clipped. If the clients have already added noise, the updates stay as they are.
+        Each update is clipped first, unless its client has already added noise.
         """
-        stacks = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
-        if self.mechanism.central:
-            factors = self.mechanism.clip.factors(stacks)
-            stacks = {key: scaled(stack, factors[key]) for key, stack in stacks.items()}
-        changed = map_fields(part.message, lambda field, value: stacks if field == name else value)
-        return ReplyStack(part.clients, changed)
-
-    def _senders(self, replies: Replies, name: str) -> dict[str, int]:
-        """Return how many clients sent each tensor."""
-        counts: dict[str, int] = {}
+        found: Tree = {}
         for part in replies.parts:
-            for key in getattr(part.message, name):
-                counts[key] = counts.get(key, 0) + len(part.clients)
-        return counts
+            stacks = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
+            if self.mechanism.central:
+                factors = self.mechanism.clip.factors(stacks)
+            else:
+                factors = {key: torch.full((len(stack),), 1 / INSIDE).to(stack) for key, stack in stacks.items()}
+            for key, stack in stacks.items():
+                total = noise.total(stack, factors[key])
+                found[key] = found[key] + total if key in found else total
+        return found
 
 
-def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor]) -> Tree:
-    """Return the sum of the updates, from the sum of the parameters. It is computed in float64."""
+def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], noise: DiscreteGaussian) -> Tree:
+    """Return the sum of the updates as a whole number of steps, from the sum of the parameters."""
     found: Tree = {}
     for key, start in sent.items():
         if (name, key) in replies.sums:
             count = len(replies.senders[name, key])
-            found[key] = (replies.sums[name, key].double() - count * start.double()).to(start.dtype)
+            found[key] = ((replies.sums[name, key].double() - count * start.double()) / noise.step).round()
     return found
 
 
-def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
-    """Return an upper bound on how much rounding can increase the norm of one client's contribution to the sum.
+def _growth(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:
+    """Return the factor by which the noise grows, to cover what rounding adds to one client's contribution to the sum.
 
-    A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again, so
-    the noise has to be large enough for both rounding errors. Differential privacy compares the results on two
-    neighbouring data sets. Both results can have these errors, hence the factor 2.
+    A client rounds its parameters twice: to float32, and then to integers. The server cannot clip the result again. It
+    rounds the sum to the grid of the noise, which moves the sums of two neighbouring data sets apart by at most one
+    step per entry. Differential privacy compares the results on two neighbouring data sets. Both results can have these
+    errors, hence the factor 2 of the errors of a client.
     """
     summed = [(key, start) for key, start in sent.items() if (name, key) in replies.errors]
     whole = math.sqrt(sum(replies.errors[name, key] ** 2 * start.numel() for key, start in summed))
     size = math.sqrt(sum(float(start.double().square().sum()) for start in sent.values()))
-    return 2 * (whole + UNIT_ROUNDOFF * (size + 2 * mechanism.clip.total))
+    rounding = 2 * (whole + UNIT_ROUNDOFF * (size + 2 * mechanism.clip.total))
+    rest = 1 - mechanism.grid_share(sum(start.numel() for start in sent.values()))
+    assert rest > 0, "the recipe was refused"
+    return (1 + rounding / mechanism.clip.least) / rest

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, map_tensors, tensors, trimmed
-from polyfed.core.openmp import threads_worth
+from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import Tree
 
 SMALL = 2**18

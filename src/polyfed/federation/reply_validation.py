@@ -1,27 +1,30 @@
-"""Reply validation: the checks that a reply must pass before the server uses it.
+"""The checks that a message must pass before the server uses a reply, or a device obeys a request.
 
-The server trusts no reply. It compares names, shapes, types and values with the declarations of the message class and
-with the model.
+Neither side trusts the other. Both compare names, shapes, types and values with the declarations of the message class
+and with the model.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
-from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
-from polyfed.core.openmp import threads_worth
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
+from polyfed.core.schema import NOT_NEGATIVE, Within, between
+from polyfed.core.system.openmp import threads_worth
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.outliers import Sizes, row_norms, sizes
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.announcement import Holder
+from polyfed.privacy.egress.announcement import Holder
 
 NOT_FINITE = "is not finite"
 """The last words of the reason for dropping a reply that holds NaN or infinity."""
@@ -35,8 +38,26 @@ _NO_SHAPES: Mapping[str, Shape] = {}
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The tensor types that are allowed for a field that holds a number of rows."""
 
+NUMBERS = (torch.int64, torch.uint8, torch.bool)
+"""The types of statistics of the server that are not floating-point."""
+
 OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
 """Words in a declared shape. Each stands for a size that depends on the modality."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """What a client that receives a message knows about itself.
+
+    Attributes:
+        modalities: the modalities of the client.
+        num_rows: the number of its rows. No position of a row may be this or more.
+        shapes: parameter name -> shape, for parameters that are smaller than in the model.
+    """
+
+    modalities: tuple[str, ...]
+    num_rows: int
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,8 +116,78 @@ class ReplyValidator:
             if (kind := getattr(msg, count).dtype) not in WHOLE:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
 
-    def unusable(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason."""
+    def check_received(self, msg: Message, expected: type[Message], receiver: Receiver) -> None:
+        """Check a message of the server on a device, before the task runs and before anything is spent or counted.
+
+        The message has no client axis. A bias with one row per sample would be broadcast, and its gradient would hold
+        every row apart from the others; a message therefore has exactly the shapes of the model.
+
+        Raises:
+            BadReply: the message differs from its declaration or from the model. The text names message, field and
+                block.
+        """
+        part = ReplyStack((0,), map_tensors(msg, lambda tensor: tensor.unsqueeze(0)))
+        try:
+            self.check(part.message, expected, receiver.shapes)
+            self._check_owned(msg, receiver)
+            self._check_lengths(msg)
+            reason = self.unusable(part)[0].get(0, "")
+        except BadReply as error:
+            reason = str(error)
+        if reason.endswith(NOT_FINITE):
+            where = reason.removesuffix(f" {NOT_FINITE}")
+            raise BadReply(
+                f"from the server holds NaN or infinity in {where} of {expected.__name__}; the model was broken before "
+                "it came"
+            )
+        if reason:
+            raise BadReply(f"from the server is refused: {expected.__name__}.{reason}")
+
+    def _check_owned(self, msg: Message, receiver: Receiver) -> None:
+        """Refuse blocks that the client does not have, numbers of another type, and rows that it does not have.
+
+        Raises:
+            BadReply: the message holds one of them.
+        """
+        numbers = (*self.floats, torch.float32, *NUMBERS)
+        for name, key, value in tensors(msg):
+            said, where = msg.declared[name], _at(name, key)
+            if key is not None and not said.whole and block_of(key) not in {*receiver.modalities, SHARED, LABELS}:
+                raise BadReply(f"{where} is of a modality that this client does not have")
+            if said.kind in ("statistic", "raw") and value.dtype not in numbers:
+                raise BadReply(f"{where} is {value.dtype}, expected float32 or whole numbers")
+            if said.kind == "ids" and value.numel():
+                if not 0 <= int(value.min()) <= int(value.max()) < receiver.num_rows:
+                    raise BadReply(f"{where} must be from 0 to {receiver.num_rows - 1}, the rows of this client")
+                # many copies of one row would be a batch of one row
+                if len(set(value.flatten().tolist())) < value.numel():
+                    raise BadReply(f"{where} names a row twice")
+
+    def _check_lengths(self, msg: Message) -> None:
+        """Refuse a message in which two fields disagree about a number of rows.
+
+        Raises:
+            BadReply: they disagree.
+        """
+        for name, count in msg.counts.items():
+            rows, counted = getattr(msg, name), int(getattr(msg, count))
+            sent = [len(t) for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
+            if any(n != counted for n in sent):
+                raise BadReply(f"{name} holds {sent} rows, and {count} is {counted}")
+        lengths = {
+            _at(name, key): len(value)
+            for name, key, value in tensors(msg)
+            if (msg.declared[name].shape or ("",))[0] == "batch"
+        }
+        if len(set(lengths.values())) > 1:
+            raise BadReply(f"{' and '.join(lengths)} have different numbers of rows: {list(lengths.values())}")
+
+    def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
+        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.
+
+        The second result are the sizes of the replies' blocks. One pass over the numbers gives both: a norm is finite
+        only if every number is.
+        """
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
         for name, count in part.message.counts.items():
@@ -106,22 +197,35 @@ class ReplyValidator:
                 self._note(bad, part, fine, f"{count} must be from 0 to {min(held)}, the rows that {name} holds")
         for name, key, value in found:
             said = part.message.declared[name]
-            if said.kind == "labels" and self._of_classes(said):
-                fine, words = (value >= 0) & (value < self.classes), f"from 0 to {self.classes - 1}"
-            elif said.within is not None:
-                fine, words = said.within.holds(value), said.within.words
-            else:
+            within = self._range(said, key)
+            if within is None:
                 continue
+            fine, words = within.holds(value), within.words
             if not bool(fine.all()):  # NaN fails every range check; the check below reports it
                 self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
         floats = [
             (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
         ]
-        sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
-        if floats and not math.isfinite(torch.stack(sums).sum().item()):
+        if not floats:
+            return bad, {}
+        norms = _together([row_norms(part, name, value) for name, _, value in floats])
+        if not np.isfinite(norms).all():  # NaN or infinity, or a norm that overflows
             for name, key, value in floats:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
-        return bad
+        return bad, sizes(part, [(name, key) for name, key, _ in floats], norms)
+
+    def _range(self, said: Declared, key: str | None) -> Within | None:
+        """Return the range of a field's numbers, or None if every finite number is allowed."""
+        if said.kind == "labels" and self._of_classes(said):
+            return between(0, self.classes - 1)
+        if said.kind == "parameters" and key is not None and not said.masked and self._is_variance(key):
+            return NOT_NEGATIVE
+        return said.within
+
+    def _is_variance(self, name: str) -> bool:
+        """Return whether a tensor is a buffer that cannot be negative: a counter, or the variance of a BatchNorm."""
+        whole = not self.template[name].is_floating_point() and self.template[name].dtype != torch.bool
+        return self.model.is_buffer(name) and (whole or name.endswith("running_var"))
 
     def _of_classes(self, said: Declared) -> bool:
         """Return whether a field of labels holds class numbers."""
@@ -153,8 +257,13 @@ class ReplyValidator:
             assert key is not None, f"{field}: parameters and gradients come in trees"
             wanted = self.template[key]
             shape = shapes.get(key, tuple(wanted.shape))
-            if value.shape[1:] != shape or (value.dtype != wanted.dtype and not said.masked):
-                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, shape)))
+            found_shape = tuple(value.shape[2 if said.stacked else 1 :])
+            if (
+                found_shape != shape
+                or (said.stacked and value.dim() < 2)
+                or (value.dtype != wanted.dtype and not said.masked)
+            ):
+                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, found_shape), (wanted, shape)))
                 raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
         where = field if key is None else f"{field}.{key}"
@@ -175,12 +284,15 @@ class ReplyValidator:
     def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
         modality = said.of if key is None else key
         for word in said.shape or ():
-            if word is None:
+            if word is None or word == "batch":
                 yield None
             elif word == "own":
                 yield from self.objective.own_shape(self.classes)
             elif word == "label":
                 yield from self.objective.label_shape(self.classes)
+            elif word == "joint":
+                alone = len(self.model.modalities) == 1
+                yield self.model.feature_size(self.model.modalities[0]) if alone else self.model.joint_size
             elif word == "classes":
                 yield self.model.num_classes
             elif word == "features":
@@ -190,7 +302,9 @@ class ReplyValidator:
             elif word == "sample":
                 yield from self.model.shapes[str(modality)]
             else:
-                raise AssertionError(f"a size is classes, own, label, features, encoded, sample or None, not {word!r}")
+                raise AssertionError(
+                    f"a size is classes, own, label, features, joint, encoded, sample or None, not {word!r}"
+                )
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """Return the fault in the names of a tree, or "". Results are cached: most clients send the same names."""
@@ -210,17 +324,24 @@ class ReplyValidator:
         return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
 
     def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
-        strange = [name for name in names if name not in self.template]
-        if strange:
-            return f"{field} holds '{strange[0]}', which the model does not have"
+        ours = self._part(said)
+        if strange := [name for name in names if name not in ours]:
+            lacks = "the model does not have" if strange[0] not in self.template else f"is not one of the {said.part}"
+            return f"{field} holds '{strange[0]}', which {lacks}"
         if said.partial:
             return ""
-        ours = sorted(self.template, key=self._group)
-        for (block, _), of_group in groupby(ours, self._group):
+        for (block, _), of_group in groupby(sorted(ours, key=self._group), self._group):
             group = set(of_group)
             if group & set(names) and (missing := group - set(names)):
                 return f"{field} lacks '{min(missing)}' and has other parts of block '{block}'"
         return ""
+
+    def _part(self, said: Declared) -> tuple[str, ...]:
+        """Return the names of the parameters that a field may hold."""
+        if not said.part:
+            return tuple(self.template)
+        head = set(self.model.head())
+        return tuple(name for name in self.template if (name in head) == (said.part == "head"))
 
     def _group(self, name: str) -> tuple[str, bool]:
         """Return the group of a name: its block, and whether the tensor is a buffer.
@@ -238,6 +359,15 @@ def largest_magnitude(msg: Message) -> float:
         for value in held:
             peaks.setdefault(value.device, []).extend(bound.abs().float() for bound in value.aminmax())
         return torch.tensor([0.0, *(float(torch.stack(group).amax()) for group in peaks.values())]).amax().item()
+
+
+def _together(norms: list[Tensor]) -> NDArray[np.float64]:
+    """Return tensors (K,), which may be on different devices and of different types, as one array (tensors, K)."""
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    if len(kinds) > 1:
+        norms = [norm.to("cpu", torch.float64) for norm in norms]
+    together: NDArray[np.float64] = torch.stack(norms).cpu().numpy().astype(np.float64)
+    return together
 
 
 def _at(field: str, key: str | None) -> str:

@@ -25,14 +25,14 @@
 """
 
 from polyfed.model.build import build_model
-from polyfed.model.default_encoders import default_encoder
-from polyfed.model.encoder_spec import EncoderSpec, Mlp
-from polyfed.model.encoders import ENCODERS, Custom, encoder_spec
+from polyfed.model.encoders.catalogue import ENCODERS, Custom, encoder_spec
+from polyfed.model.encoders.defaults import default_encoder
+from polyfed.model.encoders.hugging_face import HuggingFace
+from polyfed.model.encoders.images import Cnn4, ResNet18
+from polyfed.model.encoders.sequences import ConvGru, TokenTransformer, Transformer
+from polyfed.model.encoders.spec import EncoderSpec, Mlp
 from polyfed.model.fusion import FUSIONS, Fusion
-from polyfed.model.hugging_face import HuggingFace
-from polyfed.model.image_encoders import Cnn4, ResNet18
 from polyfed.model.model import Model
-from polyfed.model.sequence_encoders import ConvGru, TokenTransformer, Transformer
 from polyfed.model.spec import ModelSpec
 
 __all__ = [

@@ -8,13 +8,13 @@ import torch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.checks import check_entries, refuse_state
-from polyfed.model.encoder_spec import EncoderSpec, Shape
-from polyfed.model.encoders import Custom
+from polyfed.model.encoders.catalogue import Custom
+from polyfed.model.encoders.spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
-from polyfed.model.layer_replacement import adopt
-from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
-from polyfed.model.seeded_modules import draws_watched
+from polyfed.model.modules.layer_replacement import adopt
+from polyfed.model.modules.layers import Rows
+from polyfed.model.modules.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
 from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, fusion_class

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.model.parameter_slots import IN_PLACE
+from polyfed.model.modules.parameter_slots import IN_PLACE
 
 
 def whole(where: str, value: Any) -> None:

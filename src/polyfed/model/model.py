@@ -14,11 +14,11 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.fusion import Fusion, masked
-from polyfed.model.layers import BatchNorm, Rows
+from polyfed.model.modules.layers import BatchNorm, Rows
+from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
+from polyfed.model.modules.recompute import Recompute
+from polyfed.model.modules.seeded_modules import flops_of, leaf, leaves, made
 from polyfed.model.names import Named
-from polyfed.model.parameter_slots import Naming, Slots, as_it_is
-from polyfed.model.recompute import Recompute
-from polyfed.model.seeded_modules import flops_of, leaf, leaves, made
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.parameter_slots import Slots
+from polyfed.model.modules.parameter_slots import Slots
 
 
 class Named:

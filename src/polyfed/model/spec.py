@@ -11,7 +11,7 @@ from polyfed.core.errors import ModelError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.model import user_classes
 from polyfed.model.checks import one_of, probability, sizes, whole
-from polyfed.model.encoders import encoder_spec
+from polyfed.model.encoders.catalogue import encoder_spec
 from polyfed.model.fusion import FUSIONS, Fusion
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")

@@ -16,9 +16,9 @@ from torch import Tensor
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import Tree
-from polyfed.model.layers import BatchNorm, Dropout
 from polyfed.model.model import Model
-from polyfed.model.seeded_modules import draws_watched
+from polyfed.model.modules.layers import BatchNorm, Dropout
+from polyfed.model.modules.seeded_modules import draws_watched
 
 ROWS = 3
 """Rows of a trial batch. BatchNorm needs at least two rows. The number is odd, because other axes rarely have odd

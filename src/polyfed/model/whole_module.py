@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.encoder_spec import Shape
+from polyfed.model.encoders.spec import Shape
 from polyfed.model.fusion import Features, Fusion, Parts, masked
-from polyfed.model.layer_replacement import adopt
-from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
-from polyfed.model.seeded_modules import made
+from polyfed.model.modules.layer_replacement import adopt
+from polyfed.model.modules.layers import Rows
+from polyfed.model.modules.seeded_modules import made
 from polyfed.model.spec import ModelSpec
 from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, found

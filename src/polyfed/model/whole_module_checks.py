@@ -10,9 +10,9 @@ from polyfed.core import keys
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.checks import check_entries, refuse_state
-from polyfed.model.encoder_spec import Shape
+from polyfed.model.encoders.spec import Shape
 from polyfed.model.model import Model
-from polyfed.model.seeded_modules import draws_watched
+from polyfed.model.modules.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
 from polyfed.model.user_classes import refusal
 

@@ -130,6 +130,10 @@ class Objective(ABC):
     def own_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of the result of `own_sums`."""
 
+    def group_sizes(self, batch: Batch) -> Tensor:
+        """Return the number of rows in each group for which `own_sums` has sums of its own, by default one group."""
+        return batch.sum(torch.ones(len(batch.y), device=batch.y.device)).reshape(1)
+
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
         """Return a client's `SCORE` from its own sums and its number of test rows, or None if it is undefined."""
         return self.measured(sums).get(self.SCORE)

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.counts import counted
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, counted
 from polyfed.data.columns import Columns
 from polyfed.objective import class_metrics as matrices
 from polyfed.objective import ranking

@@ -122,6 +122,10 @@ class MultiLabel(Objective):
         bins = [ranking.histogram(outputs, real & (y == side)).flatten() for side in (1, 0)]
         return torch.cat([self.sums(outputs, batch), *bins])
 
+    def group_sizes(self, batch: Batch) -> Tensor:
+        """Return the numbers of positive and of negative rows of each label, which have histograms of their own."""
+        return batch.sum(torch.cat([batch.y == 1, batch.y == 0], 1).to(torch.float32))
+
     def own_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (OWN * size + REST,)

@@ -133,6 +133,10 @@ class Regression(Objective):
             found["loss"] = loss / weight
         return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
 
+    def group_sizes(self, batch: Batch) -> Tensor:
+        """Return the number of rows in which each target is known."""
+        return batch.sum((~batch.y.isnan()).reshape(len(batch.y), -1).to(torch.float32))
+
     def own_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (MOMENTS * size + REST + (sentiment.SIZE if self.report == "sentiment" else 0),)

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polyfed.core.counts import counted
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, counted
 from polyfed.data.columns import Columns
 
 

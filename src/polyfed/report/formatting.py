@@ -3,7 +3,7 @@
 import math
 from datetime import UTC, datetime
 
-from polyfed.privacy.guarantee import number as epsilon_of
+from polyfed.privacy.differential.guarantee import number as epsilon_of
 
 MISSING = "–"
 """The text that replaces a missing number."""

@@ -8,7 +8,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.core.log_lines import escaped_lines
+from polyfed.core.system.log_lines import escaped_lines
 
 WIDE = 200
 """The width, in characters, of text that does not go to a terminal, such as text in a file or a pipe."""

@@ -34,8 +34,6 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, add, block_of
 from polyfed.model import Model
 from polyfed.training.optimisers import Moments, Train
-from polyfed.training.step_counts import rows_trained as rows_trained
-from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
 """`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nested structure of
@@ -141,8 +139,10 @@ class ClientData(ABC):
         key: random key of (run, round, client). To draw numbers, derive a key with `draw`.
         round: the round, from 1.
         rounds: number of rounds of the run.
+        min_rows_per_class: least number of rows of a class of which the client may tell; 0 without such a limit.
     """
 
+    min_rows_per_class: int = 0
     num_rows: Tensor
     key: int | Tensor
     round: int

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.openmp import threads_worth
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     BELOW_HALF,
@@ -26,6 +25,7 @@ from polyfed.core.schema import (
     POSITIVE,
     check_ranges,
 )
+from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import Tree, like, size_bytes
 
 Moments = dict[str, Tree]

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip, gaussian
+from polyfed.core.gaussian import Clip, DiscreteGaussian
 from polyfed.core.tree import Tree
 from polyfed.training.client_data import Job, Loss, split_loss
 
@@ -61,16 +61,12 @@ class PerSample:
         """
         assert batch.key is not None, "a batch of local training has a key"
         grads, losses = row_gradients(loss, trained, rest, batch)
-        factors = self.clip.factors(grads)
+        factors, noise = self.clip.factors(grads), DiscreteGaussian(self.deviation)
         found: Tree = {}
         for name, rows in grads.items():
             factor = factors[name] if batch.ok is None else torch.where(batch.ok, factors[name], 0.0)
-            safe = torch.where((factor > 0).view(-1, *(1,) * (rows.dim() - 1)), rows, 0.0)
-            found[name] = torch.tensordot(factor, safe, 1)
-            if self.deviation:
-                base = None if self.secure else batch.key
-                found[name] = found[name] + self.deviation * gaussian(base, name, tuple(rows.shape[1:]), rows.device)
-            found[name] = found[name] / size
+            total = noise.released(noise.total(rows, factor), None if self.secure else batch.key, name)
+            found[name] = (total / size).to(rows.dtype)
         return found, batch.mean(losses)
 
 

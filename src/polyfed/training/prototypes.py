@@ -11,20 +11,28 @@ Shape letters: `B` rows, `C` classes, `D` width of an embedding.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import SHARED, Tree
+from polyfed.training.client_data import ClientData
 
 RATIO_LIMIT = 1e3
 """Imbalance ratios are clamped to [1 / limit, limit]."""
 
 FLOOR = 1e-12
 """Smallest denominator of a ratio (docs/algorithms/conventions.md, Numerics)."""
+
+
+@message
+class Encoders(Message):
+    """The encoders of the model, with which clients compute class means."""
+
+    params: Tree = carries("parameters", part="encoders")
 
 
 @dataclass(frozen=True)
@@ -154,15 +162,18 @@ def modulation(ratio: Tensor, alpha: float, mode: str) -> Tensor:
 
 
 def class_means(
-    fold: Callable[..., Any],
+    data: ClientData,
     features: Callable[[Batch], Mapping[str, Tensor]],
     sizes: Mapping[str, int],
     num_classes: int,
 ) -> tuple[dict[str, Prototypes], Tree]:
     """A client's own prototypes: the mean embedding of every class in every modality.
 
+    The mean of a few rows reveals them, so classes with fewer rows than `data.min_rows_per_class` have no prototype and
+    the count 0.
+
     Args:
-        fold: the client's `ClientData.fold`.
+        data: the client dataset.
         features: a function that returns the embeddings (B, D) of a batch, by modality.
         sizes: D, by modality.
         num_classes: C.
@@ -187,9 +198,11 @@ def class_means(
 
     start = {m: torch.zeros(num_classes, size) for m, size in sizes.items()}
     start |= {f"{m}.rows": torch.zeros(num_classes) for m in sizes} | {SHARED: torch.zeros(num_classes)}
-    sums = fold(step, start)
-    counts = {SHARED: sums[SHARED]} | {m: sums[f"{m}.rows"] for m in sizes if m in partial}
-    return {m: Prototypes.of(sums[m], sums[f"{m}.rows"]) for m in sizes}, counts
+    sums = data.fold(step, start)
+    few = data.min_rows_per_class
+    rows = {name: torch.where(value < few, 0.0, value) for name, value in sums.items() if name not in sizes}
+    counts = {SHARED: rows[SHARED]} | {m: rows[f"{m}.rows"] for m in sizes if m in partial}
+    return {m: Prototypes.of(sums[m], rows[f"{m}.rows"]) for m in sizes}, counts
 
 
 def gathered(

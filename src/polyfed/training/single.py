@@ -32,8 +32,8 @@ from polyfed.training.client_data import (
 )
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
+from polyfed.training.programs.tensor_memory import apart_from, snapshot
 from polyfed.training.step_counts import steps_trained, usable_rows
-from polyfed.training.tensor_memory import apart_from, snapshot
 
 
 @dataclass

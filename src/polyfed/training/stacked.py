@@ -22,7 +22,6 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
 from polyfed.data import Columns
 from polyfed.model import Model
-from polyfed.training import step_replay as replay
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -36,10 +35,11 @@ from polyfed.training.client_data import (
 )
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
+from polyfed.training.programs import replay
+from polyfed.training.programs.source import Source, Unreadable
+from polyfed.training.programs.tensor_memory import apart_from, snapshot
 from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
-from polyfed.training.step_source import Source, Unreadable
-from polyfed.training.tensor_memory import apart_from, snapshot
 
 Kind = tuple[bool, bool]
 """The two facts on which Python branches in a step: whether no row is padding, and whether every client trains."""

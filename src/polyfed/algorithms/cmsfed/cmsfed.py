@@ -37,12 +37,12 @@ from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
-from polyfed.training.client_data import steps_trained
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
+from polyfed.training.step_counts import steps_trained
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class TrainingScope:
     def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
         """Compute the client's class means under the model w, by modality, and its number of rows per class (C,)."""
         sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
-        return prototypes.class_means(data.fold, lambda b: self.features(w, b), sizes, self.context.num_classes)
+        return prototypes.class_means(data, lambda b: self.features(w, b), sizes, self.context.num_classes)
 
     def features(self, w: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) of a batch by modality, scaled for the distances to prototypes."""

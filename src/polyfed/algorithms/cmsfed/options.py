@@ -8,7 +8,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
 from polyfed.objective import Classification, Objective
-from polyfed.privacy.differential import Privacy
+from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Uniform
 
 

@@ -36,14 +36,14 @@ class Ids(Message):
 class Sample(Message):
     """The edge's mini-batch: positions of its samples among the device's own rows, int64 (B_m,)."""
 
-    rows: Tensor = carries("ids", shape=(None,))
+    rows: Tensor = carries("ids", shape=("batch",))
 
 
 @message
 class Embedded(Message):
     """Embeddings (B_m, E) of the device's modalities, in the order of the requested rows."""
 
-    embeddings: Tree = carries("embeddings", shape=(None, "encoded"))
+    embeddings: Tree = carries("embeddings", shape=("batch", "encoded"))
 
 
 @message
@@ -53,9 +53,9 @@ class Exchange(Message):
     The embeddings belong to samples of the mini-batch. `rows` are the positions of these samples in the device's data.
     """
 
-    head: Tree = carries("parameters", whole=True)
-    embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
-    rows: Tensor = carries("ids", shape=(None,))
+    head: Tree = carries("parameters", whole=True, part="head")
+    embeddings: Tree = carries("embeddings", whole=True, shape=("batch", "encoded"))
+    rows: Tensor = carries("ids", shape=("batch",))
 
 
 @message
@@ -75,7 +75,7 @@ class Copy(Message):
 class Slopes(Message):
     """For each row that was exchanged, the gradient of its loss with respect to the embeddings (B_m, E) by modality."""
 
-    gradients: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
+    gradients: Tree = carries("embeddings", whole=True, shape=("batch", "encoded"))
 
 
 @message
@@ -85,8 +85,8 @@ class Guidance(Message):
     `rows` holds, for each embedding, the number of its row in the device's dataset.
     """
 
-    gradients: Tree = carries("embeddings", shape=(None, "encoded"))
-    rows: Tensor = carries("ids", shape=(None,))
+    gradients: Tree = carries("embeddings", shape=("batch", "encoded"))
+    rows: Tensor = carries("ids", shape=("batch",))
 
 
 @message
@@ -104,7 +104,7 @@ class Forward(Message):
     empty message.
     """
 
-    head: Tree = carries("parameters", whole=True)
+    head: Tree = carries("parameters", whole=True, part="head")
 
 
 @message

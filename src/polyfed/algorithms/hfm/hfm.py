@@ -26,7 +26,7 @@ from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 
 ANCHOR = "anchor"
@@ -40,8 +40,8 @@ class Adopt(Message):
     With `mu` above 0, the device keeps these values as its anchor: the proximal term (Eq. 4) pulls training to them.
     """
 
-    params: Tree = carries("parameters")
-    head: Tree = carries("parameters", whole=True)
+    params: Tree = carries("parameters", part="encoders")
+    head: Tree = carries("parameters", whole=True, part="head")
 
 
 @message

@@ -26,7 +26,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 
 
@@ -37,7 +37,7 @@ class Evaluated(Message):
     `params` holds the encoders that compute the embeddings. If `params` is empty, the device uses its own encoders.
     """
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", part="encoders")
 
 
 @message

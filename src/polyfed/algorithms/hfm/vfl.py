@@ -19,7 +19,7 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import Measured
 from polyfed.federation.federation import Federation
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class Guided(Message):
     """The global model, and the server model's embeddings z_T (n, d) of the client's own rows, by modality."""
 
     params: Tree = carries("parameters")
-    teacher: Tree = carries("embeddings", rows="num_rows")
+    teacher: Tree = carries("embeddings", rows="num_rows", shape=("joint",))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -48,7 +48,7 @@ class GuidedUpdate(Message):
     """
 
     params: Tree = carries("parameters")
-    student: Tree = carries("embeddings", rows="num_rows", shape=(None,))
+    student: Tree = carries("embeddings", rows="num_rows", shape=("joint",))
     loss: Tensor = carries("statistic")
     local_loss: Tensor = carries("statistic")
     alignment: Tensor = carries("statistic")

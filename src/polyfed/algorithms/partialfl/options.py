@@ -10,8 +10,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED
 from polyfed.model import Model, ModelSpec
-from polyfed.model.encoders import encoder_spec
-from polyfed.privacy.policy import Policy
+from polyfed.model.encoders.catalogue import encoder_spec
+from polyfed.privacy.egress.policy import Policy
 from polyfed.training.losses import Negatives
 
 

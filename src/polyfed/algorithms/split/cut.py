@@ -34,9 +34,13 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.client_data import steps_trained
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
+from polyfed.training.step_counts import steps_trained
+
+STEP = 1.0
+"""An optimiser step that moves the server's half by more than this many times its norm follows from false activations.
+No other client shows what is usual: split learning trains with one client at a time."""
 
 COMMON = -1
 """The key of a server's half that serves all clients. Otherwise the keys are client numbers."""
@@ -255,7 +259,12 @@ class Cut:
                     heads = self._head_gradients(fed, {k: sent}, halves, number, lost)
                 if self.u_shaped and k not in heads:
                     continue
-                halves[place], fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
+                after, fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
+                if why := fed.too_far(after.params, halves[place].params, STEP):
+                    lost[k] = f"its activations are false: {why}"
+                    fed.emit("client-missing", round=fed.round, task="cut.forward", client=k, reason=lost[k])
+                    continue
+                halves[place] = after
                 cut = {m: fit.carry[f"{m}.cut"] for m in sent.activations}
                 gradients[k] = CutGradients(cut, number, sent.num_rows)
                 loss = heads[k].loss if self.u_shaped else last_loss(fit)
@@ -263,7 +272,11 @@ class Cut:
             trained = fed.ask(self.backward, list(gradients), gradients, quorum=False)
             there.difference_update(k for k in active if k not in trained)
             lost |= smashed.missing | trained.missing
-        done = fed.ask(self.finish, sorted(there), StepNumber(torch.tensor(0)), quorum=False)
+        lower = self.lower(params)
+        end = StepNumber(torch.tensor(0))
+        done = fed.ask(
+            self.finish, sorted(there), end, quorum=False, accept=lambda _, half: fed.too_far(half.params, lower)
+        )
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:

@@ -41,7 +41,7 @@ class Smashed(Message):
 class CutGradients(Message):
     """Gradients of the loss with respect to the activations at the cut, (B, ...) by modality."""
 
-    gradients: Tree = carries("embeddings", rows="num_rows")
+    gradients: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     step: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
@@ -50,7 +50,7 @@ class CutGradients(Message):
 class HeadInput(Message):
     """Only for U-shaped models: the joint representation (B, J), which is the input of the client's head."""
 
-    joint: Tensor = carries("embeddings", rows="num_rows")
+    joint: Tensor = carries("embeddings", rows="num_rows", shape=("joint",))
     step: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
@@ -59,6 +59,6 @@ class HeadInput(Message):
 class HeadGradient(Message):
     """Only for U-shaped models: the loss, and its gradient (B, J) with respect to the input of the client's head."""
 
-    gradient: Tensor = carries("embeddings", rows="num_rows")
+    gradient: Tensor = carries("embeddings", rows="num_rows", shape=("joint",))
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

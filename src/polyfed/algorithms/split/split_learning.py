@@ -24,7 +24,7 @@ from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training.optimisers import Moments
 

@@ -19,7 +19,7 @@ from polyfed.algorithms.split.split_learning import SplitState, first_state, shu
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.privacy.policy import Policy
+from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError
 from polyfed.data.columns import Column, Columns
-from polyfed.data.files import Arrays
 from polyfed.data.media import Extractor
+from polyfed.data.reading.files import Arrays
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from polyfed.data.media.clip import Clip, PlainExtractor, corrupt
 from polyfed.data.media.image import IMAGENET, Image
-from polyfed.model import pretrained
+from polyfed.model.encoders import pretrained
 
 Floats = NDArray[np.float32]
 

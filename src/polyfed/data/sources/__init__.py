@@ -34,30 +34,30 @@ Other data (events, images with text, sensors, synthetic data):
 - `toy`: synthetic data for tests.
 """
 
-from polyfed.data.sources.av_mnist import AvMnist
-from polyfed.data.sources.ave import Ave
 from polyfed.data.sources.base import Facts, Source
-from polyfed.data.sources.cg_digits import CgDigits
-from polyfed.data.sources.cg_mnist import CgMnist
-from polyfed.data.sources.cifar100 import Cifar100
-from polyfed.data.sources.cmu import Mosei, Mosi
-from polyfed.data.sources.crema_d import CremaD
-from polyfed.data.sources.crisismmd import CrisisMmd
-from polyfed.data.sources.food101 import Food101
-from polyfed.data.sources.hateful_memes import HatefulMemes
-from polyfed.data.sources.hugging_face import HuggingFace
-from polyfed.data.sources.iemocap import Iemocap
-from polyfed.data.sources.ku_har import KuHar
-from polyfed.data.sources.meld import Meld
-from polyfed.data.sources.memory import Memory
-from polyfed.data.sources.mnist_m import MnistM
-from polyfed.data.sources.msp_improv import MspImprov
-from polyfed.data.sources.multiview import MultiView
-from polyfed.data.sources.npz import Npz
-from polyfed.data.sources.ptb_xl import PtbXl
-from polyfed.data.sources.table import Table
-from polyfed.data.sources.toy import Toy
-from polyfed.data.sources.ucihar import UciHar
+from polyfed.data.sources.own.hugging_face import HuggingFace
+from polyfed.data.sources.own.memory import Memory
+from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table import Table
+from polyfed.data.sources.own.toy import Toy
+from polyfed.data.sources.pictures.av_mnist import AvMnist
+from polyfed.data.sources.pictures.cg_digits import CgDigits
+from polyfed.data.sources.pictures.cg_mnist import CgMnist
+from polyfed.data.sources.pictures.cifar100 import Cifar100
+from polyfed.data.sources.pictures.crisismmd import CrisisMmd
+from polyfed.data.sources.pictures.food101 import Food101
+from polyfed.data.sources.pictures.hateful_memes import HatefulMemes
+from polyfed.data.sources.pictures.mnist_m import MnistM
+from polyfed.data.sources.pictures.multiview import MultiView
+from polyfed.data.sources.sensors.ku_har import KuHar
+from polyfed.data.sources.sensors.ptb_xl import PtbXl
+from polyfed.data.sources.sensors.ucihar import UciHar
+from polyfed.data.sources.speech.ave import Ave
+from polyfed.data.sources.speech.cmu import Mosei, Mosi
+from polyfed.data.sources.speech.crema_d import CremaD
+from polyfed.data.sources.speech.iemocap import Iemocap
+from polyfed.data.sources.speech.meld import Meld
+from polyfed.data.sources.speech.msp_improv import MspImprov
 
 SOURCES: dict[str, type[Source]] = {
     "av-mnist": AvMnist,

@@ -17,8 +17,8 @@ from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing
 from polyfed.data.features.prepared import Prepared
-from polyfed.data.files import existing
 from polyfed.data.media import Extractor
+from polyfed.data.reading.files import existing
 from polyfed.data.sources.base import Source
 
 

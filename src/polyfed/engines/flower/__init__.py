@@ -21,6 +21,6 @@ telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]
 
 from polyfed.engines.flower.apps import client_app, server_app, simulate  # noqa: E402
 from polyfed.engines.flower.direct import DirectGrid  # noqa: E402
-from polyfed.engines.flower.transport import GridTransport  # noqa: E402
+from polyfed.engines.flower.server.transport import GridTransport  # noqa: E402
 
 __all__ = ["QUIET", "DirectGrid", "GridTransport", "client_app", "server_app", "simulate"]

@@ -15,11 +15,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from polyfed.core.stop_signals import handling
+from polyfed.core.system.stop_signals import handling
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.flower_log import adopt_flower_log
-from polyfed.engines.flower.process import end_with_link, speak_last
-from polyfed.engines.flower.transport import GridTransport
+from polyfed.engines.flower.server.server_process import end_with_link, speak_last
+from polyfed.engines.flower.server.transport import GridTransport
 from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 

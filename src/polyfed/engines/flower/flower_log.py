@@ -4,7 +4,7 @@ from typing import Any
 
 from flwr.supercore import http_logging, logger
 
-from polyfed.core.log_lines import LogLines, says_something
+from polyfed.core.system.log_lines import LogLines, says_something
 
 ROUTINE = {"/metrics", "/status"}
 """Paths that a monitoring system requests every few seconds."""

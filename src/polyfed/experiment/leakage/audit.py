@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.files import LEAKAGE, RECIPE, replace_text
 from polyfed.core.messages import LABELS, OF_THE_MODEL, crossings
+from polyfed.core.system.files import LEAKAGE, RECIPE, replace_text
 from polyfed.core.tree import SHARED
-from polyfed.data.sources.memory import Memory
-from polyfed.experiment.from_data import with_data
-from polyfed.experiment.json_text import to_json
+from polyfed.data.sources.own.memory import Memory
 from polyfed.experiment.leakage import labels, membership, properties, reconstruction
 from polyfed.experiment.leakage.capture import Capture, capture
 from polyfed.experiment.leakage.findings import Finding, Target
 from polyfed.experiment.leakage.membership import ALL
-from polyfed.experiment.recipe import Recipe, load_recipe
-from polyfed.privacy.ledger import TO_CLIENT
-from polyfed.report import egress
-from polyfed.report.run_folder import Folder
+from polyfed.experiment.recipes.from_data import with_data
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.results.json_text import to_json
+from polyfed.privacy.egress.ledger import TO_CLIENT
+from polyfed.report.reading import egress
+from polyfed.report.reading.run_folder import Folder
 
 READS = {
     labels.PRESENT: ("parameters", "gradients", "prototypes", "statistic"),

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Message, cut, map_tensors, tensors
-from polyfed.core.openmp import using_threads
 from polyfed.core.request import Send
+from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data import Population
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Replies
-from polyfed.privacy.ledger import TO_CLIENT
+from polyfed.privacy.egress.ledger import TO_CLIENT
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from polyfed.core.files import RESULT, replace_text
-from polyfed.core.json_and_toml import parse_json
+from polyfed.core.system.files import RESULT, replace_text
+from polyfed.core.system.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
-from polyfed.report.notes import SHARED_RUNS, notes_of, notes_of_run
-from polyfed.report.run_schema import RUN_RESULT, parse_as
+from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run
+from polyfed.report.reading.run_schema import RUN_RESULT, parse_as
+from polyfed.report.reading.study_folder import Absent
 from polyfed.report.scores import Metric, first_metric
-from polyfed.report.study_folder import Absent
 
 State = Literal["left", "running", "finished", "failed"]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from polyfed.core.errors import EgressError, did_you_mean
 from polyfed.data import Columns, Population
 from polyfed.evaluation.client_statistics import personal
-from polyfed.experiment.assembly import population_of
-from polyfed.experiment.check import personal_fix, refuse_forbidden
-from polyfed.experiment.dry_run import assembled_dry, metrics_of
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.checks.check import personal_fix, refuse_forbidden
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.running.dry_run import assembled_dry, metrics_of
 from polyfed.experiment.study.study_file import GROUPS
 from polyfed.report.scores import TITLES
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.data import Columns
-from polyfed.experiment.assembly import model_of
-from polyfed.experiment.defaults import with_encoders
-from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.section_checks import check_model
-from polyfed.experiment.task_choice import prepared, with_task
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipes.defaults import with_encoders
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.section_checks import check_model
+from polyfed.experiment.recipes.task_choice import prepared, with_task
+from polyfed.experiment.running.assembly import model_of
+from polyfed.privacy.egress.policy import Policy
 
 SECTIONS = ("data", "task", "model", "algorithm", "evaluate", "egress")
 """The sections of a recipe that the check reads. Recipes that agree in them get the same answer."""

@@ -17,8 +17,8 @@ from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
-from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
-from polyfed.experiment.round_facts import versions
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.study.conditions import holds, unknown_keys
 from polyfed.experiment.study.metric_checks import (
     Measured,

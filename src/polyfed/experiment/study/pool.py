@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from polyfed.experiment import machine
+from polyfed.experiment.running import machine
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Each process uses one thread, because the threads of one run wait for each other. Several runs use the cores

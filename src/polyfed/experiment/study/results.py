@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.files import STUDY, replace_text
+from polyfed.core.system.files import STUDY, replace_text
 from polyfed.experiment.study.board import Board, Entry, no_metric
 from polyfed.experiment.study.plan import Cell, short, value_text
 from polyfed.experiment.study.study_schema import Study
-from polyfed.report.page import render, write_page
-from polyfed.report.run_folder import numbers_of
-from polyfed.report.run_schema import parse_as
-from polyfed.report.study_folder import STUDY_FACTS
+from polyfed.report.pages.page import render, write_page
+from polyfed.report.reading.run_folder import numbers_of
+from polyfed.report.reading.run_schema import parse_as
+from polyfed.report.reading.study_folder import STUDY_FACTS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment import machine
-from polyfed.experiment.events import Emitter, Listener
-from polyfed.experiment.lock import alone_in
+from polyfed.experiment.running import machine
+from polyfed.experiment.running.events import Emitter, Listener
+from polyfed.experiment.running.lock import alone_in
 from polyfed.experiment.study import results
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.plan import Cell, Planner, planned

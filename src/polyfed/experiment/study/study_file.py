@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.schema import checked
+from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, sets, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 

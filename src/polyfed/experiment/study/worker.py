@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from polyfed.core.errors import PolyfedError, PolyfedWarning
-from polyfed.experiment.events import Emitter
-from polyfed.experiment.lock import alone_in
-from polyfed.experiment.loop import execute
-from polyfed.experiment.machine import memory_of
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.experiment.records import Records
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.lock import alone_in
+from polyfed.experiment.running.loop import execute
+from polyfed.experiment.running.machine import memory_of
 
 LEAVE = 30.0
 """The number of seconds to wait for another process that still writes to the folder of a run."""

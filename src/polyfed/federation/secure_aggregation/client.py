@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.fields import Declared
 from polyfed.core.masked import LONG, masked_class
-from polyfed.core.messages import Message, tensors
+from polyfed.core.messages import Declared, Message, tensors
 from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, Within, check_ranges
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested

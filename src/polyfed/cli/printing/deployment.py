@@ -1,0 +1,168 @@
+"""The output of `polyfed app` and of `polyfed check --node`."""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from polyfed import deploy
+from polyfed.cli.printing import tables
+from polyfed.core.system.files import RESULT
+from polyfed.deploy.device.check import Inspection
+from polyfed.experiment.checks.check import fixes_of
+from polyfed.report import REPORT
+from polyfed.report.text_layout import plain_table, stacked, titled
+
+
+def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Run a federation on this machine, and return its result and what to print."""
+    out = deploy.run_locally(recipe, folder)
+    result: dict[str, Any] = json.loads((out / RESULT).read_text())
+    return result, [tables.result_table(result), Text(f"files in {out}, picture in {out / REPORT}")]
+
+
+def resume_command(recipe: Path, folder: Path) -> str:
+    """The command that resumes an interrupted federation."""
+    return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `polyfed app` wrote.
+
+    Attributes:
+        folder: the folder of the app.
+        credentials: the folder of the credentials.
+        warnings: what the app warns about.
+        keys: the number of device keys that were asked for; None if no credentials were asked for.
+        kept: whether the folder of the credentials had files before.
+        new: the new files in this folder.
+        lacking: whether no credentials were asked for, and the folder of the credentials holds no server certificate.
+    """
+
+    folder: Path
+    credentials: Path
+    warnings: Sequence[str]
+    keys: int | None = None
+    kept: bool = False
+    new: Sequence[str] = ()
+    lacking: bool = False
+
+    @property
+    def start(self) -> str:
+        """The command that starts the app."""
+        return f"FLWR_HOME={self.credentials}/flwr flwr run {self.folder} polyfed --stream"
+
+    def facts(self) -> dict[str, Any]:
+        """The content that `app --json` prints."""
+        facts = {"app": str(self.folder), "start": self.start, "warnings": list(self.warnings)}
+        if self.lacking:
+            return facts | {"credentials": None}
+        if self.keys is None:
+            return facts
+        return facts | {"credentials": str(self.credentials), "new": list(self.new)}
+
+    def lines(self) -> Iterator[str]:
+        """What to print."""
+        yield from (f"warning: {text}" for text in self.warnings)
+        if self.lacking:
+            yield f"app in {self.folder}; no credentials were asked for, and {self.credentials} holds no credentials"
+            yield "to write a certificate of the server, repeat the command with --host NAME, its name or address"
+            yield f"once a SuperLink uses the credentials, start the app with: {self.start}"
+            return
+        yield f"app in {self.folder}; start it with: {self.start}"
+        if self.keys is None:
+            yield f"the credentials in {self.credentials} are unchanged"
+            return
+        if self.kept:
+            yield f"existing files in {self.credentials} are kept; new: {', '.join(self.new) or 'nothing'}"
+        else:
+            yield f"a server certificate and {self.keys} keys of devices, for trials, in {self.credentials}"
+        yield f"put the public key *.pub of every device there, then: polyfed superlink {self.credentials}"
+
+
+def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Written:
+    """Write an app and, if keys or hosts are given, credentials. Return what was written.
+
+    Args:
+        recipe: the recipe.
+        folder: the folder for the app. Credentials go to a folder beside it, which has the same name with
+            `-credentials` added.
+        keys: how many device keys to write, or None.
+        hosts: names and addresses for the server's certificate.
+    """
+    credentials = folder.with_name(f"{folder.name}-credentials")
+    warnings: list[str] = []
+    deploy.write_app(recipe, folder, warnings.append)
+    if keys is None and not hosts:
+        return Written(folder, credentials, warnings, lacking=not (credentials / "server.pem").exists())
+    before = {path.name for path in credentials.glob("*")}
+    deploy.write_credentials(credentials, keys or 0, hosts)
+    new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
+    return Written(folder, credentials, warnings, keys or 0, bool(before), new)
+
+
+def device_tables(inspection: Inspection) -> Group:
+    """Return tables that describe a device. They do not need the device's SuperNode to be running.
+
+    They show the device's data, its policy, and what the policy allows a recipe to send.
+    """
+    node = inspection.node
+    policy = plain_table("block", "to the server", "to its silo", left=3)
+    for block, row in inspection.policy.table(node.held).items():
+        policy.add_row(Text(block), *(", ".join(row[place]) or "nothing" for place in ("server", "silo")))
+    crossing = plain_table("task", "message.field", "kind", "block", "to", "this device", left=6)
+    for sent in inspection.planned:
+        verdict = "allows" if sent.allowed else Text("REFUSES", "bold red")
+        crossing.add_row(
+            sent.task, f"{sent.message}.{sent.field}", sent.kind, Text(sent.block), sent.destination, verdict
+        )
+    fixes = fixes_of(inspection.refused, inspection.policy)
+    parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
+    if inspection.planned:
+        parts.append(titled("The recipe would send", crossing))
+    refused = ((row.kind, row.block, row.destination) for row in inspection.refused)
+    parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
+    parts += [Text(f"would be allowed by {fix}") for fix in fixes]
+    parts += [Text(f"[limits] {line}") for line in inspection.limits]
+    parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
+    parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
+    if inspection.unchecked:
+        cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
+        why = f"NOT CHECKED: what the recipe would send, because {inspection.unchecked}. Give the device's data: {cure}"
+        parts.append(Text(why, "bold red"))
+    return stacked(*parts)
+
+
+def device_facts(inspection: Inspection) -> dict[str, Any]:
+    """The content that `check --node --json` prints."""
+    node, (trained, tested) = inspection.node, inspection.rows or (None, None)
+    return {
+        "client": None if inspection.rows is None else node.client,
+        "rows": trained,
+        "test_rows": tested,
+        "shapes": inspection.shapes,
+        "egress": inspection.policy.table(node.held),
+        "limits": list(inspection.limits),
+        "required": list(inspection.required),
+        "breaches": list(inspection.breaches),
+        "planned": [asdict(row) for row in inspection.planned],
+        "unchecked": inspection.unchecked,
+    }
+
+
+def _data(inspection: Inspection) -> Iterator[RenderableType]:
+    if inspection.rows is None:
+        yield Text(f"policy {inspection.node.policy} is valid", "bold")
+        return
+    node, (trained, tested) = inspection.node, inspection.rows
+    table = plain_table("modality", "shape of a sample", left=2)
+    for name, shape in inspection.shapes.items():
+        table.add_row(Text(name), str(shape))
+    head = f"client {node.client}: {trained:,} rows to train on, {tested:,} of its own to test on"
+    yield titled(f"{head}, labels 0..{inspection.num_classes - 1}", table)

@@ -1,0 +1,78 @@
+"""The output of `polyfed status`. All texts in it come from the network, so only printable characters are shown."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from polyfed.core.errors import PolyfedError
+from polyfed.core.system.log_lines import escaped
+from polyfed.report.text_layout import plain_table, stacked, titled
+
+
+def status_tables(told: dict[str, Any]) -> Group:
+    """Return the status of a server as tables.
+
+    Raises:
+        PolyfedError: the answer is not the status of a server.
+    """
+    try:
+        return stacked(*_parts(told))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise PolyfedError(
+            f"the status cannot be read ({error!r:.200}): is the server's version another one?"
+        ) from None
+
+
+def _parts(told: dict[str, Any]) -> list[RenderableType]:
+    nodes = told["nodes"]
+    head = (
+        f"polyfed {told['polyfed']}, Flower {told['flower']}: {nodes['online']} of {nodes['registered']} devices online"
+    )
+    parts: list[RenderableType] = [Text(escaped(head), "bold")]
+    if told.get("away"):
+        away = plain_table("client", "key", left=2)
+        for device in told["away"]:
+            number = "not in the current run" if device["client"] is None else str(device["client"])
+            away.add_row(Text(escaped(number)), Text(escaped(str(device["key"]))))
+        parts.append(titled("Devices that are away", away))
+    runs = plain_table("run", "status", left=2)
+    for run in told["runs"]:
+        runs.add_row(*(Text(escaped(str(run[key]))) for key in ("id", "status")))
+    if told["runs"]:
+        parts.append(titled("Latest runs", runs))
+    if told["run"] is not None:
+        parts += _run(told["run"])
+    return parts
+
+
+def _run(run: dict[str, Any]) -> list[RenderableType]:
+    facts = plain_table("", "", left=2)
+    moment = datetime.fromtimestamp(run["updated"], UTC).isoformat(timespec="seconds")
+    rows = {
+        "state": run["state"],
+        "folder": run["run"],
+        "enrolled": f"{run['enrolled']} of {run['wanted']}",
+        "round": _progress(run),
+        "asked in the latest round": run["cohort"],
+        "bytes up, down": f"{run['bytes_up']:,}, {run['bytes_down']:,}",
+        "replies missing, late": f"{run['missing_replies']}, {run['late_replies']}",
+        "last event": moment,
+    } | ({"error": run["error"]} if run["error"] else {})
+    for name, value in rows.items():
+        facts.add_row(Text(name, "dim"), Text(escaped(str(value))))
+    parts: list[RenderableType] = [titled("Current run", facts)]
+    if run["reasons"]:
+        table = plain_table("client", "round", "task", "why no reply", left=4)
+        for client, told in run["reasons"].items():
+            table.add_row(*(Text(escaped(str(word))) for word in (client, told["round"], told["task"], told["reason"])))
+        parts.append(table)
+    return parts
+
+
+def _progress(run: dict[str, Any]) -> str:
+    if run["state"] == "enrolling":
+        return "none yet: the server waits for devices to enrol"
+    latest = f", the latest took {run['round_seconds']:.1f} s" if run["round_seconds"] else ""
+    return f"{run['round']} of {run['rounds']}{latest}"

@@ -1,0 +1,97 @@
+"""Results, checks and comparisons as tables for the terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from polyfed.privacy.differential.guarantee import number
+from polyfed.report.comparison.cells import Column
+from polyfed.report.comparison.compare import Comparison
+from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
+from polyfed.report.scores import TITLES, Headline, title_of, unit_of
+from polyfed.report.text_layout import plain_table, stacked, titled
+
+
+def result_table(result: dict[str, Any]) -> Group:
+    """The scores and the cost of a finished run."""
+    title = f"{result['algorithm']} on {result['dataset']}, {counted(result['rounds'], 'round')}, seed {result['seed']}"
+    table = plain_table("", "")
+    head = Headline.of(result.get("task"))
+    for name, value in _scores(result["metrics"], head):
+        table.add_row(Text(name), value)
+    if best := result.get("best"):
+        reached = best["metrics"].get("global", {})
+        if reached:
+            words = ", ".join(f"{k} {number_of(reached[k], unit_of(k))}" for k in head.shown if k in reached)
+            table.add_row(f"at best validation, round {best['round']}", words)
+    if backdoor := result.get("backdoor"):
+        turned, without = (number_of(backdoor[name], "share") for name in ("success", "without_trigger"))
+        table.add_row(
+            Text(f"backdoor to class {backdoor['target']}"), f"{turned} of test rows ({without} without trigger)"
+        )
+    table.add_row("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}")
+    table.add_row("time per round", seconds_of(result["seconds_per_round"]))
+    if spent := result.get("privacy"):
+        partial = " (of the protected parts only)" if spent["unprotected"] else ""
+        table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]) + partial)
+    if "simulated_seconds" in result:
+        table.add_row("simulated time", seconds_of(result["simulated_seconds"]))
+    return titled(title, table)
+
+
+def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tuple[str, str]]:
+    reached = metrics.get("global", {})
+    if head.score in reached:
+        yield f"{head.title}, all modalities", number_of(reached[head.score], head.unit)
+    for modality, value in metrics.get("unimodal", {}).items():
+        yield f"{head.title}, {modality} alone", number_of(value, head.unit)
+    for name in TITLES:
+        if name in reached and name not in (head.score, "top5"):
+            yield title_of(name), number_of(reached[name], unit_of(name))
+    if each := metrics.get("global_by_client"):
+        words = f"{number_of(each['weighted'], head.unit)} (worst {number_of(each['worst'], head.unit)})"
+        yield "the same, clients weighted by rows", words
+    if "mean" in (personal := metrics.get("personal", {})):
+        words = f"{number_of(personal['mean'], head.unit)} (worst {number_of(personal['worst'], head.unit)})"
+        yield f"personal {head.title}, mean", words
+
+
+def comparison_tables(comparison: Comparison, width: int) -> Group:
+    """Quality and cost of each group: mean ± sample standard deviation over n runs (n seeds if folds are pooled).
+
+    Columns that do not fit into `width` characters are shown in additional tables.
+    """
+    quality = [column for column in comparison.columns if column.is_quality]
+    cost = [column for column in comparison.columns if not column.is_quality]
+    parts = []
+    for title, columns in (("Quality", quality), ("Cost", cost)):
+        tables = [_comparison(comparison, part) for part in _fitting(comparison, columns, width)]
+        parts.append(Group(Text(title, "bold"), *tables))
+    return stacked(*parts, *(Text(warning) for warning in comparison.warnings))
+
+
+def _comparison(comparison: Comparison, columns: Sequence[Column]) -> Table:
+    table = plain_table("method", "n", *(column.heading for column in columns))
+    for group in comparison.groups:
+        cells = (comparison.cell(group, column) for column in columns)
+        table.add_row(Text(group.name), str(len(group.folders)), *cells)
+    return table
+
+
+def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """Split the columns into tables that fit into `width`. The width includes the leading columns, method and n."""
+    gap, first = 2, max(len(group.name) for group in comparison.groups) + 6
+    parts: list[list[Column]] = []
+    room = 0
+    for column in columns:
+        cells = (comparison.cell(group, column) for group in comparison.groups)
+        need = gap + max(len(column.heading), *(len(cell) for cell in cells))
+        if not parts or need > room:
+            parts.append([])
+            room = width - first
+        parts[-1].append(column)
+        room -= need
+    return parts

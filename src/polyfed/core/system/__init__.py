@@ -1,0 +1,1 @@
+"""Files, logs, signals and threads, as every room uses them."""

@@ -1,0 +1,109 @@
+"""The names of the files of a run, and functions that read and write files safely."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from polyfed.core.errors import CheckpointError
+from polyfed.core.system.json_and_toml import parse_json
+
+_V = TypeVar("_V")
+
+ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
+    "rounds.jsonl",
+    "egress.jsonl",
+    "result.json",
+    "recipe.toml",
+    "run.json",
+)
+
+
+LEAKAGE = "leakage.json"
+"""The file with the findings of `polyfed audit`: what the messages of a run reveal."""
+
+STUDY = "study.json"
+"""The file in the folder of a sweep that lists its runs."""
+
+AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
+"""The audit log in the folder of a device or of a run, and the public key that checks it."""
+
+
+def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
+    """Read a small JSON file in which polyfed keeps values across restarts. If there is no file, return {}.
+
+    Args:
+        path: the file.
+        of: a function that converts each value of the file, such as `int`.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return {str(key): of(value) for key, value in parse_json(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file. Readers see either the old or the whole new text, even after a power failure."""
+    draft = path.with_name(f".{path.name}.draft")
+    with open(draft, "w", encoding="utf-8", opener=without_links) as file:
+        file.write(text)
+    sync(draft)
+    os.replace(draft, path)
+    sync(path.parent)
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=without_links)`, unless it is a symbolic link, which could lead anywhere.
+
+    Raises:
+        OSError: the path is a symbolic link.
+    """
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def append_whole(path: Path, text: bytes) -> int:
+    """Append a text to a file, either completely or not at all. Returns the file's previous size.
+
+    Raises:
+        OSError: the text cannot be written. The file then keeps its previous size, because a partly written line would
+            also make the next line unreadable.
+    """
+    with open(path, "ab", buffering=0, opener=without_links) as file:
+        whole = file.tell()
+        try:
+            _write(file, text)
+        except OSError:
+            file.truncate(whole)
+            raise
+    return whole
+
+
+@contextmanager
+def undone(path: Path, size: int) -> Iterator[None]:
+    """Truncate a file to this size if the enclosed block fails."""
+    try:
+        yield
+    except BaseException:
+        os.truncate(path, size)
+        raise
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    """Write the whole text. A single `write` may write only a part of it, for example on a disk that is almost full."""
+    while text:
+        text = text[file.write(text) :]

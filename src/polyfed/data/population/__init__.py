@@ -1,0 +1,1 @@
+"""How the rows of a table are spread over clients."""

@@ -1,0 +1,314 @@
+"""Splits a table over clients: the rows and modalities that each client holds, and the test and validation rows."""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, counted
+from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
+from polyfed.data.partitions.base import Partition, refuse_targets
+from polyfed.data.partitions.by_client import ByClient, natural_clients
+from polyfed.data.partitions.shards import Shards
+from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.modality_assignment import assign, devices_per_silo
+from polyfed.data.population.silo_devices import dealt_to_devices, of_clients
+
+
+@dataclass(frozen=True)
+class Population:
+    """A data set split over K clients.
+
+    Attributes:
+        columns: The table.
+        train: Training rows of each client.
+        test: Own test rows of each client, which may be empty for some clients. None if no client has own test rows.
+        holds: bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
+        silo: int64 (K,), silo of each client. None if there are no silos.
+        test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
+            clients' own test rows.
+        validation_rows: Pooled validation set, int64, ascending.
+        limited: In a deployment, the clients that reported more rows than the option `rows_cap` of the [engine]
+            section allows. In averages, the weight of such a client is the allowed number of rows, not the reported
+            number.
+    """
+
+    columns: Columns
+    train: Shards
+    test: Shards | None
+    holds: Tensor
+    silo: Tensor | None
+    test_rows: Tensor
+    validation_rows: Tensor
+    limited: frozenset[int] = frozenset()
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients K."""
+        return len(self.train)
+
+    def modalities(self, client: int) -> tuple[str, ...]:
+        """Names of the modalities that a client holds."""
+        held = self.holds[client].tolist()
+        return tuple(name for name, has in zip(self.columns.modalities, held, strict=True) if has)
+
+
+def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
+    """Split a data set over clients.
+
+    Args:
+        columns: The table. This function checks its features for NaN and infinity.
+        clients: The schema of `[clients]`.
+        key: Key of the run. There is a separate random stream for each of four steps: the partition, the validation
+            split, the choice of own test rows and the assignment of modalities.
+
+    Raises:
+        DataError: A feature is not finite, or a client has no row or no modality.
+        RecipeError: The data lacks something that an option requires.
+    """
+    check_finite(columns)
+    train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
+    pooled = torch.cat([columns.rows(VALIDATION), validation]).sort().values
+    if clients.measure_on == "validation":
+        train, own_test = _own_validation(train, own_test, pooled, clients, key)
+    silo = None
+    if clients.partition == "silos":
+        names = tuple(columns.modalities)
+        silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
+        device_key = keys.key(key, "devices of silos")
+        train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
+        own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+    holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
+    if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
+        # a silo without any modality stays, for the check below
+        kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
+        train = of_clients(train, kept)
+        own_test = None if own_test is None else of_clients(own_test, kept)
+        silo, holds = silo[kept], holds[kept]
+    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
+    if len(test_rows) == 0 and own_test is not None:
+        test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
+    population = Population(
+        columns=columns,
+        train=train,
+        test=own_test,
+        holds=holds,
+        silo=silo,
+        test_rows=test_rows,
+        validation_rows=pooled,
+    )
+    _check(population, clients)
+    return population
+
+
+def _split(
+    columns: Columns, clients: ClientsSpec, partition: Partition, key: int
+) -> tuple[Shards, Shards | None, Tensor]:
+    """Return training rows and own test rows of each client, and pooled validation rows, int64."""
+    own_test, trainable = _roles(columns, clients)
+    rows = (trainable | own_test).nonzero()[:, 0].numpy()
+    val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
+    validation = torch.zeros(0, dtype=torch.int64)
+    if isinstance(partition, ByClient):
+        natural = Shards.of(natural_clients(columns, rows))
+        validation = natural.where(trainable[natural.rows]).held_out(clients.validation, val_key)[1].rows
+        left = np.ones(len(columns), dtype=np.bool_)
+        left[validation.numpy()] = False
+        rows = rows[left[rows]]
+    shards = Shards.of(partition.split(columns, rows, part_key))
+    _check_partition(partition, shards, rows, len(columns))
+    train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
+    if not isinstance(partition, ByClient):
+        train, pooled = train.held_out(clients.validation, val_key)
+        validation = pooled.rows
+    if clients.personal_test is None:
+        return train, None, validation
+    if clients.personal_test == "split_personal":
+        return train, marked, validation
+    if clients.personal_test == "matched":
+        return train, matched(columns, train, own_key), validation
+    return *train.held_out(float(clients.personal_test), own_key), validation
+
+
+def _own_validation(
+    train: Shards, own_test: Shards | None, pooled: Tensor, clients: ClientsSpec, key: int
+) -> tuple[Shards, Shards | None]:
+    """Replace each client's own test rows with a share of its training rows. Return the remaining and the moved rows.
+
+    Raises:
+        RecipeError: there are no validation rows to measure on.
+    """
+    if len(pooled) == 0 or (own_test is not None and clients.validation == 0.0):
+        raise RecipeError(
+            "clients.measure_on = 'validation' needs validation rows: set clients.validation, as in "
+            "clients.validation = 0.1"
+        )
+    if own_test is None:
+        return train, None
+    return train.held_out(clients.validation, keys.key(key, "own validation"))
+
+
+def matched(columns: Columns, train: Shards, key: int) -> Shards:
+    """Draw test rows for each client from the global test set, in the label proportions of its training rows.
+
+    If a client has 5 % of all training rows, its number of test rows is about 5 % of the size of the test set. The
+    client gets fewer rows if one of its classes is too rare in the test set. For each of its classes that occurs in the
+    test set, it gets at least one row. A client gets no row twice, but two clients may get the same row. The FMML paper
+    does not state how many test rows a client has (docs/partitions.md).
+
+    Args:
+        columns: The table.
+        train: Training rows of each client.
+        key: Key of the random numbers.
+
+    Raises:
+        RecipeError: The data has no global test set.
+    """
+    refuse_targets(columns, "[clients] personal_test = 'matched' draws rows by their class")
+    label, test_rows = columns.label.cpu(), columns.rows(TEST)
+    if len(test_rows) == 0:
+        raise RecipeError(f"clients.personal_test = 'matched' needs a global test set; data '{columns.name}' has none")
+    available = torch.bincount(label[test_rows], minlength=columns.num_classes).double()
+    counts = train.counts(label, columns.num_classes).double() * (available > 0)
+    share = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
+    target = (train.sizes * len(test_rows) / max(1, len(train.rows))).round()
+    # the largest size at which no class needs more rows than exist
+    limit = torch.where(share > 0, available / share, torch.inf).amin(1)
+    wanted = torch.minimum(_rounded(share, torch.minimum(target, limit).floor()).clamp(min=1.0), available)
+    wanted = (wanted * (share > 0)).long()
+    rows, owners = [], []
+    for number in range(columns.num_classes):
+        pool = test_rows[label[test_rows] == number]
+        draw = keys.generator(keys.key(key, number))
+        pool = pool[torch.from_numpy(draw.permutation(len(pool)))]
+        owner = torch.repeat_interleave(torch.arange(len(train)), wanted[:, number])
+        # a slice of the shuffled class from a random start: the rows are distinct within a client, and this is cheap
+        first = torch.from_numpy(draw.integers(0, max(1, len(pool)), len(train)))[owner]
+        begin = (wanted[:, number].cumsum(0) - wanted[:, number])[owner]
+        rows.append(pool[(first + torch.arange(len(owner)) - begin) % max(1, len(pool))])
+        owners.append(owner)
+    order = torch.cat(owners).argsort(stable=True)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), wanted.sum(1).cumsum(0)])
+    return Shards(offsets, torch.cat(rows)[order])
+
+
+def _rounded(share: Tensor, size: Tensor) -> Tensor:
+    """Return whole numbers near `share * size` (K, C) that sum to `size` (K,), by the largest-remainder method."""
+    exact = share * size[:, None]
+    order = torch.argsort(exact - exact.floor(), dim=1, descending=True, stable=True)
+    rank = torch.argsort(order, dim=1)
+    return exact.floor() + (rank < (size - exact.floor().sum(1))[:, None])
+
+
+def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
+    """Return two masks, bool (N,): the rows that the data marks as test rows of a client, and the training rows.
+
+    The first mask is empty unless `personal_test` is `split_personal`. Guard rows are in neither mask.
+    """
+    train = columns.split.cpu() == TRAIN
+    if clients.personal_test != "split_personal":
+        return torch.zeros_like(train), train
+    if columns.split_personal is None:
+        raise RecipeError(
+            f"clients.personal_test = 'split_personal', but data '{columns.name}' has no such array; give a "
+            "share, such as 0.25, or 'matched'"
+        )
+    codes = columns.split_personal.cpu()
+    return train & (codes == OWN_TEST), train & (codes != OWN_TEST) & (codes != GUARD)
+
+
+def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:
+    """Return which modalities each client holds, bool (K, M).
+
+    A client holds a modality if [clients] assigns it to the client and at least one training row of the client has it.
+    """
+    holds = assign(clients, tuple(columns.modalities), len(train), key)
+    for place, name in enumerate(columns.modalities):
+        if name in columns.present:
+            holds[:, place] &= train.counts(columns.present[name].cpu().long(), 2)[:, 1] > 0
+    return holds
+
+
+def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num_rows: int) -> None:
+    """Raise RecipeError unless the partition returned only rows that it received, each at most once."""
+    given = np.zeros(num_rows, dtype=np.bool_)  # a byte for each row: counts would be the peak of a run's memory
+    given[rows] = True
+    used = shards.rows.numpy()
+    if len(used) == 0 or (used.min() >= 0 and used.max() < num_rows and given[used].all()):
+        given[used] = False
+        if given.sum() == len(rows) - len(used):
+            return
+        wrong = int(np.flatnonzero(np.bincount(used) > 1)[0])
+        fault = "twice"
+    else:
+        outside = (used < 0) | (used >= num_rows)
+        wrong = int(used[outside][0] if outside.any() else used[~given[used]][0])
+        fault = "that it was not given"
+    raise RecipeError(
+        f"clients.partition: {type(partition).__name__}.split returns row {wrong} {fault}. It must return each of "
+        "the given rows at most once"
+    )
+
+
+def _check(population: Population, clients: ClientsSpec) -> None:
+    """Raise an error if a client has no row or no modality, or if a round needs more clients than exist."""
+    empty = (population.train.sizes == 0).nonzero()[:, 0]
+    if len(population.train) == 0 or len(empty):
+        who = f"client {int(empty[0])} has no training rows" if len(empty) else "there are no clients"
+        raise DataError(f"{who}; use fewer clients, a larger clients.min_size or another partition")
+    bare = (~population.holds.any(1)).nonzero()[:, 0]
+    if len(bare):
+        raise DataError(
+            f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack the modalities "
+            "that it may hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
+        )
+    for name, held in zip(population.columns.modalities, population.holds.any(0).tolist(), strict=True):
+        there = population.columns.present.get(name)
+        if not held or (there is not None and not bool(there[population.train.rows].any())):
+            warnings.warn(
+                f"no client has training rows with {name}: its encoder stays untrained, and evaluations still read it. "
+                "Leave it out, as in [data] modalities, or change [clients]",
+                PolyfedWarning,
+                stacklevel=3,
+            )
+    count = clients.participation
+    if isinstance(count, int) and count > population.num_clients:
+        raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")
+    if population.columns.labelled:
+        _warn_of_labels(population)
+
+
+def _warn_of_labels(population: Population) -> None:
+    """Warn if all training rows have one label, or if a class occurs in test rows only."""
+    label, rows = population.columns.label.cpu(), population.train.rows
+    only = label[rows[0]]
+    # piece by piece: the first piece nearly always decides, and a copy of all labels would be the peak of memory
+    if all(bool((label[piece] == only).all()) for piece in torch.split(rows, 65_536)):
+        warnings.warn(
+            f"all training rows have label {only.tolist()}: nothing can be learnt", PolyfedWarning, stacklevel=4
+        )
+    if label.is_floating_point():
+        return
+    trained = _classes(label, rows, population.columns.num_classes)
+    tested = _classes(label, population.test_rows, population.columns.num_classes)
+    if unseen := (tested & ~trained).nonzero()[:, 0].tolist():
+        names = population.columns.class_names
+        listed = ", ".join(str(number) if names is None else f"'{names[number]}'" for number in unseen[:5])
+        listed += ", ..." if len(unseen) > 5 else ""
+        warnings.warn(
+            f"data '{population.columns.name}': {counted(len(unseen), 'class has', 'classes have')} test rows and no "
+            f"training row ({listed}), so no model can predict them. Check the splits",
+            PolyfedWarning,
+            stacklevel=4,
+        )
+
+
+def _classes(label: Tensor, rows: Tensor, num_classes: int) -> Tensor:
+    """Return which classes occur in these rows, bool (C,)."""
+    found = torch.zeros(num_classes, dtype=torch.bool)
+    for piece in torch.split(rows, 65_536):
+        found[label[piece]] = True
+    return found

@@ -1,0 +1,60 @@
+"""Chooses the rows of a silo's devices: all groups of devices hold the same rows, or rows that overlap only partly."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core import keys
+from polyfed.data.partitions.shards import Shards
+from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.modality_assignment import devices_per_silo
+
+
+def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str], key: int) -> Shards:
+    """Give the rows of each silo to its devices.
+
+    Devices with the same entry in `holdings` form a group, and the rows of a group are dealt to its devices. Normally,
+    every group gets all rows of the silo. If `silo_overlap` is set, it is the share of the silo's rows that are
+    common: every group gets the common rows. Each of the remaining rows goes to a single group, which is drawn at
+    random.
+
+    Args:
+        silos: the rows of each silo.
+        spec: the schema of `[clients]`.
+        modalities: the modalities of the data.
+        key: key of the random numbers.
+
+    Returns:
+        The rows of each device, silo by silo, in the order of `holdings`.
+    """
+    held_by = [[name] for name in modalities] if spec.holdings is None else spec.holdings
+    entries: list[tuple[str, ...]] = [tuple(sorted(names)) for names in held_by]
+    groups = list(dict.fromkeys(entries))
+    if len(groups) == len(entries) and spec.silo_overlap is None:
+        return silos.repeated(devices_per_silo(spec, modalities))
+    parts: list[NDArray[np.int64]] = []
+    for silo in range(len(silos)):
+        rows, draw = silos[silo].numpy(), keys.generator(keys.key(key, silo))
+        held = _held(len(rows), len(groups), 1.0 if spec.silo_overlap is None else spec.silo_overlap, draw)
+        of_group = [draw.permutation(rows[held[number]]) for number in range(len(groups))]
+        seen = dict.fromkeys(groups, 0)
+        for entry in entries:
+            parts.append(np.sort(of_group[groups.index(entry)][seen[entry] :: entries.count(entry)]))
+            seen[entry] += 1
+    return Shards.of(parts)
+
+
+def of_clients(shards: Shards, clients: Sequence[int]) -> Shards:
+    """Return the rows of these clients only, in this order."""
+    return Shards.of([shards[client].numpy() for client in clients])
+
+
+def _held(num_rows: int, num_groups: int, overlap: float, draw: np.random.Generator) -> NDArray[np.bool_]:
+    """Return which group holds which row, bool (groups, rows); floor(overlap * rows) rows belong to all groups."""
+    held = np.ones((num_groups, num_rows), dtype=np.bool_)
+    # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
+    single = draw.permutation(num_rows)[int(overlap * num_rows + 1e-9) :]
+    held[:, single] = False
+    held[draw.integers(0, num_groups, len(single)), single] = True
+    return held

@@ -1,0 +1,264 @@
+"""Reads a pandas data frame, and decides which columns are modalities, labels, natural clients and splits."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
+from polyfed.core.problems import Problems
+from polyfed.data.reading.cell_values import array_of, is_missing
+from polyfed.data.reading.column_grouping import chosen
+from polyfed.data.reading.column_guess import WRITTEN, Guess, guessed, kind_of, row_ids
+from polyfed.data.reading.row_facts import missing, ordered_words
+from polyfed.data.reading.table_draft import Draft
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Partial = Literal["refuse", "absent"]
+Modalities = Mapping[str, str | Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The meaning of a table's columns.
+
+    Attributes:
+        modalities: modality -> its column, a pattern with `*`, or a list of these; if None, `grouped` guesses the
+            columns of each modality.
+        label: column of the labels, or a list of columns of targets; empty if there are no labels.
+        client: column of the natural clients; empty if there is none.
+        split: column of the splits; empty if there is none.
+        ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
+        partial: what to do with a row that has only some cells of a modality.
+        optional: the roles among `label`, `client`, `split` and `ids` whose column may be missing, because the user did
+            not name it. The role `label` is among them only if the task needs no labels.
+    """
+
+    modalities: Modalities | None = None
+    label: str | Sequence[str] = "label"
+    client: str = "client"
+    split: str = "split"
+    ids: str = ""
+    partial: Partial = "refuse"
+    optional: tuple[str, ...] = ("client", "split")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the names of the label columns."""
+        return ((self.label,) if self.label else ()) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        """Return the meaning of each column that has one."""
+        facts = {self.ids: "row id", self.split: "split", self.client: "client"}
+        return {column: role for column, role in facts.items() if column} | dict.fromkeys(self.labels, "label")
+
+
+def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems: Problems, **more: Any) -> Draft:
+    """Read the parts of a data frame into a draft.
+
+    Args:
+        frame: the data frame.
+        where: the name of the data frame in messages.
+        name: name of the data set.
+        roles: the meaning of its columns.
+        problems: faults are added to this object.
+        more: more attributes of `Draft`.
+    """
+    frame = frame.rename(columns=str)
+    if doubled := sorted(set(frame.columns[frame.columns.duplicated()])):
+        text = f"{where} has several columns named {', '.join(map(repr, doubled))}. Rename or remove the copies"
+        problems.add(DataError(text))
+        frame = frame.loc[:, ~frame.columns.duplicated()]
+    if not len(frame):
+        raise DataError(f"{where} has no rows. Check where it comes from")
+    roles = replace(roles, ids=_ids_column(frame, roles))
+    facts = {role: _fact(frame, role, getattr(roles, role), roles, where, problems) for role in ("client", "split")}
+    labels, levels = problems.attempt(lambda: _labels(frame, roles, where)) or (None, None)
+    groups, notes = _groups(frame, roles, where, problems)
+    values: dict[str, Any] = {}
+    present: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
+    for modality, group in groups.items():
+        with problems.noting():
+            read = _values(frame, group, f"{where}: modality '{modality}'", roles.partial)
+            values[modality] = read.values
+            if not read.there.all():
+                present[modality] = read.there
+            if read.cut is not None:
+                cut[modality] = read.cut
+            notes += [f"modality '{modality}': {read.note}"] if read.note else []
+    found: dict[str, Any] = {"labels": labels, "modalities": values}
+    if labels is None and (roles.labels and "label" not in roles.optional):
+        found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
+    names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else levels
+    facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
+    ids = _fact(frame, "id", roles.ids, roles, where, problems)
+    facts_of["ids"] = "rows" if ids is None else ids
+    faulty = tuple(modality for modality in groups if modality not in values)
+    told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes)}
+    return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def _groups(
+    frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
+) -> tuple[Mapping[str, Sequence[str]], list[str]]:
+    """Return the columns of each modality, and notes for the user.
+
+    If the user has not named the columns, polyfed guesses them, and the notes describe the guess.
+    """
+    columns, special = list(frame.columns), {*roles.meaning}
+    groups: Mapping[str, Sequence[str]]
+    guess = Guess({})
+    if roles.modalities is None:
+        guess = problems.attempt(lambda: guessed(frame, special)) or guess
+        groups = guess.groups
+    else:
+        groups = problems.attempt(lambda: chosen(roles.modalities or {}, columns, where)) or {}
+        _refuse_answers(groups, roles, where, problems)
+    if not groups and not problems.found:
+        beside = ", ".join(sorted(special & {*columns})) or "texts"
+        problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
+    if not problems.found:
+        for sentence in guess.doubtful:
+            warnings.warn(f"{where}: {sentence}", PolyfedWarning, stacklevel=3)
+    return groups, guess.notes
+
+
+def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
+    """Add a fault for each column of labels, clients or splits that is also a feature and would reveal the answer."""
+    meaning = roles.meaning
+    for modality, group in groups.items():
+        for column in group:
+            if column in meaning:
+                text = f"{where}: column '{column}' is the {meaning[column]} and also part of modality '{modality}'"
+                problems.add(DataError(f"{text}. Name the columns of the modality without it"))
+
+
+def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:
+    """Return the column of a role, such as the natural clients. Return None if there is no such column."""
+    if not column or (column not in frame.columns and role in roles.optional):
+        return None
+    if column not in frame.columns:
+        hint = did_you_mean(column, list(frame.columns)[:50])
+        problems.add(DataError(f"{where} has no column '{column}' for the {role}s; {hint}"))
+        return None
+    return _facts(frame, column)
+
+
+def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
+    """Return the name of the column of the row ids. Return "" if there is no column that can serve as ids."""
+    if "ids" not in roles.optional:
+        return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
+    groups = (roles.modalities or {}).values()
+    features = {name for group in groups for name in ([group] if isinstance(group, str) else group)}
+    return row_ids(frame, {*replace(roles, ids="").meaning, *features})
+
+
+def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
+    """Return the labels and their levels. Return None if there are no labels.
+
+    The levels are None unless the column is an ordered pandas Categorical.
+    """
+    if lacking := [column for column in roles.labels if column not in frame.columns]:
+        if "label" in roles.optional:
+            return None
+        hint = did_you_mean(lacking[0], list(frame.columns)[:50])
+        raise DataError(f"{where} has no column '{lacking[0]}' for the labels; name the right one as label. {hint}")
+    if not roles.labels:
+        return None
+    if not isinstance(roles.label, str):
+        cure = "Several columns of labels are targets, which are numbers. If the labels are words, name one column"
+        targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in roles.labels]
+        return np.stack(targets, 1), None
+    if (ordered := ordered_words(frame[roles.label])) is not None:
+        return ordered
+    found = _facts(frame, roles.label)
+    if found.dtype.kind == "f" and len(found):
+        gone = np.isnan(found)
+        if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
+            raise missing(gone, f"{where}: column '{roles.label}'")
+    return found, None
+
+
+def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
+    """Return a column as a NumPy array: numbers unchanged, words and anything else as objects."""
+    series = frame[column]
+    if series.dtype.kind in "iufb" and hasattr(series.dtype, "itemsize") and not hasattr(series.array, "_mask"):
+        found: NDArray[Any] = series.to_numpy()
+        return found
+    return np.array(
+        [None if is_missing(cell) or str(cell) == "<NA>" else cell for cell in series.tolist()], dtype=object
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The values of a modality.
+
+    Attributes:
+        values: (N, ...).
+        there: bool (N,), which rows have the modality.
+        note: a sentence that tells the user how the cells were read, for example that lists were padded; may be empty.
+        cut: bool (N,), the rows that have only some of the modality's values. Such a row counts as a row without the
+            modality. None if there is no such row.
+    """
+
+    values: Any
+    there: NDArray[np.bool_]
+    note: str
+    cut: NDArray[np.bool_] | None = None
+
+
+def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial) -> _Read:
+    if len(group) == 1 and kind_of(frame[group[0]]) == "list":
+        return _Read(*array_of(frame[group[0]].tolist(), where))
+    problems = Problems()
+    cure = "You can also leave the column out: `modalities` names the columns to use"
+    read = [problems.attempt(lambda column=column: _numbers(frame, column, where, cure)) for column in group]  # type: ignore[misc]
+    problems.raise_all()
+    values = np.stack([column for column in read if column is not None], 1)
+    empty: NDArray[np.bool_] = np.isnan(values)
+    there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
+    partly = np.asarray(empty.any(1)) & there
+    note = ""
+    if partly.any():
+        text = (
+            f"{counted(int(partly.sum()), 'row has', 'rows have')} only some of its cells, first row "
+            f"{int(partly.argmax())}"
+        )
+        if partial == "refuse":
+            raise DataError(
+                f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
+                "without this modality"
+            )
+        there, note = there & ~partly, f"{text}; such rows count as rows without it"
+    return _Read(np.where(there[:, None], values, np.float32(0.0)), there, note, partly if note else None)
+
+
+def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float32]:
+    """Return a column of single numbers as float32, with NaN for empty cells.
+
+    Raises:
+        DataError: a cell is not a number. The message tells the user to correct the cell, and ends with the text
+            `otherwise`, which gives an alternative.
+    """
+    import pandas as pd  # imported here, because the import takes half a second
+
+    numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
+    values: NDArray[np.float32] = numbers.to_numpy(dtype=np.float32, na_value=np.nan)
+    gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
+    if (wrong := np.isnan(values) & ~gone).any():
+        row = int(wrong.argmax())
+        cell = frame[column].iloc[row]
+        comma = isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell)
+        cure = "Write decimal points instead of decimal commas" if comma else "Give numbers only"
+        raise DataError(
+            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}. {otherwise}"
+        )
+    return values

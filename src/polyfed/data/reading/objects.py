@@ -1,0 +1,266 @@
+"""Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, strided
+from torch.utils.data import Dataset
+
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.problems import Problems
+from polyfed.data.columns import Columns
+from polyfed.data.reading.column_grouping import column_names
+from polyfed.data.reading.dataset_samples import drafted_samples
+from polyfed.data.reading.frames import Roles, drafted
+from polyfed.data.reading.given import Given
+from polyfed.data.reading.reading_options import ReadingOptions, with_masks
+from polyfed.data.reading.row_facts import SPLITS, as_array, ordered_words, plain
+from polyfed.data.reading.split_objects import (
+    has_rows,
+    is_frame,
+    is_hugging_face,
+    join_arrays,
+    refuse_other_columns,
+    refuse_other_dictionaries,
+    same_order,
+    shown,
+)
+from polyfed.data.reading.table_draft import Draft, columns_of
+
+ALLOWED = (
+    "a dictionary of tensors or arrays by modality, a pandas data frame, a torch.utils.data.Dataset, a data set of the "
+    "Hugging Face library datasets, polyfed.data.Columns, or the path of a file"
+)
+
+
+def table_of(
+    data: Any, given: Given, *, test_share: float = 0.2, seed: int = 0, standardise: bool | Sequence[str] = False
+) -> Columns:
+    """Make a table from data in memory.
+
+    Args:
+        data: one of `ALLOWED`, except a path; or a dictionary with one such object for each split (`train`, `test`,
+            `validation`).
+        given: labels, natural clients, splits and more.
+        test_share: share of every class that becomes the test set, if there is no split.
+        seed: seed for drawing that test set.
+        standardise: the modalities to standardise. True means all of them.
+
+    Raises:
+        DataError: the data has faults; the message lists all of them.
+        RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
+    """
+    if isinstance(data, Columns):
+        given_too = [
+            name
+            for name, value in vars(given).items()
+            if value is not None and name not in ("partial", "needs_labels", "numeric")
+        ]
+        if given_too:
+            raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
+        return data
+    options = ReadingOptions.of(
+        class_names=given.class_names,
+        layout=given.layout,
+        partial=given.partial,
+        standardise=standardise,
+        test_share=test_share,
+    )
+    given = replace(given, class_names=options.class_names, layout=options.layout)
+    if (ordered := ordered_words(given.labels)) is not None:
+        words, levels = ordered
+        given = replace(given, labels=words, class_names=given.class_names or levels)
+    problems = Problems()
+    draft = _draft(data, given, problems)
+    extra: dict[str, Any] = {
+        name: value for name in ("layout", "class_names", "ids") if (value := getattr(given, name)) is not None
+    }
+    extra["present"] = with_masks(draft.present, given.present)
+    extra["numeric"] = given.numeric
+    if isinstance(given.ids, str) and given.ids != "rows":
+        problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
+    if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
+        problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
+    draft = replace(draft, **extra)
+    return columns_of(
+        draft, test_share=options.test_share, seed=seed, standardise=options.standardise, problems=problems
+    )
+
+
+def _draft(data: Any, given: Given, problems: Problems) -> Draft:
+    if is_frame(data):
+        return _of_frame(data, given, problems)
+    if is_hugging_face(data):
+        return _of_frame(
+            data.to_pandas(),
+            given if given.class_names is not None else replace(given, class_names=_names(data, given)),
+            problems,
+        )
+    if isinstance(data, Dataset):
+        return drafted_samples(data, given)
+    if isinstance(data, Mapping):
+        if not data:
+            raise RecipeError("data is an empty dictionary: give at least one modality, as in data={'image': x}")
+        parts = [part for part in data.values() if is_frame(part) or is_hugging_face(part) or isinstance(part, Dataset)]
+        if len(parts) == len(data):
+            return _of_splits(data, given, problems)
+        return _of_arrays(data, given)
+    if isinstance(data, Tensor | np.ndarray):
+        raise RecipeError("data is one array: name its modality, as in data={'image': x}")
+    raise RecipeError(f"data is a {type(data).__name__}; allowed: {ALLOWED}")
+
+
+def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
+    refuse_other_dictionaries(data, given.labels)
+    if given.labels is None and given.needs_labels:
+        raise RecipeError("labels is missing: give one label for each row, as in labels=y")
+    if given.modalities is not None:
+        raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
+    parts = {str(name): values for name, values in data.items()}
+    for name, values in parts.items():
+        if isinstance(values, Tensor) and values.layout != strided:
+            raise DataError(f"data['{name}'] is a sparse tensor. Give a dense one, as in x.to_dense()")
+        if not has_rows(values):
+            raise RecipeError(
+                f"data['{name}'] is {shown(values)}: give an array, a tensor or a list with one sample for each row, "
+                f"or leave '{name}' out"
+            )
+    return Draft(
+        name="data",
+        where="data",
+        modalities=parts,
+        labels=given.labels,
+        clients=given.clients,
+        split=given.split,
+        ids=None,  # arrays of different origin may be aligned or not
+    )
+
+
+def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
+    """Make a draft from a data frame. Labels, clients and splits are names of columns, or arrays."""
+    modalities = None if given.modalities is None else column_names(given.modalities)
+    _refuse_other_index(frame, given, problems)
+    arrays: dict[str, Any] = {} if given.class_names is None else {"class_names": given.class_names}
+    words: dict[str, Any] = {}
+    optional = ["ids"]
+    for role, column in (("labels", "label"), ("clients", "client"), ("split", "split")):
+        value = getattr(given, role)
+        if value is None:
+            words[column] = column
+            if role != "labels" or not given.needs_labels:
+                optional.append(column)
+        elif isinstance(value, str) or (role == "labels" and _are_columns(value, frame)):
+            words[column] = value
+        elif not has_rows(value):
+            raise RecipeError(f"{role} is {shown(value)}: give one entry for each row, or the name of a column")
+        else:
+            array = as_array(value, f"data: {role}")
+            if len(array) != len(frame):
+                text = f"data has {len(frame)} rows, {role} has {len(array)}. Give one entry for each row"
+                problems.add(DataError(text))
+            elif array.ndim == 1:
+                words[column], frame = column, frame.assign(**{column: array})
+                continue
+            else:
+                arrays[role] = array  # several targets for each row fit in no column
+            words[column], frame = "", frame.drop(columns=column, errors="ignore")
+    roles = Roles(modalities=modalities, partial=given.partial, optional=tuple(optional), **words)
+    return drafted(frame, "data", "data", roles, problems, **arrays)
+
+
+def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:
+    """Add a fault for each pandas Series or frame whose index differs from the index of the data frame.
+
+    polyfed pairs rows by their position, and pandas pairs them by the index. With different indices, the two disagree.
+    """
+    for role in ("labels", "clients", "split", "ids"):
+        value = getattr(given, role)
+        if hasattr(value, "iloc") and len(value) == len(frame) and not value.index.equals(frame.index):
+            problems.add(
+                DataError(
+                    f"data: {role} is a pandas {type(value).__name__} with another index than the data frame, so its "
+                    f"rows may be in another order. Order it, as in {role}={role}.loc[frame.index]; or give "
+                    f"{role}={role}.to_numpy(), which pairs the rows by position"
+                )
+            )
+
+
+def _are_columns(value: Any, frame: Any) -> bool:
+    if not (isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value)):
+        return False
+    return set(value) <= {str(column) for column in frame.columns}
+
+
+def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Draft:
+    """Make a draft from one data frame or dataset for each split."""
+    if strange := [name for name in data if str(name).lower() not in SPLITS]:
+        raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
+    targets = list(given.labels) if isinstance(given.labels, list | tuple) else [given.labels]
+    if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split)):
+        raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
+    refuse_other_columns(data, given.modalities, (*targets, given.clients))
+    drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
+    names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
+    for name, draft in drafts.items():
+        if lacking := [modality for modality in names if modality not in draft.modalities]:
+            problems.add(DataError(f"data: split '{name}' has no modality '{lacking[0]}', which other splits have"))
+    kinds: dict[str, str] = {}
+    labelled = {name: draft for name, draft in drafts.items() if draft.labels is not None}
+    for name, draft in labelled.items():
+        with problems.noting():
+            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
+    words = [name for name, kind in kinds.items() if kind == "U"]
+    if words and len(words) < len(kinds):
+        other = next(name for name in kinds if name not in words)
+        problems.add(
+            DataError(
+                f"data: the labels are words in split '{words[0]}' and numbers in split '{other}'. Write both the same "
+                "way, as words or as class numbers"
+            )
+        )
+    problems.raise_all()
+    sizes = {name: len(next(iter(draft.modalities.values()))) for name, draft in drafts.items()}
+    found = [np.asarray(draft.labels) for draft in labelled.values()]
+    labels = np.concatenate(found) if len(labelled) == len(drafts) else None
+    first, held = next(iter(drafts.values())), list(drafts.items())
+    joined = {
+        name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
+    }
+    present, cut = (
+        {
+            name: np.concatenate([np.asarray(getattr(d, role).get(name, np.full(sizes[n], rest))) for n, d in held])
+            for name in names
+            if any(name in getattr(draft, role) for draft in drafts.values())
+        }
+        for role, rest in (("present", True), ("cut", False))
+    )
+    problems.raise_all()
+    clients = [draft.clients for draft in drafts.values()]
+    return replace(
+        first,
+        modalities=joined,
+        labels=labels,
+        ids="rows",  # splits often number their rows separately
+        clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
+        split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
+        present=present,
+        cut=cut,
+        notes=(*first.notes, *_padded(drafts, joined)),
+    )
+
+
+def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each modality whose samples were padded to the length of another split."""
+    for name, values in joined.items():
+        if len({np.shape(draft.modalities[name])[1:] for draft in drafts.values()}) > 1:
+            text = "samples differ in length between the splits; shorter ones are filled up with zeros to"
+            yield f"modality '{name}': {text} {values.shape[1]}"
+
+
+def _names(data: Any, given: Given) -> Sequence[str] | None:
+    """Return the class names that a Hugging Face dataset stores with its label column."""
+    label = given.labels if isinstance(given.labels, str) else "label"
+    names = getattr(data.features.get(label), "names", None)
+    return None if names is None else tuple(names)

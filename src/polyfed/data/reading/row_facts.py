@@ -1,0 +1,275 @@
+"""Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import DataError, PolyfedWarning, counted
+from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from polyfed.data.reading.cell_values import is_missing
+
+MANY_CLASSES = 1000
+"""Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
+(inferred)."""
+
+_UNEQUAL = (
+    "{}: the rows differ in length. Give one entry for each row; or several targets, the same number for each row"
+)
+
+SPLITS: Mapping[str, int] = {
+    "train": TRAIN,
+    "training": TRAIN,
+    "test": TEST,
+    "validation": VALIDATION,
+    "valid": VALIDATION,
+    "val": VALIDATION,
+    "dev": VALIDATION,
+}
+"""The words for the codes of `Columns.split`."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a table.
+
+    Attributes:
+        values: int64 (N,) for class numbers; float32 (N,) or (N, T), unchanged, for targets.
+        names: names of the classes: those that the caller gave or, without them, the words in the labels. None if the
+            labels are numbers and the caller gave no names.
+        num_classes: number of classes, or of targets T.
+        words_sorted: whether the labels were words that polyfed numbered in sorted order.
+        note: a sentence that lists the classes, if the labels were words and no class names were given. Otherwise, the
+            note is empty.
+    """
+
+    values: Tensor
+    names: tuple[str, ...] | None
+    num_classes: int
+    words_sorted: bool = False
+    note: str = ""
+
+
+def labels_of(values: Any, where: str, names: Sequence[str] | None = None, *, numeric: bool = False) -> Labels:
+    """Read labels.
+
+    Words become class numbers in sorted order, and the words are kept as names. Whole numbers and booleans are class
+    numbers. Floats, and arrays with several targets for each row, become float32, with NaN for unknown targets.
+
+    Args:
+        values: (N,) or (N, T). Words, whole numbers and booleans of the shape (N, 1) are read like (N,).
+        where: the name of the labels, for error messages.
+        names: names of the classes in order of their numbers; None if they are not known.
+        numeric: whether whole numbers are targets and not class numbers.
+
+    Raises:
+        DataError: The labels are neither numbers nor words, are mixed, or some are missing.
+    """
+    array = plain(values, where)
+    if array.ndim == 2 and array.shape[1] == 1 and array.dtype.kind in "iubU":
+        array = array[:, 0]
+    if array.dtype.kind == "U":
+        return _words(array, where, names)
+    if array.dtype.kind not in "iubf":
+        raise DataError(f"{where} holds {array.dtype}: labels must be whole numbers from 0, words, or float targets")
+    if array.ndim not in (1, 2):
+        raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
+    if array.dtype.kind == "f" or array.ndim > 1 or numeric:
+        target = torch.from_numpy(array.astype(np.float32))
+        return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
+    label = torch.from_numpy(array.astype(np.int64))
+    if names is None:
+        check_numbering(label, where)
+    count = max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names)
+    return Labels(label, None if names is None else tuple(names), count)
+
+
+def unlabelled(num_rows: int) -> Labels:
+    """Return the labels of a table without labels: the class 0 for each row."""
+    return Labels(torch.zeros(num_rows, dtype=torch.int64), None, 1)
+
+
+def clients_of(values: Any, where: str) -> Tensor:
+    """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
+
+    Raises:
+        DataError: The values are neither words nor whole numbers, or some are missing.
+    """
+    array = _whole(plain(values, where), where, "integers or strings")
+    if array.dtype.kind not in "iuU" or array.ndim != 1:
+        raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
+    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def ids_of(values: Any, where: str) -> Tensor:
+    """Return the id of each row, int64 (N,).
+
+    Raises:
+        DataError: The values are not whole numbers, some are missing, or two rows have the same id.
+    """
+    array = _whole(plain(values, where), where)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise DataError(f"{where} must hold one whole number for each row; it is {array.dtype} {array.shape}")
+    distinct, counts = np.unique(array, return_counts=True)
+    if len(distinct) < len(array):
+        again = distinct[counts > 1][0]
+        raise DataError(
+            f"{where} repeats some ids, such as {again}; every row needs its own. If it names the client of a row, "
+            "name it as client. If it is a feature, name it among the columns of a modality. Otherwise, rename it"
+        )
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def splits_of(values: Any, where: str) -> Tensor:
+    """Return split codes, int8 (N,), from an array of codes or of the words in `SPLITS`.
+
+    Raises:
+        DataError: The array holds an unknown word, or values of another type.
+    """
+    array = plain(values, where)
+    if array.dtype.kind == "U" and array.ndim == 1:
+        unknown = [word for word in np.unique(array).tolist() if word.lower() not in SPLITS]
+        if unknown:
+            raise DataError(f"{where} holds '{unknown[0]}'; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
+        return torch.tensor([SPLITS[word.lower()] for word in array.tolist()], dtype=torch.int8)
+    array = _whole(array, where)
+    if array.dtype.kind not in "iub" or array.ndim != 1:
+        raise DataError(f"{where} must hold 0 train, 1 test, 2 validation or 3 left out, or words such as 'train'")
+    return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
+
+
+def _whole(array: NDArray[Any], where: str, wanted: str = "integers") -> NDArray[Any]:
+    """Return the array, or raise an error that tells the user how to correct a column of floats.
+
+    Raises:
+        DataError: Entries are NaN, or all entries are whole numbers of a float type.
+    """
+    if array.dtype.kind == "f" and array.ndim == 1:
+        if (gone := np.isnan(array)).any():
+            raise missing(gone, where)
+        if (array == np.round(array)).all():
+            raise DataError(
+                f"{where} must hold {wanted}, and its whole numbers are of the type {array.dtype}. Convert them to "
+                "integers, as in values.astype(int)"
+            )
+    return array
+
+
+def ordered_words(values: Any) -> tuple[NDArray[Any], tuple[str, ...]] | None:
+    """Return the words (N,) and the levels of an ordered pandas Categorical; None for other values.
+
+    An empty entry is None. The levels are the names of the classes in order.
+
+    Args:
+        values: a Categorical, or a column or index of this type.
+    """
+    kind: Any = getattr(values, "dtype", None)
+    if not getattr(kind, "ordered", False) or not hasattr(kind, "categories"):
+        return None
+    words = [None if is_missing(cell) else str(cell) for cell in values]
+    return np.array(words, dtype=object), tuple(map(str, kind.categories))
+
+
+def as_array(values: Any, where: str) -> NDArray[Any]:
+    """Return a tensor, an array or a list as an array. A list that contains words keeps the type of each entry.
+
+    Raises:
+        DataError: The rows of a list differ in length.
+    """
+    try:
+        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+        # NumPy would turn the numbers of a list that mixes numbers and words into words
+        keeps = array.dtype.kind == "U" and isinstance(values, list | tuple)
+        return np.array(values, dtype=object) if keeps else array
+    except ValueError:
+        raise DataError(_UNEQUAL.format(where)) from None
+
+
+def plain(values: Any, where: str) -> NDArray[Any]:
+    """Return an array of one plain type: booleans, whole numbers, floats or words. Rows may be lists of equal length.
+
+    Raises:
+        DataError: Entries are missing, words and numbers are mixed, or the rows differ in length.
+    """
+    array = as_array(values, where)
+    if array.dtype.kind == "S":
+        return np.char.decode(array, "utf-8", "replace")
+    if array.dtype.kind not in "OT":
+        return array
+    entries = array.reshape(-1).tolist()
+    gone = np.array([is_missing(entry) for entry in entries])
+    if gone.any():
+        raise missing(gone, where)
+    kinds = {"words" if isinstance(entry, str) else "numbers" for entry in entries}
+    if len(kinds) > 1:
+        word = next(row for row, entry in enumerate(entries) if isinstance(entry, str))
+        number = next(row for row, entry in enumerate(entries) if not isinstance(entry, str))
+        raise DataError(
+            f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
+            "Write all of them as words, or all as numbers"
+        )
+    try:
+        found = np.asarray(entries)
+    except ValueError:
+        raise DataError(_UNEQUAL.format(where)) from None
+    return found if array.ndim == 1 else found.reshape(array.shape)
+
+
+def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labels:
+    if array.ndim != 1:
+        raise DataError(f"{where} holds words of shape {array.shape}: give one word a row, or a number for each target")
+    if (empty := np.char.strip(array) == "").any():
+        raise missing(empty, where)
+    found = np.unique(array) if names is None else np.array(tuple(names))
+    number = {str(word): place for place, word in enumerate(found.tolist())}
+    if strange := [word for word in np.unique(array).tolist() if word not in number]:
+        raise DataError(f"{where} holds '{strange[0]}', which is none of the class names {', '.join(number)}")
+    if len(number) > max(len(array) // 2, 1) and len(number) > 2:
+        raise DataError(
+            f"{where} holds {len(number)} different words in {len(array)} rows, such as '{array[0]}': these look like "
+            "texts or ids, not classes. Name the column of the labels"
+        )
+    values = torch.tensor([number[word] for word in array.tolist()], dtype=torch.int64)
+    listed = ", ".join([*list(number)[:5], *(["..."] if len(number) > 5 else [])])
+    note = f"the labels are words: {len(number)} classes, {listed}" if names is None else ""
+    return Labels(values, tuple(number), len(number), names is None, note)
+
+
+def missing(gone: NDArray[np.bool_], where: str) -> DataError:
+    """Return the error for facts that are missing in some rows. `gone`, bool (N,), marks these rows."""
+    return DataError(
+        f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
+        "Fill these cells in, or leave the rows out"
+    )
+
+
+def check_numbering(label: Tensor, where: str) -> None:
+    """Check class labels without names. The number of classes is then known only from the largest label.
+
+    Raises:
+        DataError: The largest label implies far more classes than there are rows.
+    """
+    if not len(label) or int(label.min()) < 0:
+        return  # `Columns` refuses these labels
+    num_classes, seen = int(label.max()) + 1, torch.unique(label)
+    if num_classes > max(len(label), MANY_CLASSES):
+        raise DataError(
+            f"{where} holds {num_classes - 1}, which makes {num_classes} classes of {len(label)} rows. Number the "
+            "classes from 0, and leave out rows without a label"
+        )
+    if len(seen) < num_classes:
+        absent = sorted(set(range(num_classes)) - set(seen.tolist()))
+        listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+        count = counted(len(absent), "class has", "classes have")
+        warnings.warn(
+            f"{where}: classes run from 0 to {num_classes - 1}, and {count} no row ({listed}). "
+            "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
+            'numbers are quantities, write [task] name = "regression"',
+            PolyfedWarning,
+            stacklevel=6,
+        )

@@ -1,0 +1,333 @@
+"""table: your own table, a CSV, parquet or JSON-lines file with one or several columns for each modality."""
+
+import csv
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.problems import Problems
+from polyfed.core.schema import BELOW_ONE, check_ranges
+from polyfed.data.checks import require
+from polyfed.data.columns import Columns
+from polyfed.data.reading.column_guess import guessed
+from polyfed.data.reading.files import check_expansion, existing
+from polyfed.data.reading.frames import Partial, Roles, drafted
+from polyfed.data.reading.layout import Layout
+from polyfed.data.reading.table_draft import columns_of as checked_columns
+from polyfed.data.sources.base import Facts, Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
+"""The file endings that this source reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Source):
+    """Your own table, without code: a row for each sample, and one or several columns for each modality.
+
+    An empty cell is a missing value. If all cells of a modality are empty in a row, the row lacks this modality. Cells
+    of parquet and JSON-lines files may be lists of numbers, of token ids, or of time steps.
+
+    Attributes:
+        path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
+        modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
+        label: Column of the labels, which are words or class numbers from 0; or a list of columns with targets. If the
+            task needs no labels, this option may be empty.
+        client: Column of the natural client of each row: words or whole numbers.
+        split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        ids: Column of the row ids, distinct whole numbers. If empty, polyfed uses a column of numbers that is named
+            `id`, `ids` or `row_id` and is not part of a modality. If there is no such column, or if this option is
+            "rows", the row numbers are the ids.
+        class_names: The names of the classes in order. Give them if the labels are numbers, or words whose order
+            matters.
+        shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
+            steps of a series, such as [20, 3] for 20 steps of 3 features.
+        layout: Modality -> axes of a sample in lists or pictures. Give the axes if polyfed guesses them wrong. The
+            guess is the same as in the source `npz`.
+        partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
+            "absent" in this row.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows: true for all
+            modalities, or a list of the modalities to standardise. The trained models do the same with new samples.
+        test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
+            test set.
+        seed: Seed for drawing that test set; the run's own seed has no effect.
+    """
+
+    path: str
+    modalities: Mapping[str, str | list[str]] = field(default_factory=dict)
+    label: str | list[str] = "label"
+    client: str = "client"
+    split: str = "split"
+    ids: str = ""
+    class_names: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: Mapping[str, Layout] = field(default_factory=dict)
+    partial: Partial = "refuse"
+    standardise: bool | tuple[str, ...] = False
+    test_share: Annotated[float, BELOW_ONE] = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges("[data]", self)
+        for option in ("shapes", "layout"):
+            for name in getattr(self, option):
+                require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
+
+    def load(self) -> Columns:
+        """Read and check the table."""
+        path = existing(self.path, "table")
+        problems = Problems()
+        return self.columns_of(read(path, problems), path, problems)
+
+    def columns_of(self, frame: "pd.DataFrame", path: Path, problems: Problems) -> Columns:
+        """Check a table that `read` has returned. A caller that has this table need not read the file again.
+
+        Args:
+            frame: the table.
+            path: the file that it comes from, for the name of the data and for messages.
+            problems: the faults found so far. They are raised together with the faults found here.
+
+        Raises:
+            PolyfedError: the table has faults; the message lists all of them.
+        """
+        if not self.modalities:
+            groups = guessed(frame, self.roles.meaning).groups
+            lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
+            raise RecipeError(
+                f"data.modalities is empty; from the names of the columns of '{path}' it could be "
+                f"modalities = {{ {lines} }}",
+                ("data", "modalities"),
+            )
+        axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
+        more = {"class_names": self.class_names} if self.class_names else {}
+        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout), **more)
+        draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
+        return checked_columns(
+            draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
+        )
+
+    @property
+    def roles(self) -> Roles:
+        """Return the meaning of the columns."""
+        defaults = tuple(role for role in ("client", "split") if getattr(self, role) == role)
+        return Roles(
+            modalities=self.modalities,
+            label=self.label,
+            client=self.client,
+            split=self.split,
+            ids=self.ids,
+            partial=self.partial,
+            optional=(*defaults, *([] if self.ids else ["ids"])),
+        )
+
+    def _shaped(self, modalities: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+        """Return the values of the modalities in the shapes that the recipe gives."""
+        values = dict(modalities)
+        for name, shape in self.shapes.items():
+            if name not in values:
+                continue
+            try:
+                values[name] = values[name].reshape(len(values[name]), *shape)
+            except ValueError:
+                found = values[name].shape[1:]
+                text = f"data.shapes.{name} = {list(shape)} does not fit: a sample has {found} numbers"
+                problems.add(RecipeError(text, ("data", "shapes", name)))
+        return values
+
+    @classmethod
+    def describe(cls) -> Facts:
+        """Licence, origin and layout, as `polyfed data table` prints them."""
+        return Facts(
+            title="your own table: CSV, parquet or JSON lines, no code needed",
+            modalities={"<name>": "several columns of numbers, or one column of lists"},
+            licence="yours",
+            obtain="polyfed init FILE writes a recipe for it",
+            layout="one .csv, .tsv, .parquet or .jsonl file with a header and a row for each sample",
+        )
+
+
+def read(path: Path, problems: Problems) -> "pd.DataFrame":
+    """Read a table from a file.
+
+    Args:
+        path: the file.
+        problems: columns that occur twice are added to this object as faults.
+
+    Raises:
+        DataError: the file is damaged, has no rows or has a type that polyfed does not read, or a library that reads it
+            is not installed.
+    """
+    import pandas as pd  # imported here, because the import takes half a second
+
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"'{path}' is no table that polyfed reads. Allowed: {', '.join(SUFFIXES)}, or an .npz file")
+    try:
+        if path.suffix == ".parquet":
+            frame = _parquet(path)
+        elif path.suffix == ".jsonl":
+            frame = pd.DataFrame.from_records(_lines(path))
+        else:
+            separator = "\t" if path.suffix == ".tsv" else ","
+            header = _header(path, separator, problems)
+            _check_cells(path, len(header), _rows(path))
+            frame = _cells(path, separator, header)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}' cannot be read as {path.suffix}, because it is not UTF-8 text ({error}). Save it as UTF-8"
+        ) from None
+    except (OSError, ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"'{path}' cannot be read as {path.suffix} ({words}). Save or copy it again") from None
+    if not len(frame):
+        raise DataError(f"'{path}' has no rows, only the names of columns. Check where it comes from")
+    _check_whole_numbers(frame, path, problems)
+    return frame
+
+
+def _check_whole_numbers(frame: "pd.DataFrame", path: Path, problems: Problems) -> None:
+    """Add a fault for each column with a whole number that no array can hold, such as one of 400 digits."""
+    least, most = -(2**63), 2**63 - 1
+    faults = []
+    for place, name in enumerate(frame.columns):
+        column = frame.iloc[:, place]
+        if column.dtype != object and str(column.dtype) != "uint64":
+            continue
+        for row, cell in enumerate(column):
+            if isinstance(cell, int) and not least <= cell <= most:
+                digits = len(f"{abs(cell):x}") * 6 // 5
+                text = f"a number of about {digits} digits" if digits > 24 else str(cell)
+                faults.append(
+                    DataError(
+                        f"'{path}': column '{name}' holds {text} at row {row}. The largest whole number"
+                        f" is {most:,}. Correct the cell, or write it as a word"
+                    )
+                )
+                break
+    for fault in faults:
+        problems.add(fault)
+    if faults:
+        problems.raise_all()
+
+
+def _rows(path: Path) -> int:
+    """Return the number of lines of a file."""
+    with path.open("rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) + 1
+
+
+def _check_cells(path: Path, columns: int, rows: int) -> None:
+    """Refuse a file whose short rows would be filled up to a huge table."""
+    check_expansion(f"'{path}'", path.stat().st_size, 8 * columns * rows, "save it as .parquet or as an .npz file")
+
+
+def _parquet(path: Path) -> "pd.DataFrame":
+    import pandas as pd
+
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f"reading '{path}' needs the package pyarrow: pip install 'polyfed[parquet]'") from None
+    from pyarrow import parquet
+
+    size, expanded, parts = path.stat().st_size, 0, []
+    try:
+        with parquet.ParquetFile(path) as file:
+            for part in file.iter_batches(batch_size=512):  # a few bytes can stand for a value that every row repeats
+                expanded += part.nbytes
+                check_expansion(f"'{path}'", size, expanded, "save it without dictionaries, or as an .npz file")
+                parts.append(part)
+            frame: pd.DataFrame = pyarrow.Table.from_batches(parts, file.schema_arrow).to_pandas()
+            return frame
+    except pyarrow.ArrowException as error:
+        raise DataError(f"'{path}' is damaged or no parquet file ({str(error)[:200]}). Save or copy it again") from None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file."""
+    rows, names = [], set[str]()
+    with path.open(encoding="utf-8-sig") as stream:  # `str.splitlines` would also split a text at U+2028 or U+0085
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"'{path}', line {number} is not JSON ({error}). Each line must be one object"
+                ) from None
+            if not isinstance(row, dict):
+                raise DataError(f"'{path}', line {number} is a {type(row).__name__}. Each line must be one object")
+            names.update(row)
+            rows.append(row)
+            _check_cells(path, len(names), len(rows))
+    if not rows:
+        raise DataError(f"'{path}' has no rows")
+    return rows
+
+
+def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
+    """Return the rows of a CSV file, without columns that have no name.
+
+    A comma at the end of each row therefore has no effect, whether the header ends with a comma or not.
+
+    Raises:
+        DataError: rows hold more cells than the header has names.
+    """
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        # pandas only warns about rows that are too long: by default it moves every cell to another column, and with
+        # `index_col=False` it drops the last cells
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            frame = pd.read_csv(path, sep=separator, index_col=False)
+        except pd.errors.ParserWarning:
+            raise DataError(
+                f"'{path}' has rows with more cells than the header has names ({len(header)}: "
+                f"{', '.join(map(repr, header[:5]))}{', ...' if len(header) > 5 else ''}). Name every column in the "
+                "header, or remove the other cells and their separators"
+            ) from None
+    nameless = {
+        place: column for place, column in enumerate(frame.columns) if place < len(header) and not header[place]
+    }
+    if held := [str(place + 1) for place, column in nameless.items() if not frame[column].isna().all()]:
+        warnings.warn(
+            f"'{path}': left out, because the header has no name for it: column {', '.join(held)}. Such a column often "
+            "holds row numbers, as pandas writes them without index=False. To use the column, name it in the header",
+            PolyfedWarning,
+            stacklevel=3,
+        )
+    return frame.drop(columns=list(nameless.values()))
+
+
+def _header(path: Path, separator: str, problems: Problems) -> list[str]:
+    """Return the names of the columns, and add a fault for names that occur twice, because pandas would rename them.
+
+    Raises:
+        DataError: the header seems to be separated by another character, because it has only one name, and this name
+            contains such a character.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        header = next(csv.reader(stream, delimiter=separator), [])
+    found = [mark for mark in ";\t,|" if len(header) == 1 and mark in header[0]]
+    if found:
+        wanted = "tabs" if separator == "\t" else "commas"
+        raise DataError(
+            f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
+            f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
+        )
+    if doubled := sorted(name for name, count in Counter(header).items() if count > 1 and name):
+        names = ", ".join(map(repr, doubled))
+        problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))
+    return header
+
+
+def _toml(group: list[str]) -> str:
+    return json.dumps(group[0] if len(group) == 1 else group)

@@ -1,0 +1,1 @@
+"""Data sets of pictures, some with text or sound."""

@@ -1,0 +1,1 @@
+"""Data sets of sensors that people wear."""

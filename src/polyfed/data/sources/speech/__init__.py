@@ -1,0 +1,1 @@
+"""Data sets of people who speak, as sound, text and video."""

@@ -1,0 +1,197 @@
+"""Check a recipe on a device before a run.
+
+The result says which parts of replies the device would send or refuse, and whether the run would break the device's
+limits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from polyfed.core.errors import DataError, EgressError, RecipeError
+from polyfed.core.registry import check_import, check_model, only
+from polyfed.data import Population
+from polyfed.deploy.device.arrays import ELSEWHERE
+from polyfed.deploy.device.configuration import (
+    NodeConfig,
+    allowance_on,
+    check_held,
+    limits_on,
+    node_from,
+    policy_on,
+    recipe_on,
+    requirements_on,
+    used_on,
+)
+from polyfed.deploy.device.data import population_on
+from polyfed.deploy.device.privacy_budget import refuse_spent
+from polyfed.experiment.checks.check import plan
+from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.checks.limit_checks import unfit_options
+from polyfed.experiment.checks.requirement_checks import release_of, unmet
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import assemble
+from polyfed.privacy.egress.announcement import Holder
+from polyfed.privacy.egress.mixing import Mixing
+from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.requirements import Requirements
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `polyfed check --node`.
+
+    Attributes:
+        node: the device's configuration. It has no data if only a policy file was given.
+        policy: the device's policy, made stricter by the recipe's policy.
+        rows: numbers of training rows and of own test rows, or None without data.
+        shapes: shape of a sample, by modality.
+        num_classes: the largest label plus one, or the number of targets of a row.
+        planned: the parts of replies that the recipe's tasks would send from this device, allowed or refused.
+        breaches: sentences that say why the device would not run the recipe. Either training on this device would
+            exceed one of `limits`, or the recipe lacks protection that the device demands.
+        limits: the limits on this device. Each entry says where the limit comes from: the device or the recipe.
+        required: the protection that the device demands.
+        unchecked: why the check does not know what the recipe would send; "" if it knows.
+    """
+
+    node: NodeConfig
+    policy: Policy
+    rows: tuple[int, int] | None
+    shapes: dict[str, tuple[int, ...]]
+    num_classes: int
+    planned: tuple[Planned, ...]
+    breaches: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    unchecked: str = ""
+
+    @property
+    def refused(self) -> tuple[Planned, ...]:
+        """The parts of replies that this device would refuse to send."""
+        return tuple(row for row in self.planned if not row.allowed)
+
+
+def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
+    """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
+
+    Without data of the device, the data of the recipe's [data] give the shapes of samples. Features that its source
+    extracts are then written to a private temporary folder, and never to the recipe's `cache`.
+
+    Args:
+        given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
+            leaves out the parts of the recipe that only the server uses.
+        text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
+        overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
+            `given` is a path.
+
+    Raises:
+        NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
+        PolyfedError: the configuration, the policy, the data or the recipe is wrong.
+    """
+    node = node_from(text) if "=" in text else _of_policy(text)
+    with only(allowance_on(node)):
+        recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
+        used = used_on(recipe)
+        for path in used.imports:
+            check_import(path)
+        for path in used.models:
+            check_model(path)
+        if node.data:
+            return _inspected(recipe, node)
+        with TemporaryDirectory(prefix="polyfed-check-") as private:  # only this user can read the folder
+            return _inspected(_cached_in(recipe, private), node)
+
+
+def _cached_in(recipe: Recipe, folder: str) -> Recipe:
+    """Return the recipe with another cache for the features of its data.
+
+    The author of the recipe chose the data and the cache, so a check on a device must not write to that cache.
+    """
+    if not any(option.name == "cache" for option in fields(recipe.data)):
+        return recipe
+    return replace(recipe, data=replace(recipe.data, cache=folder))
+
+
+def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
+    if not node.data:
+        node = replace(node, modalities=",".join(recipe.model.modalities))
+    policy = policy_on(node, recipe, node.held)
+    check_held(node, recipe)
+    population = population_on(node, recipe, None) if node.data else None
+    required = requirements_on(node)
+    policy, planned, unchecked = _planned(recipe, node, policy, population, required)
+    limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
+    lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
+    told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
+    if population is None:
+        breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
+        return Inspection(node, policy, None, {}, 0, planned, breaches, **told)
+    own = population.test
+    rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
+    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
+    breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
+    """Yield a sentence for each protection that the device demands and the recipe lacks.
+
+    If the recipe has all demanded protections, the function checks the privacy budget of the device. If this budget
+    does not cover all rounds of the recipe, the function yields one sentence that says for how many it is enough. The
+    function does not know how many rounds of the run are already done, so it counts all of them.
+    """
+    found = tuple(unmet(required, recipe, shared=node.silo >= 0))
+    yield from found
+    release = None if found else release_of(required, recipe)
+    if node.data and release is not None:
+        try:
+            refuse_spent(required, release, node.folder, node.client, release.rounds)
+        except EgressError as error:
+            yield str(error)
+
+
+def _of_policy(path: str) -> NodeConfig:
+    """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
+    if not Path(path).is_file():
+        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
+    return NodeConfig(data="", client=0, modalities="", policy=path)
+
+
+def _planned(
+    recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
+) -> tuple[Policy, tuple[Planned, ...], str]:
+    """Return the policy, the parts of replies that tasks would send, and "".
+
+    The policy is as strict as on a device during a run. If the shapes are not known, the model cannot be built. The
+    policy then assumes that the model mixes modalities, and the function returns no parts, but the reason.
+
+    Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
+    federation whose clients have only the modalities of this device.
+    """
+    everyone = recipe.model.modalities
+    # the device builds its model with the recipe's policy
+    told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
+    mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
+    unbuilt = policy.for_model(
+        node.held, lambda own: Mixing(frozenset(own), "the built model alone shows that it does not")
+    )
+    if population is None and recipe.data == ELSEWHERE:
+        return unbuilt, (), "the recipe's data source is code, which a device does not run"
+    try:
+        assembly = assemble(mine, population=population, one_device=True)
+    except DataError as error:
+        if population is not None:
+            raise
+        return unbuilt, (), f"the recipe's data cannot be read here ({error})"
+    holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
+    policy = assembly.engine.with_model(policy)
+    listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
+    listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
+    found = list(plan(assembly, announcement=listed))
+    relay = node.relay == "server-sees" or not node.data
+    fix = 'relay="server-sees" in --node-config'
+    shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
+    return policy, tuple(shown), ""

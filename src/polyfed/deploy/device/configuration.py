@@ -1,0 +1,240 @@
+"""What a device's owner configures: the data, the policy, and the code that recipes may use on the device."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import DataError, NotAllowed, RecipeError, did_you_mean
+from polyfed.core.registry import Allowance, name_of
+from polyfed.core.tasks import parts
+from polyfed.deploy.device.arrays import ELSEWHERE, check_arrays, named_arrays, standard
+from polyfed.experiment.recipes.overrides import called
+from polyfed.experiment.recipes.parts import build
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
+from polyfed.model import HuggingFace
+from polyfed.privacy.egress.limits import Limits
+from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
+from polyfed.selection import SELECTORS, Selector
+
+WHERE = "--node-config"
+
+SECTIONS = "[egress.*], [allow], [limits] and [require]"
+"""Names of the sections of a policy file, for error messages."""
+
+_PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
+"""Pattern of a key and its TOML value. Spaces separate the pairs, as in Flower's own syntax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """The configuration of a device, as the option `--node-config` of `polyfed supernode` gives it.
+
+    Attributes:
+        data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
+            array `split`, rows of split 1 are the device's own test rows.
+        client: the device's client number in the federation, from 0. No two devices may have the same number.
+        modalities: the arrays with which the device takes part, separated by commas.
+        policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
+            recipe can forbid more than the policy. The section [allow] lists the code and the saved models that a
+            recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets
+            minimum numbers of rows and steps, and maximum numbers of rounds and requests. The section [require] names
+            the protection that a recipe must have.
+        state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
+        silo: number of the device's silo, or -1 if the device belongs to no silo.
+        relay: `server-sees` allows messages within the silo to pass through the server.
+
+    Raises:
+        RecipeError: `client` is negative, or `relay` is neither `refused` nor `server-sees`.
+    """
+
+    data: str
+    client: int
+    modalities: str
+    policy: str = ""
+    state: str = ""
+    silo: int = -1
+    relay: str = "refused"
+
+    def __post_init__(self) -> None:
+        """Check `client` and `relay`."""
+        if self.client < 0:
+            raise RecipeError(f"{WHERE} client = {self.client}; clients are numbered from 0")
+        if self.relay not in ("refused", "server-sees"):
+            raise RecipeError(f"{WHERE} relay = '{self.relay}'; allowed: refused, server-sees")
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The modalities as a tuple."""
+        return tuple(name.strip() for name in self.modalities.split(",") if name.strip())
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the local state and the ledger."""
+        if self.state:
+            return Path(self.state).expanduser()
+        return Path(self.data).expanduser().absolute().parent / "polyfed-state"
+
+    @cached_property
+    def policy_text(self) -> bytes:
+        """The content of the policy file, or nothing without a file.
+
+        A device makes a new configuration for each request, so it reads the file once for each request. If it read the
+        file again for every section, and the owner replaced the file meanwhile, a reply could leave that neither the
+        old nor the new policy allows.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return Path(self.policy).expanduser().read_bytes() if self.policy else b""
+
+
+def node_from(text: str) -> NodeConfig:
+    """Read a configuration from its text on the command line.
+
+    Raises:
+        RecipeError: the text does not consist of pairs of key and TOML value, or a key or value is wrong.
+    """
+    if rest := _PAIR.sub("", text).strip():
+        raise RecipeError(f"{WHERE}: '{rest}' is no key=value; separate pairs by spaces and put strings in quotes")
+    try:
+        table = tomllib.loads("\n".join(f"{key} = {value}" for key, value in _PAIR.findall(text)))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f'{WHERE}: {error}. Values are TOML: strings in quotes, as in data="mine.npz"') from None
+    node: NodeConfig = build(WHERE, NodeConfig, table)
+    return node
+
+
+def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> Policy:
+    """Return the policy that allows only what both the device's policy and the recipe's policy allow.
+
+    Raises:
+        RecipeError: the policy file cannot be read, or is not a policy.
+    """
+    told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
+    told = told.for_client(node.held)
+    if not node.policy:
+        return Policy().for_client(node.held).stricter(told)
+    table = _policy_table(node)
+    # several sites may use the same policy file, so it may have rows for modalities that this device lacks
+    rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
+    own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
+    return own.for_client(node.held).stricter(told)
+
+
+def allowance_on(node: NodeConfig) -> Allowance:
+    """Return the code and models that a recipe may use on this device: the policy file's [allow] section, or nothing.
+
+    Raises:
+        RecipeError: the policy file cannot be read, or is not a policy.
+    """
+    if not node.policy:
+        return Allowance()
+    return Allowance.parse(_policy_table(node).get("allow", {}), f"policy {node.policy}: [allow]")
+
+
+def limits_on(node: NodeConfig) -> Limits:
+    """Return the limits of this device: the section [limits] of the policy file.
+
+    Raises:
+        RecipeError: the file does not exist, or the section is invalid.
+    """
+    if not node.policy:
+        return Limits()
+    return Limits.parse(_policy_table(node).get("limits", {}), f"policy {node.policy}: [limits]")
+
+
+def requirements_on(node: NodeConfig) -> Requirements:
+    """Return the protection that this device demands: the section [require] of the policy file.
+
+    Raises:
+        RecipeError: the file does not exist, or the section is invalid.
+    """
+    if not node.policy:
+        return NO_REQUIREMENTS
+    return Requirements.parse(_policy_table(node).get("require", {}), f"policy {node.policy}: [require]")
+
+
+def _policy_table(node: NodeConfig) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(node.policy_text.decode("utf-8-sig"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
+    if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
+        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has {SECTIONS} only")
+    if not table:  # perhaps an editor has only begun to write the file
+        raise RecipeError(
+            f"policy {node.policy}: the file has none of the sections {SECTIONS}. Write the policy into the file, or "
+            f"leave out policy in {WHERE} to use the default policy"
+        )
+    return table
+
+
+def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe for use on this device.
+
+    This function removes parts that only the server uses, so their code is not imported: trackers, the source of the
+    server's rows, and custom partitions. This device's rows are in `node.data`. Call this function inside
+    `registry.only(allowance_on(node))`.
+
+    Raises:
+        NotAllowed: the recipe names code or a saved model that the device's owner has not allowed. The code was not
+            imported.
+        RecipeError: the recipe is wrong.
+    """
+    table = _of_a_client(read_table(path, overrides), has_data=bool(node.data))
+    try:
+        return parse_recipe(table, name=path.stem)
+    except NotAllowed:  # the server gets this text, so it must not hold a path of this device
+        raise
+    except RecipeError as error:
+        raise type(error)(f"{called(path, overrides)}: {error}") from None
+
+
+def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
+    kept = {section: entry for section, entry in table.items() if section != "tracking"}
+    data, clients = kept.get("data"), kept.get("clients")
+    dealt_by_code = isinstance(clients, Mapping) and ":" in str(clients.get("partition", ""))
+    if isinstance(clients, Mapping) and dealt_by_code:
+        kept["clients"] = {key: value for key, value in clients.items() if key != "partition"}
+    if isinstance(data, Mapping):
+        name = str(data.get("name", ""))
+        if has_data and name == "npz":
+            kept["data"] = {**data, "path": ELSEWHERE.path}  # the names of its arrays are those in this device's file
+        elif has_data or dealt_by_code or ":" in name:
+            kept["data"] = {"name": "npz", "path": ELSEWHERE.path}
+    return kept
+
+
+def used_on(recipe: Recipe) -> Allowance:
+    """Return the code and models that devices must allow for this recipe."""
+    algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
+    arrays = {role: (name,) for role, name in named_arrays(recipe).items() if name != standard(role)}
+    named = [name_of(algorithm, ALGORITHMS)]
+    named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
+    named += [encoder.kind for encoder in encoders]
+    named += recipe.model.classes().values()
+    imports = [name for name in named if ":" in name]
+    models = [encoder.path for encoder in encoders if isinstance(encoder, HuggingFace)]
+    return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)), **arrays)
+
+
+def check_held(node: NodeConfig, recipe: Recipe) -> None:
+    """Refuse modalities for which the recipe has no encoder, and arrays that the recipe may not use here.
+
+    Call this function inside `registry.only(allowance_on(node))`.
+
+    Raises:
+        DataError: the recipe has no encoder for a modality. The text suggests the most similar name.
+        NotAllowed: the recipe's [data] names an array that it may not use on this device; see `check_arrays`.
+    """
+    for name in node.held:
+        if name not in recipe.model.modalities:
+            hint = did_you_mean(name, recipe.model.modalities)
+            raise DataError(f"{WHERE} modalities: the recipe has no '{name}'; {hint}")
+    check_arrays(recipe, (*node.held, *(_policy_table(node).get("egress", {}) if node.policy else ())))

@@ -1,0 +1,144 @@
+"""Reads the data of a device, and checks that it fits the federation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from polyfed.core.errors import DataError, NotAllowed
+from polyfed.core.registry import allowed_arrays
+from polyfed.data import Columns, Population, Shards
+from polyfed.data.columns import TEST, TRAIN, check_finite
+from polyfed.data.reading.files import Arrays
+from polyfed.data.sources.own.npz import ROWS, Npz
+from polyfed.deploy.device.arrays import ELSEWHERE
+from polyfed.deploy.device.configuration import WHERE, NodeConfig
+from polyfed.engines.protocol import Facts
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.task_choice import task_of
+
+
+def population_on(
+    node: NodeConfig, recipe: Recipe, facts: Facts | None, vet: Callable[[int], None] = lambda rows: None
+) -> Population:
+    """Return a population in which only this client has rows.
+
+    Args:
+        node: the device's configuration.
+        recipe: the recipe. If its data source is `npz`, the section [data] says which arrays hold labels and ids.
+        facts: shapes and classes of the federation, or None if they are not known yet.
+        vet: called with the number of training rows before the data is compared with `facts`. It raises the refusal of
+            a device that takes no part in the run. If the comparison came first, the server could find out shapes and
+            classes by trying facts until the data fits them.
+
+    Raises:
+        DataError: the data cannot be read, is damaged, or does not fit the federation.
+        NotAllowed: the recipe leaves out the array with which the owner marks training rows.
+    """
+    base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
+    if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
+        base = replace(base, ids=Npz.ids)
+    # a device belongs to one client and has only one test set, so it needs neither of these arrays
+    base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
+    if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
+        base = replace(base, split=Npz.split)
+    _refuse_left_out_split(base.split, node)
+    source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
+    columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
+    check_finite(columns)
+    if recipe.algorithm.aligns_rows and columns.numbered:
+        raise DataError(
+            f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "
+            f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
+        )
+    vet(len(columns.rows(TRAIN)))
+    if facts is not None:
+        _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
+        columns = replace(columns, num_classes=facts.num_classes, class_names=None)
+    own = columns.rows(TEST)
+    return Population(
+        columns=columns,
+        train=_only(node.client, columns.rows(TRAIN)),
+        test=_only(node.client, own) if len(own) else None,
+        holds=torch.ones(node.client + 1, len(columns.modalities), dtype=torch.bool),
+        silo=None if node.silo < 0 else torch.full((node.client + 1,), node.silo),
+        test_rows=own[:0],
+        validation_rows=own[:0],
+    )
+
+
+def _refuse_left_out_split(split: str, node: NodeConfig) -> None:
+    """Refuse a recipe that would train on all rows of data whose owner marks the training rows in another array.
+
+    If the data has no array with the standard name of the split, all rows train. But if the owner allows another array
+    as the split, and the data has this array, it may mark rows that must not train.
+
+    Args:
+        split: the name of the array that the recipe uses as the split.
+        node: the device's configuration.
+
+    Raises:
+        NotAllowed: the data does not have the array `split`, but another array that the owner allows as the split.
+    """
+    allowed = allowed_arrays("split")
+    if not allowed or split in (arrays := Arrays(node.data)):
+        return
+    if found := [name for name in allowed if name in arrays]:
+        raise NotAllowed(
+            f"the data of this device has no array '{split}', but the array '{found[0]}', which its owner allows as "
+            f"[data] split. Without it, rows that the owner may have left out would train. Set [data] split = "
+            f"'{found[0]}' in the recipe, or the owner renames the array to '{Npz.split}'"
+        )
+
+
+def refuse_own_numbers(columns: Columns, where: str) -> Columns:
+    """Return the columns, unless their labels are words that polyfed has numbered from this file alone.
+
+    Every machine sorts only the words of its own file. Two machines with different words would give one number to two
+    different classes, and no error would show it.
+
+    Args:
+        columns: the rows of one machine of a deployment.
+        where: the file or folder of the rows.
+
+    Raises:
+        DataError: the labels are words, and the file does not list the names of the classes.
+    """
+    if columns.words_sorted:
+        raise DataError(
+            f"{where}: the labels are words and the file does not list the classes, so each device would number only "
+            "the words of its own file, and one number would mean different classes on different devices. Save an "
+            "array 'label_name' in it with the names of all classes, the same on every device and on the server, or "
+            'save class numbers from 0 as labels. If the task uses no labels, set [data] label = "" in the recipe'
+        )
+    return columns
+
+
+def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:
+    """Return the device's modalities in the order of the federation. Those that the federation lacks come last."""
+    if facts is None:
+        return node.held
+    known = tuple(name for name in facts.shapes if name in node.held)
+    return (*known, *(name for name in node.held if name not in facts.shapes))
+
+
+def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bool) -> None:
+    if strange := [name for name in node.held if name not in facts.shapes]:
+        raise DataError(f"{WHERE} modalities: the federation has no '{strange[0]}', only {list(facts.shapes)}")
+    for name, column in columns.modalities.items():
+        if column.shape != facts.shapes[name]:
+            raise DataError(
+                f"{node.data}: samples of '{name}' have the shape {column.shape}, but in the federation they have the "
+                f"shape {facts.shapes[name]}"
+            )
+    here, there = columns.num_classes, facts.num_classes
+    if here > there or (here != there and not of_classes):
+        what = "classes" if of_classes else "targets a row"
+        raise DataError(f"{node.data}: {here} {what}, the federation has {there}")
+
+
+def _only(client: int, rows: torch.Tensor) -> Shards:
+    """Give all rows to the client with this number, and no rows to clients 0 to `client` - 1."""
+    offsets = torch.zeros(client + 2, dtype=torch.int64)
+    offsets[-1] = len(rows)
+    return Shards(offsets, rows)

@@ -1,0 +1,338 @@
+"""A client's runtime: it reads a request, runs the task, and passes the reply through the egress gate.
+
+It also stores the client's local state and ledger.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from polyfed.core.errors import BadReply, EgressError, PolyfedError
+from polyfed.core.messages import Message, cut
+from polyfed.core.request import Request
+from polyfed.core.system.files import append_whole, undone
+from polyfed.core.tasks import tasks_of
+from polyfed.core.tree import Tree, digest
+from polyfed.deploy.device.kept_replies import KeptReplies
+from polyfed.deploy.device.privacy_budget import admit_state, spend
+from polyfed.deploy.device.request_limits import admit, admit_release
+from polyfed.deploy.device.secrets_once import admit_secrets, bind_secrets, digest_of_use
+from polyfed.deploy.device.state_store import Store
+from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.faults import Fault, in_short, log_problem
+from polyfed.engines import Sequential
+from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Facts, RequestId, check_versions, reason
+from polyfed.federation.client_ranks import ClientRanks
+from polyfed.federation.reply_validation import Receiver, ReplyValidator
+from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger, lines
+from polyfed.privacy.egress.requirements import Release
+
+LEDGER = "egress.jsonl"
+"""File name of a client's own ledger, in the folder of its local state."""
+
+
+@dataclass
+class ClientRuntime:
+    """Runs the tasks of one client, or of the simulated clients of one process.
+
+    Attributes:
+        engine: holds the clients' data and policy.
+        folder: folder of local states and ledgers. It has a subfolder for every run. The subfolder of a run has a
+            subfolder for each client.
+        relay: whether replies to the client's silo may pass through the server.
+        limit: size in bytes of the largest message that the client reads.
+        discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
+        audit: the device's audit log, or None in a simulation.
+        release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
+        conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
+        rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
+        ranks: the LoRA ranks of the clients.
+    """
+
+    engine: Sequential
+    folder: Path
+    relay: bool = False
+    limit: int = 2**29
+    discreet: bool = False
+    audit: AuditLog | None = None
+    release: Release | None = None
+    conditions: str = ""
+    rounds: int | None = None
+    ranks: ClientRanks = ClientRanks()
+
+    def answer(self, packet: Packet, client: int) -> Packet:
+        """Answer a request. Errors also become answers, so that no request can stop the client.
+
+        Raises:
+            Fault: an error occurred and the client is `discreet`.
+        """
+        request_id = None
+        try:
+            request_id = RequestId.read(packet.header)
+            if request_id.client != client:
+                raise BadReply(f"is for client {request_id.client}, this is client {client}")
+            with deterministic(self.engine.device):
+                return self._work(packet, request_id)
+        except EgressError as error:
+            for note in getattr(error, "__notes__", ()):  # numbers that the server does not get
+                log_problem(note)
+            return reason(REFUSED, request_id, str(error))
+        except BadReply as error:
+            return reason(FAILED, request_id, f"the message {error}")
+        except (PolyfedError, OSError) as error:
+            if self.discreet:
+                raise Fault(in_short(error)) from error
+            return reason(FAILED, request_id, f"{type(error).__name__}: {error}")
+
+    def _work(self, packet: Packet, request_id: RequestId) -> Packet:
+        engine = self.engine
+        check_versions(packet.header, f"client {request_id.client}")
+        request = self._ask(packet, request_id)
+        self._check_frozen(packet, request_id.client)
+        got = self._received(packet, request, request_id.client)
+        self._refuse_made_model(request, got, request_id.client)
+        folder = self.folder / request_id.run / f"client-{request_id.client}"
+        store = Store(folder)
+        self._check_held(packet, request_id.client)
+        with store.alone():
+            store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
+            admit(engine.limits, folder, request, request_id.client)
+            self._admit_today(request_id, request.name)
+            local = self._before(store, request, request_id)
+            replies = KeptReplies(folder, digest_of_use(request, local or {}, packet, self.conditions))
+            known = replies.find(request_id) if self._adds_noise(request) else None
+            if known is None:
+                self._count(store, request, request_id)
+            store.prune()
+            store.begin(request_id, again=known is not None)
+            admit_secrets(folder, request, local, packet, request_id.client, self.conditions)
+            engine.locals = {} if local is None else {request_id.client: local}
+            engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
+            missing: dict[int, str] = {}
+            content: Packet | None = None
+            sent, seal = False, ""
+            try:
+                if known is not None:
+                    content = self._released_again(request, request_id.client, got, known)
+                elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
+                    content = encode(reply)
+                    bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)
+                    kept = int(packet.header.get("kept", 0))
+                    self._keep(store, request_id, local, kept)
+                    if self._adds_noise(request):
+                        replies.keep(request_id, content, kept)
+                sent = content is not None
+            finally:
+                seal = self._book(store, request_id, sent, again=known is not None)
+            if content is None and self.discreet:
+                raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
+            if content is None:
+                return reason(FAILED, request_id, missing[request_id.client])
+        return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
+
+    def _admit_today(self, request_id: RequestId, task: str) -> None:
+        """Count a request and its run in the budgets of the device, which hold over all runs.
+
+        Raises:
+            EgressError: a budget is spent.
+            CheckpointError: the store of the device cannot be used.
+        """
+        limits, client, store = self.engine.limits, request_id.client, DeviceStore(self.folder)
+        store.spend(limits, "max_runs_per_day", request_id.run, client, task)
+        store.spend(limits, "max_requests_per_day", request_id.run, client, task)
+
+        def evaluates(task: str) -> EgressError | None:
+            try:
+                store.spend(limits, "max_evaluations_per_day", request_id.run, client, task)
+            except EgressError as error:
+                return error
+            return None
+
+        self.engine.evaluates = None if limits.max_evaluations_per_day is None else evaluates
+
+    def _refuse_made_model(self, request: Request, got: Message, client: int) -> None:
+        """Refuse a model that could only read the data; see `Policy.accepts`. It costs no privacy budget.
+
+        Raises:
+            EgressError: the message holds parameters or prototypes that the policy does not let come in.
+        """
+        gate = self.engine.node((client,), self.engine.context(client))
+        if why := gate.rejection(request, cut(got, gate.blocks)):
+            raise EgressError(why)
+
+    def _adds_noise(self, request: Request) -> bool:
+        """Return whether the reply gets noise from the operating system. It then cannot be computed a second time."""
+        mechanism = self.engine.privacy
+        return (
+            mechanism is not None and mechanism.secure and not mechanism.central and request.name in mechanism.protected
+        )
+
+    def _count(self, store: Store, request: Request, request_id: RequestId) -> None:
+        """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
+        mechanism, client = self.engine.privacy, request_id.client
+        admit_release(mechanism, store.folder, request, client)
+        mixed = self.engine.announcement(self.engine.context(client).modalities).policy.mixing.blocks
+        admit_state(self.release, mixed, store.folder, store.has_state, client)
+        if mechanism is not None and request.name in mechanism.protected:
+            spend(self.engine.required, self.release, self.folder, client)
+
+    def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
+        """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""
+        gate = self.engine.node((client,), self.engine.context(client))
+        gate.receive(request, got)
+        again = encode(gate.release(request, decode(known, request.reply, limit=self.limit), stacked=False))
+        assert (again.header, again.body) == (known.header, known.body), "a reply is sent again bit for bit"
+        return again
+
+    def _received(self, packet: Packet, request: Request, client: int) -> Message:
+        """Decode the server's message, and compare it with its declaration and with the model.
+
+        A simulated client checks it too: it is cheap beside the transport.
+
+        Raises:
+            BadReply: the server's message is malformed. The exception is named after replies, but here the server
+                caused the error, not the client.
+        """
+        got: Message = decode(packet, request.got, limit=self.limit)
+        engine = self.engine
+        template = engine.algorithm.received_template(request.name, engine.model)
+        classes = engine.population.columns.num_classes
+        everyone = tuple(engine.model.shapes)
+        validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
+        num_rows = max(len(engine.rows(client)), len(engine.test_rows(client)))
+        receiver = Receiver(engine.registry.owned(client), num_rows, self.ranks.shapes(client))
+        validator.check_received(got, request.got, receiver)
+        return got
+
+    def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
+        """Write the client's local state if the task has replaced it."""
+        left = self.engine.locals.get(request_id.client, {})
+        if left is not before:
+            store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
+
+    def _book(self, store: Store, request_id: RequestId, sent: bool, *, again: bool) -> str:
+        """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
+
+        Returns:
+            The hash of the seal that follows the rows in the audit log, or "" in a simulation.
+
+        Args:
+            store: the client's store.
+            request_id: id of the request.
+            sent: whether the reply will leave. If not, this writes only received and refused parts.
+            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted.
+
+        Raises:
+            OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
+                may leave the client.
+        """
+        entries = self.engine.ledger.drain()
+        if not sent:
+            entries = [entry for entry in entries if entry.destination == TO_CLIENT or not any(entry.allowed)]
+        path = store.folder / LEDGER
+        try:
+            before = book(path, lines(entries, request_id.run))
+            if self.audit is None:
+                return ""
+            with undone(path, before):
+                return self.audit.append(entries, request_id.run)
+        except (OSError, PolyfedError):
+            if not again:
+                store.forget(request_id)
+            raise
+
+    def _before(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
+        """Return the client's local state before a task, or None if there is no state yet.
+
+        If the client's modalities have changed since the state was written, tensors with the right shape are kept. All
+        other tensors start with their initial values.
+        """
+        found = store.before(request_id)
+        if found is None or found[1] == self.engine.registry[request_id.client].modalities:
+            return None if found is None else found[0]
+        self.engine.locals, before = {}, found[0]
+        first = self.engine.local(request, request_id.client)
+        fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
+        return {name: before[name] if name in fits else value for name, value in first.items()}
+
+    def _check_held(self, packet: Packet, client: int) -> None:
+        """Refuse a request if its list of modalities differs from the client's current modalities.
+
+        Raises:
+            BadReply: the client's modalities have changed since it enrolled.
+        """
+        now, then = list(self.engine.registry.owned(client)), packet.header.get("modalities")
+        if now != then:
+            raise BadReply(f"is for modalities {then}, client {client} has {now} now; start the server again")
+
+    @cached_property
+    def _frozen(self) -> str:
+        return digest(self.engine.model.unsent)
+
+    def _check_frozen(self, packet: Packet, client: int) -> None:
+        """Refuse a request if the server's frozen parameters or constant buffers differ from the client's.
+
+        Messages never hold them.
+
+        Raises:
+            BadReply: they differ.
+        """
+        if Facts.read(packet.header).frozen != self._frozen:
+            raise BadReply(
+                f"is for a model whose frozen parameters or constant buffers differ from those of client {client}. "
+                "Give the server and the client the same file of weights. Random values can differ between kinds of "
+                "machines, so save such values to a file and load them from it"
+            )
+
+    def _check_rounds(self, round: int, rounds: int) -> None:
+        """Refuse a request of a round that the recipe does not have.
+
+        Learning rates and the strengths of proximal terms follow schedules over the rounds of the recipe. In a later
+        round, a learning rate could have any size and sign, and the checks of the recipe's options (`limit_checks`)
+        would be useless.
+
+        Raises:
+            BadReply: the round is after the last one, or the run has more rounds than the recipe.
+        """
+        most = rounds if self.rounds is None else self.rounds
+        if not round <= rounds <= most:
+            raise BadReply(
+                f"is for round {round} of {rounds}, but the recipe on the device has {most} rounds. Send the recipe "
+                "with which the run was started, or start the run again with a larger number of rounds"
+            )
+
+    def _ask(self, packet: Packet, request_id: RequestId) -> Request:
+        """Read the request from a packet's header.
+
+        Raises:
+            BadReply: the header is malformed, or the algorithm has no such task.
+            EgressError: the reply would pass through the server, and this client does not allow the server to see it.
+        """
+        match packet.header:
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
+                task = tasks_of(self.engine.algorithm).get(name)
+            case _:
+                raise BadReply("is not a request that can be read")
+        if task is None:
+            raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
+        self._check_rounds(request_id.round, rounds)
+        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
+        if request.scope == "silo" and not self.relay:
+            raise EgressError(
+                f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through "
+                'the server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
+            )
+        return request
+
+
+def book(path: Path, rows: Iterable[str]) -> int:
+    """Add all rows to a client's ledger file, or none of them. Return the file's previous size.
+
+    Raises:
+        OSError: the rows cannot be written. In this case, no reply may leave the client.
+    """
+    return append_whole(path, "".join(row + "\n" for row in rows).encode())

@@ -1,0 +1,122 @@
+"""Stores, in a run folder, which device has which client number, and the number of the server's session.
+
+A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. The
+server therefore recognises a device by its public key. The first device that enrols with a client number keeps this
+number, and the server refuses the number to all other devices.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import BadReply, CheckpointError, RecipeError
+from polyfed.core.system.files import replace_text
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.data.partitions.iid import SILOS
+from polyfed.data.population.modality_assignment import devices_per_silo
+from polyfed.engines.protocol import Enrolment
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.federation.wire_format import Packet
+
+MEMBERS = ".clients.json"
+"""The file in a run folder with the device of each client number. You may write this file before the first run."""
+
+
+def clients_of(folder: Path) -> dict[str, str]:
+    """Return the client number of each device of a run folder, by the fingerprint of its key.
+
+    The result is empty if the folder holds no readable file about its clients.
+    """
+    try:
+        return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def expected(recipe: Recipe) -> int:
+    """Return the number of devices for which the server of a deployment waits.
+
+    With silos, each silo has one device for each entry of `holdings`, or for each modality.
+
+    Raises:
+        RecipeError: `[engine] nodes` contradicts the number of devices of the silos.
+    """
+    nodes, clients = recipe.engine.nodes, recipe.clients
+    if clients.partition != "silos" or clients.silo_partition != "iid":
+        return nodes or clients.num or 1
+    silos = clients.silos or len(clients.silo_sizes or ()) or SILOS
+    each = devices_per_silo(clients, recipe.model.modalities)
+    if nodes not in (0, silos * each):
+        raise RecipeError(
+            f"[engine] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove nodes, "
+            "or set [clients] silos to the number of silos that take part"
+        )
+    return silos * each
+
+
+class Membership:
+    """The clients of a run folder. The first device that enrols with a client number keeps the number.
+
+    Only one server may use the folder at a time (`polyfed.deploy.server.server.only_server`).
+
+    Args:
+        folder: the run folder, which must exist.
+
+    Attributes:
+        session: the number of the server's current session. A new session begins each time the server starts. Its
+            number is larger than the numbers of all earlier sessions, even if the clock was set back.
+        left_out: clients that may not take part in this session, each with the reason.
+
+    Raises:
+        CheckpointError: the file in the folder is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / MEMBERS
+        session, self._devices = self._read()
+        self.session: int = max(session + 1, int(time.time() * 1000))
+        self.left_out: dict[int, str] = {}
+        self._write()
+
+    def refusal(self, packet: Packet, device: str) -> str:
+        """Return the reason to refuse an enrolment, or "" to accept it. If the client number is new, record the device.
+
+        Args:
+            packet: the enrolment, which has not been checked yet.
+            device: the name of the device, which is the fingerprint of its key in the format of `ssh-keygen -l`.
+        """
+        try:
+            enrolment = Enrolment.read(packet.header)
+        except BadReply as error:
+            return str(error)
+        if enrolment.client in self.left_out:
+            return f"client {enrolment.client} was left out: {self.left_out[enrolment.client]}"
+        number = str(enrolment.client)
+        if number not in self._devices:
+            self._devices[number] = device
+            self._write()
+        elif self._devices[number] != device:
+            return (
+                f"client {number} belongs to the device with key {self._devices[number]}, and this one has {device}. "
+                f"Give this device another client number; if it replaces the other one, write its key into {MEMBERS} "
+                "in the run folder"
+            )
+        return ""
+
+    def _read(self) -> tuple[int, dict[str, str]]:
+        """Return the number of the last session, and a dictionary: client number -> device."""
+        if not self._path.exists():
+            return -1, {}
+        try:
+            found: dict[str, Any] = parse_json(self._path.read_text())
+            devices = {str(number): device for number, device in found["clients"].items()}
+            if not all(isinstance(device, str) for device in devices.values()):
+                raise ValueError("a client has no key")
+            return int(found.get("session", -1)), devices
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self._path} is damaged: {error}. Restore it from a copy") from error
+
+    def _write(self) -> None:
+        replace_text(self._path, json.dumps({"session": self.session, "clients": self._devices}, indent=1))
+        self._path.chmod(0o600)

@@ -1,0 +1,184 @@
+"""Health, metrics and status of a server, for this machine and for other machines.
+
+Two web applications serve this information. The first listens on loopback, so that only this machine can reach it, and
+needs no password. The second serves other machines over TLS, and every request needs a token. Both applications run in
+the SuperLink's process. Neither listens on the port that devices use.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.deploy.metrics import CONTENT_TYPE, registry
+from polyfed.deploy.server.membership import clients_of
+
+TOKEN = "status.token"
+"""The file in the folder of the credentials that holds the token for `polyfed status`."""
+
+RUN_NUMBERS = {
+    "round": "Rounds of the current run that are done.",
+    "rounds": "Rounds that the current run is to have.",
+    "enrolled": "Clients that enrolled in the current run.",
+    "wanted": "Clients that the current run waits for.",
+    "cohort": "Clients asked in the latest round.",
+    "round_seconds": "Duration of the latest round in seconds.",
+}
+"""Numbers in the status of a run that become gauges, `polyfed_run_<name>`."""
+
+RUN_COUNTS = {
+    "bytes_up": "Bytes that clients sent since the server of the current run started.",
+    "bytes_down": "Bytes sent to clients since the server of the current run started.",
+    "missing_replies": "Times that a client gave no usable reply.",
+    "late_replies": "Replies that came after their request had been closed.",
+}
+"""Numbers in the status of a run that become counters, `polyfed_run_<name>_total`."""
+
+RUN_STATES = ("enrolling", "running", "finished", "failed")
+
+KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); `flwr run` goes on"
+"""The error of a run whose status says that it goes on, although all runs of the SuperLink have ended."""
+
+Facts = Mapping[str, Any]
+
+
+def token_at(path: Path) -> str:
+    """Read the token for `polyfed status`. If the file does not exist, make a random token and write the file.
+
+    Raises:
+        RecipeError: the file holds no token, or everybody on this machine can read the file.
+    """
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    token = read_token(path)
+    if path.stat().st_mode & 0o007:
+        raise RecipeError(f"everybody on this machine can read {path}. Write: chmod 640 {path}")
+    return token
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file.
+
+    Raises:
+        RecipeError: the file is missing or holds no token of at least 32 printable characters.
+    """
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the token {path} cannot be read ({error}); copy {TOKEN} from the server") from None
+    if len(token) < 32 or not token.isprintable() or " " in token:
+        raise RecipeError(f"{path} holds no token: remove it, and `polyfed superlink` writes a new one")
+    return token
+
+
+def status_of(link: Facts, path: Path) -> dict[str, Any]:
+    """Return the status of a server and its current run.
+
+    Args:
+        link: `nodes`, `away` and `runs` from the SuperLink. In the result, each device in `away` has the fingerprint
+            of its `key` and, if it has taken part in the current run, its number as `client`.
+        path: the file that the server of the current run writes; see `polyfed.deploy.server.run_log`.
+    """
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        run = None  # no server of a run has started yet
+    over = all(str(known["status"]).startswith("finished") for known in link.get("runs", ()))
+    if run is not None and link.get("runs") and over and run.get("state") in ("enrolling", "running"):
+        run |= {"state": "failed", "error": KILLED}
+    numbers = {} if run is None else clients_of(Path(str(run.get("run", ""))))
+    away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
+    known = {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr")}
+    return {**known, **link, "away": away, "run": run}
+
+
+def metrics_of(status: Facts) -> bytes:
+    """Return the status as Prometheus metrics, without error messages, paths and names."""
+    nodes, run = status["nodes"], status["run"] or {}
+    gauges = {
+        "polyfed_nodes_registered": ("Devices whose public key is registered.", float(nodes["registered"])),
+        "polyfed_nodes_online": ("Devices that are connected.", float(nodes["online"])),
+        "polyfed_run_updated_timestamp_seconds": ("When the current run last did something.", run.get("updated", 0.0)),
+    }
+    for state in RUN_STATES:
+        gauges[f"polyfed_run_{state}"] = (f"1 if the current run is {state}.", float(run.get("state") == state))
+    for name, text in RUN_NUMBERS.items():
+        gauges[f"polyfed_run_{name}"] = (text, float(run.get(name, 0)))
+    from prometheus_client import Counter, Gauge, generate_latest
+
+    made = registry()
+    for name, (text, value) in gauges.items():
+        Gauge(name, text, registry=made).set(value)
+    for name, text in RUN_COUNTS.items():
+        Counter(f"polyfed_run_{name}", text, registry=made).inc(float(run.get(name, 0)))
+    return generate_latest(made)
+
+
+class ServerMonitor:
+    """A web application with the pages `/health`, `/metrics` and `/status`.
+
+    Args:
+        link: a function that returns the SuperLink's nodes and runs.
+        path: path of the current run's status file.
+        token: if not empty, every request must carry this token in its header `Authorization: Bearer TOKEN`. The answer
+            to other requests reveals nothing, not even which pages exist. If the token is empty, there is no page
+            `/status`.
+    """
+
+    def __init__(self, link: Callable[[], Facts], path: Path, token: str = "") -> None:
+        self.link, self.path = link, path
+        self._digest = _digest(token.encode()) if token else b""
+
+    async def __call__(self, scope: Facts, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        status, kind, body = await asyncio.to_thread(self.page, scope["method"], scope["path"], scope["headers"])
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def page(self, method: str, path: str, headers: Any) -> tuple[int, str, bytes]:
+        """Return HTTP status, content type and body of a page."""
+        if self._digest and not self._knows(headers):
+            return 401, "text/plain", b"polyfed: a token is needed\n"
+        pages = {"/health": self._health, "/metrics": self._metrics} | (
+            {"/status": self._status} if self._digest else {}
+        )
+        if path not in pages or method != "GET":
+            return 404, "text/plain", f"polyfed: here are {', '.join(pages)}\n".encode()
+        try:
+            return 200, *pages[path]()
+        except Exception as error:  # any error of the SuperLink's database
+            return 503, "application/json", json.dumps({"status": "failing", "error": type(error).__name__}).encode()
+
+    def _knows(self, headers: Any) -> bool:
+        """Return whether a request carries the token. The time of the comparison does not depend on the token."""
+        given = [value for name, value in headers if name.lower() == b"authorization"]
+        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return hmac.compare_digest(_digest(token), self._digest) and scheme.lower() == b"bearer"
+
+    def _health(self) -> tuple[str, bytes]:
+        self.link()
+        return "application/json", b'{"status": "ok"}'
+
+    def _metrics(self) -> tuple[str, bytes]:
+        return CONTENT_TYPE, metrics_of(status_of(self.link(), self.path))
+
+    def _status(self) -> tuple[str, bytes]:
+        return "application/json", json.dumps(status_of(self.link(), self.path)).encode()
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

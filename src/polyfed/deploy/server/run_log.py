@@ -1,0 +1,147 @@
+"""Progress of a server's run: lines in the server's log, and a status file for `polyfed status` and the metrics.
+
+The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
+replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.system.files import replace_text
+from polyfed.core.system.log_lines import logger_of
+
+STATUS_FILE = "POLYFED_STATUS_FILE"
+"""Environment variable with the path to which a server writes its status. `polyfed superlink` sets this variable."""
+
+LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output as its log
+
+LOGGED = ("client-missing", "late-reply")
+"""Events whose log line lists all facts. Other events have their own sentences."""
+
+MARK = "WARNING: "
+"""The start of a note that is a warning."""
+
+SCORES = ("accuracy", "mae", "recall1", "loss")
+"""Scores of the global model that a round's log line shows if they are available."""
+
+WRITE_EVERY = 1.0
+"""Seconds between two writes of the status for the events in `LOGGED`, of which a round may have thousands."""
+
+KEPT_REASONS = 20
+"""Largest number of clients for which the status holds the newest reason for a missing reply."""
+
+
+def log_run(event: str, **facts: Any) -> None:
+    """Write an event of the run as a line of the app's log, which `flwr log` shows."""
+    level = logging.INFO
+    if event == "round-finished":
+        row = facts["row"]
+        evaluated = row.get("metrics", {}).get("global", {})
+        shown = "".join(f", {name} {evaluated[name]:.4f}" for name in SCORES if name in evaluated)
+        text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
+        facts = {"round": row["round"], "asked": len(row["cohort"]), "bytes_up": row["bytes_up"]}
+    elif event == "note":
+        text, facts = str(facts["text"]), {}
+        if text.startswith(MARK):  # the line of the log names its level already
+            text, level = text.removeprefix(MARK), logging.WARNING
+    elif event in LOGGED:
+        level = logging.WARNING
+        text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+    else:
+        return
+    LOGGER.log(level, "%s", text, extra={"facts": {"event": event} | facts})
+
+
+class RunStatus:
+    """Writes the status of the run to a file. An object of this class is called with every event of the run.
+
+    Args:
+        path: the file. Each write replaces the whole file atomically, so a reader never sees an incomplete file.
+        run: the run folder.
+    """
+
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.complained, self._crowded = path, False, -WRITE_EVERY
+        self.facts: dict[str, Any] = {
+            "run": str(run.absolute()),
+            "state": "enrolling",
+            "round": 0,
+            "rounds": 0,
+            "enrolled": 0,
+            "wanted": 0,
+            "cohort": 0,
+            "round_seconds": 0.0,
+            "bytes_up": 0,
+            "bytes_down": 0,
+            "missing_replies": 0,
+            "late_replies": 0,
+            "reasons": {},
+            "error": "",
+        }
+        self._write()
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Update the status for an event. Events that do not affect the status are ignored."""
+        handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
+        if handler is not None:
+            handler(**facts)
+            now = time.monotonic()
+            if event not in LOGGED or now - self._crowded >= WRITE_EVERY:
+                self._crowded = now if event in LOGGED else self._crowded
+                self._write()
+
+    def failed(self, error: str) -> None:
+        """Record the error that ended the run."""
+        self.facts |= {"state": "failed", "error": error}
+        self._write()
+
+    def _on_enrolling(self, enrolled: int, wanted: int) -> None:
+        self.facts |= {"enrolled": enrolled, "wanted": wanted}
+
+    def _on_run_started(self, **facts: Any) -> None:
+        self.facts |= {"state": "running", "rounds": facts["rounds"], "round": facts["first_round"] - 1}
+
+    def _on_round_finished(self, row: dict[str, Any]) -> None:
+        self.facts |= {"round": row["round"], "cohort": len(row["cohort"])}
+        self.facts["round_seconds"] = sum(row["seconds"].values())
+        for name in ("bytes_up", "bytes_down"):
+            self.facts[name] += row[name]
+
+    def _on_client_missing(self, round: int, task: str, client: int, reason: str) -> None:
+        self.facts["missing_replies"] += 1
+        reasons: dict[str, Any] = self.facts["reasons"]
+        reasons.pop(str(client), None)
+        reasons[str(client)] = {"round": round, "task": task, "reason": reason}
+        for old in [*reasons][:-KEPT_REASONS]:
+            del reasons[old]
+
+    def _on_late_reply(self, discarded: int, **_: Any) -> None:
+        self.facts["late_replies"] += discarded
+
+    def _on_run_stopped(self, reason: str, **_: Any) -> None:
+        self.failed(reason)
+
+    def _on_run_finished(self, **_: Any) -> None:
+        self.facts["state"] = "finished"
+
+    def _write(self) -> None:
+        try:
+            replace_text(self.path, json.dumps(self.facts | {"updated": time.time()}))
+        except OSError as error:  # the run does not depend on this file
+            if not self.complained:
+                LOGGER.warning("the status cannot be written: %s", error)
+            self.complained = True
+
+
+def listeners_of(run: Path) -> tuple[list[Any], RunStatus | None]:
+    """Return all listeners of a server's run, and the one that writes the status.
+
+    The second value is None if `STATUS_FILE` is not set.
+    """
+    where = os.environ.get(STATUS_FILE)
+    status = RunStatus(Path(where), run) if where else None
+    return [log_run] if status is None else [log_run, status], status

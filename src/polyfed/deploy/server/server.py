@@ -1,0 +1,236 @@
+"""The server of a deployment or of a Flower simulation: it waits for its clients and then runs the recipe.
+
+The only difference from a run in one process is the engine, which sends requests to clients over a transport.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
+from polyfed.data import Population
+from polyfed.deploy.handlers import MEGABYTE, Simulated
+from polyfed.deploy.server.claimed_shapes import without_absent
+from polyfed.deploy.server.enrolment import enrolled, enrolment_in
+from polyfed.deploy.server.membership import Membership
+from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
+from polyfed.engines.base import Engine
+from polyfed.engines.remote import Remote, ReplyTerms
+from polyfed.experiment.recipes.defaults import with_encoders
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.running.checkpoint import newest
+from polyfed.experiment.running.events import INTERRUPTED, Emitter
+from polyfed.experiment.running.lock import alone_in
+from polyfed.federation.attack import refuse_deployed
+from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.ledger import Ledger
+
+ERROR = "error.json"
+"""The file in a run folder with the error that ended the run. It is removed when the run resumes."""
+
+
+def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
+    """Make the reply terms from the [engine] section.
+
+    Args:
+        spec: the section.
+        session: a number that identifies this start of the server; later starts have larger numbers. The default is the
+            time in milliseconds.
+    """
+    return ReplyTerms(
+        session=int(time.time() * 1000) if session is None else session,
+        reply_seconds=spec.reply_seconds,
+        close_at=spec.close_at,
+        min_replies=spec.min_replies,
+        away_seconds=spec.away_seconds,
+        stop_on_refusal=spec.on_refusal == "stop",
+        relay=spec.relay == "server-sees",
+        limit=spec.message_megabytes * MEGABYTE,
+    )
+
+
+def engine_by(
+    transport: Any, spec: EngineSpec, session: int | None = None, *, deployed: bool = False
+) -> Callable[..., Engine]:
+    """Return a function that builds an engine with this transport.
+
+    Args:
+        transport: carries packets.
+        spec: the section [engine].
+        session: a number that identifies this start of the server; later starts have larger numbers. The default is the
+            time in milliseconds.
+        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
+            for the audit log, and noise comes from the operating system's generator.
+    """
+    terms = reply_terms_of(spec, session)
+
+    def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
+        ledger.hashing = deployed
+        engine = Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+        engine.deployed = deployed
+        return engine
+
+    return build
+
+
+_T = TypeVar("_T")
+
+Execute = Callable[..., _T]
+"""The type of `polyfed.experiment.running.loop.execute`, which sets up a run and executes all of its rounds."""
+
+
+def placed(recipe: Recipe, data: str) -> Recipe:
+    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any."""
+    source = replace(recipe.data, path=data) if data else recipe.data
+    return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+
+
+def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Execute[_T]) -> _T:
+    """Run a recipe on Flower's simulation runtime and return what `execute` returns.
+
+    Raises:
+        RecipeError: the extra `polyfed[flower]` is not installed.
+    """
+    try:
+        from polyfed.engines import flower
+    except ImportError as error:
+        raise RecipeError(f"[engine] name = 'flower' needs Flower ({error}): pip install 'polyfed[flower]'") from None
+    with tempfile.TemporaryDirectory(prefix="polyfed-") as spare:
+        folder = Path(spare) if records is None else (records.folder / "nodes").absolute()
+        population = population_of(recipe)
+        recipe = with_encoders(recipe, population.columns)  # clients build the model without other clients' data
+        finished: list[_T] = []
+
+        def main(transport: flower.GridTransport) -> None:
+            meet(recipe, population, transport)
+            folder.mkdir(parents=True, exist_ok=True)
+            engine = engine_by(transport, recipe.engine, Membership(folder).session)
+            finished.append(execute(recipe, records, emit, population=population, engine=engine))
+
+        cpus = recipe.engine.client_cpus
+        flower.simulate(main, Simulated(recipe, folder), population.num_clients, cpus)
+    return finished[0]
+
+
+def meet(recipe: Recipe, population: Population, transport: Any) -> None:
+    """Wait until all simulated clients have started.
+
+    Raises:
+        TooFewReplies: not all clients started within `enrol_seconds`.
+    """
+    answers = transport.enrol(population.num_clients, recipe.engine.enrol_seconds)
+    started = len([enrolment_in(answer) for answer in answers])
+    if started < population.num_clients:
+        raise TooFewReplies(
+            f"{started} of {population.num_clients} simulated clients started within "
+            f"{recipe.engine.enrol_seconds:g} seconds; raise [engine] enrol_seconds"
+        )
+
+
+def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute: Execute[Any]) -> None:
+    """Wait for clients, then run the recipe or resume the run in `out`. This is the main function of a ServerApp.
+
+    Args:
+        recipe_path: path of the recipe that came with the app.
+        transport: carries packets.
+        config: the run's configuration. `out` is a folder on the server. If the recipe's [data] has a path, `data` is
+            the path of the server's own rows.
+        execute: `polyfed.experiment.running.loop.execute`.
+
+    Raises:
+        PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
+    """
+    out = Path(str(config.get("out", "runs/flower"))).expanduser()
+    listeners, status = listeners_of(out)
+    gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+    with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
+        recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
+        refuse_deployed(recipe.attack)
+        records = Records(out, resume=True, audit=AuditLog(out))
+        emit = Emitter(listeners)
+        with only_server(out):
+            members = Membership(out)
+            transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
+            transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
+            transport.run = str(records.facts().get("run", "")) if records.begun else ""
+            population = enrolled(recipe, transport, emit, members.left_out)
+            recipe = without_absent(recipe, population.columns.modalities)
+            transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
+            engine = engine_by(transport, recipe.engine, members.session, deployed=True)
+            with naming_the_option():
+                execute(recipe, records, emit, population=population, engine=engine)
+
+
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    """If a run cannot be resumed, add to the error how the user of a deployment chooses another folder."""
+    try:
+        yield
+    except (RecipeError, DataError) as error:
+        if "cannot resume" in str(error):
+            how = """`flwr run ... --run-config 'out="/another/folder"'` chooses another folder"""
+            error.args = (f"{error}. {how}", *error.args[1:])
+        raise
+
+
+@contextmanager
+def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
+    """Write an error of the `with` block to `error.json` in this folder and to the last line of the app's log.
+
+    Args:
+        out: folder of the run.
+        status: the status of the run, which records the error.
+
+    Raises:
+        PolyfedError: the error that ended the block. An `OSError`, such as a full disk, becomes a `DataError`.
+    """
+    (out / ERROR).unlink(missing_ok=True)
+    try:
+        yield
+    except PolyfedError as error:
+        _tell(out, error, status)
+        raise
+    except OSError as error:
+        failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
+        _tell(out, failed, status)
+        raise failed from error
+    except BaseException as error:  # an error in polyfed, or an interruption: its traceback follows in the log
+        if isinstance(error, Exception):
+            _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
+        if status is not None:
+            status.failed(INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
+        raise
+    (out / ERROR).unlink(missing_ok=True)  # another server, which could not lock the folder, may have written this file
+
+
+def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
+    told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
+    _write_error(out, told)
+    if status is not None:
+        status.failed(str(error))
+    LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
+
+
+def _write_error(out: Path, told: Mapping[str, Any]) -> None:
+    if out.is_dir():
+        with suppress(OSError):  # the disk may be full, and the log holds the same text
+            (out / ERROR).write_text(json.dumps(told, indent=1))
+
+
+def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
+    """Lock the run folder. If a previous server holds the lock, wait until it ends.
+
+    A server may run for some seconds after its SuperLink was killed.
+
+    Raises:
+        RecipeError: another server still holds the lock after `seconds`.
+    """
+    return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)

@@ -1,0 +1,1 @@
+"""Flower on the server: its SuperLink, and the transport of requests."""

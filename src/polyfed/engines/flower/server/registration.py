@@ -1,0 +1,66 @@
+"""Registers the keys of devices with a SuperLink, and revokes the keys whose files are gone."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.supercore.constant import NodeStatus
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.system.log_lines import logger_of
+from polyfed.engines.flower.server.node_keys import fingerprint
+
+_HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
+
+
+def public_key(path: Path) -> bytes:
+    """Read the public key of a device and return it as Flower stores it, in PEM format.
+
+    Raises:
+        RecipeError: the file holds no key in OpenSSH's format, or a key of a type that Flower does not accept.
+    """
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise RecipeError(f"{path} is not a public key in OpenSSH's format ({error}). {_HOW}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise RecipeError(f"{path} is a key of type {type(key).__name__}; Flower takes ECDSA keys only. {_HOW}")
+    return bytes(public_key_to_bytes(key))
+
+
+def keep_registered(state: Any, keys: Mapping[bytes, Path]) -> None:
+    """Make the SuperLink's database hold these keys and no others.
+
+    The owner of every key is the local account of `flwr`. A key that is not among `keys` is revoked: the SuperLink then
+    refuses every call that this key has signed. The log gets a line for each revoked key.
+
+    Args:
+        state: the SuperLink's state.
+        keys: the public keys, each with its file.
+
+    Raises:
+        RecipeError: a key was revoked earlier. Flower's database never registers a key a second time.
+    """
+    logger = logger_of("superlink", "stderr")
+    for node in state.get_node_info():
+        if node.status != NodeStatus.UNREGISTERED and bytes(node.public_key) not in keys:
+            state.delete_node(node.owner_aid, node.node_id)
+            text = "the key %s is revoked, because its file *.pub is no longer in the folder of credentials"
+            logger.log(logging.WARNING, text, fingerprint(bytes(node.public_key)))
+    for key, path in keys.items():
+        if state.get_node_id_by_public_key(key) is not None:
+            continue
+        try:
+            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
+        except ValueError:
+            raise RecipeError(
+                f"{path} holds the key {fingerprint(key)}, which was revoked earlier, and Flower's database does not "
+                "register a revoked key again. Make a new key on the device and remove this file; or, if the "
+                "revocation was a mistake, move link.db elsewhere and start again (a run goes on from its checkpoint)"
+            ) from None

@@ -1,0 +1,320 @@
+"""Worker processes: a pool of processes on one machine that run the clients of a request in parallel.
+
+The processes are forked from the server's process before or during a run, so they share the data, the model and the
+algorithm without a copy. Local states stay in the server's process. A worker receives them with the request and returns
+the new local states. So any worker can run any client, and you can resume a run with another number of workers. If a
+worker dies, no state is lost, and a new worker runs its clients again. docs/decisions/0016-workers.md has the reasons.
+
+A request is divided into units: a unit is a stack of clients, or one client. Every worker uses the same number of
+threads, so the result of a unit does not depend on the process that runs it. So the result of a request does not depend
+on the number of workers.
+"""
+
+import errno
+import importlib
+import math
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import Message
+from polyfed.core.request import Request, Send
+from polyfed.core.system.openmp import can_end_idle_threads, end_idle_threads
+from polyfed.engines.workers.process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
+from polyfed.engines.workers.shared_memory import Arena, copied
+from polyfed.federation.replies import Answer, ReplyStack
+
+BUNDLES = 4
+"""Average number of bundles of units that each worker gets in a request. More bundles balance the load better, but each
+bundle costs about 0.3 ms to send."""
+
+TRIES = 2
+"""Largest number of attempts to run a bundle whose worker process dies."""
+
+
+class Workers:
+    """A pool of worker processes. The processes start at the first call of `answer`.
+
+    Args:
+        engine: the engine whose clients the workers run.
+        num: number of processes, 2 or more.
+        threads: number of threads that PyTorch uses in each process. 0 leaves the number unchanged.
+        devices: the devices on which workers run; worker i uses device i modulo their number. Without devices, the
+            workers use the engine's device.
+
+    Attributes:
+        started: the running workers.
+        broadcast: shared memory for a message that all clients receive.
+        returned: number of jobs that workers have returned.
+
+    Raises:
+        RecipeError: the workers would use several threads, and a forked process could wait for them forever.
+    """
+
+    def __init__(self, engine: Served, num: int, threads: int = 1, devices: Sequence[torch.device] = ()) -> None:
+        assert num > 1
+        if threads != 1 and not can_end_idle_threads():
+            raise RecipeError(
+                f"[engine] workers = {num}, threads = {threads}: PyTorch cannot end its idle threads on this machine, "
+                "because its OpenMP library lacks omp_pause_resource_all. Processes that start meanwhile could wait "
+                "forever. Set threads = 1, or workers = 1"
+            )
+        self.engine, self.num, self.threads, self.devices = engine, num, threads, devices or (engine.device,)
+        self.broadcast = Arena()
+        self.started: list[_Worker] = []
+        self.returned = 0
+        self._told: list[tuple[str, dict[str, Any]]] = []
+        self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
+
+    def start(self, num: int) -> None:
+        """Start worker processes until `num` of them run.
+
+        Raises:
+            RecipeError: the operating system refused to start a process.
+        """
+        for name in self.engine.imports:
+            importlib.import_module(name)
+        while len(self.started) < num:
+            try:
+                self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
+            except OSError as error:
+                raise RecipeError(
+                    f"[engine] workers: worker process {len(self.started) + 1} of {self.num} could not start: {error}. "
+                    "Set workers to a smaller number, or raise the limits of this process (`ulimit -n`, `ulimit -u`)"
+                ) from error
+
+    def close(self) -> None:
+        """End all worker processes."""
+        self._close()
+        self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
+
+    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
+        """Run the units of a request on the workers.
+
+        Args:
+            request: the request.
+            units: the clients, grouped into the units that the engine runs together.
+            send: one message for all clients, or a mapping with one message for each.
+            work: an estimate of the work of each client, on any scale, to balance the load.
+
+        Raises:
+            PolyfedError: a worker's gate refused a reply, a task broke a rule, or a worker process could not start.
+        """
+        clients = [client for unit in units for client in unit]
+        todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
+        self.start(min(self.num, len(todo)))
+        end_idle_threads()
+        sent = None
+        if isinstance(send, Message):
+            sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
+        try:
+            return self._collect(request, todo, send, sent)
+        except BaseException:
+            self.close()  # the workers may still send results of this request, and nobody will read them
+            raise
+
+    def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
+        """Send the bundles to idle workers, one after another, and collect the results."""
+        answer = Answer([], {})
+        waiting, tries = list(todo), dict.fromkeys(todo, 0)
+        busy: dict[Connection, tuple[_Worker, int]] = {}
+        while waiting or busy:
+            for worker in self.started:
+                if waiting and worker.connection not in busy:
+                    number = waiting.pop(0)
+                    tries[number] += 1
+                    worker.give(self._job(worker, request, todo[number], send, sent))
+                    busy[worker.connection] = worker, number
+            for ready in _ready([worker for worker, _ in busy.values()]):
+                worker, number = busy.pop(ready.connection)
+                done = worker.take()
+                if done is not None:
+                    self._merge(request, worker, done, answer)
+                    continue
+                reason = self._replace(worker, todo[number])
+                if tries[number] < TRIES:
+                    waiting.append(number)
+                else:
+                    reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
+                    answer.missing.update({client: reason for unit in todo[number] for client in unit})
+        return Answer.of(answer.parts, answer.missing)
+
+    def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
+        """Write the messages and local states of the units into the worker's memory, and return the job."""
+        clients = [client for unit in units for client in unit]
+        own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
+        trees = {client: self.engine.local(request, client) for client in clients}
+        flat = [value for msg in own.values() for value in values(msg)]
+        flat += [value for tree in trees.values() for value in tree.values()]
+        places = iter(worker.down.write(flat))
+        messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
+        locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
+        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn")}
+        return Job(request.name, facts, units, messages if sent is None else sent, sent is not None, locals_)
+
+    def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:
+        """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
+        self.returned += 1
+        for entry in done.entries:
+            self.engine.ledger.book(entry)
+        for event in done.events:
+            name, facts = event
+            if event not in self._told:  # several workers emit the same event
+                self.engine.emit(name, **facts)
+            if name in ("looped", "note"):
+                self._told.append(event)
+        if self.engine.clock is not None:
+            self.engine.clock.spent_flops.setdefault(request.number, {}).update(done.spent_flops)
+        if done.error is not None:
+            raise done.error
+        answer.missing.update(done.missing)
+        for clients, entries in done.parts:
+            answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, worker.up, copy=True)))
+        for client, tree in done.locals.items():
+            values = worker.up.read(place for _, place in tree)
+            self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
+
+    def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
+        """Replace a dead worker with a new one, and return a text on how the dead worker ended."""
+        dead.process.join()
+        code = dead.process.exitcode or 0
+        reason = "its worker process was ended " + (
+            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        )
+        dead.close()
+        self.started[self.started.index(dead)] = _Worker(self, dead.device)
+        clients = [client for unit in units for client in unit]
+        self.engine.emit("note", text=f"client {clients[0]} and {len(clients) - 1} more: {reason}")
+        return reason
+
+
+class _Worker:
+    """One worker process, and the shared memory in which it receives and returns tensors."""
+
+    def __init__(self, pool: Workers, device: torch.device) -> None:
+        self.device = device
+        self.down, self.up = Arena(), Arena()
+        self.connection, theirs = multiprocessing.Pipe()
+        # a worker notices the end of the server's process only if no other worker holds the server's end of this
+        # worker's pipe open
+        foreign = [self.connection, *(worker.connection for worker in pool.started)]
+        memory = (pool.broadcast, self.down, self.up)
+        arguments = (pool.engine, theirs, foreign, memory, pool.threads, device)
+        self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
+        with _stdin_dropped(), warnings.catch_warnings():
+            end_idle_threads()
+            # Python 3.12 warns about forks of processes with threads, but a worker uses no lock that a thread may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        theirs.close()
+        self.exited = _exit_of(self.process.pid)
+
+    def give(self, job: Job) -> None:
+        """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
+        with suppress(BrokenPipeError):
+            self.connection.send(job)
+
+    def take(self) -> Done | None:
+        """Return the worker's results, or None if it has died. Call this method only for a worker of `_ready`."""
+        try:
+            if not self.connection.poll():
+                return None
+            done = self.connection.recv()
+        except (EOFError, ConnectionError):
+            return None
+        assert isinstance(done, Done)
+        return done
+
+    def close(self) -> None:
+        """End the process and free its memory."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        if self.exited is not None:
+            os.close(self.exited)
+        self.down.close()
+        self.up.close()
+
+
+def _ready(workers: list[_Worker]) -> list[_Worker]:
+    """Wait until some of these workers have sent results or have ended, and return them.
+
+    If a task has started a process, the new process may hold the worker's end of the pipe open. The pipe then does not
+    end when the worker ends, so this function also waits for the end of the worker's process (`pidfd_open`).
+    """
+    exits = [worker.exited for worker in workers if worker.exited is not None]
+    found = set(wait([*(worker.connection for worker in workers), *exits]))
+    return [worker for worker in workers if worker.connection in found or worker.exited in found]
+
+
+def _exit_of(process: int | None) -> int | None:
+    """Return a file descriptor that becomes readable when a process ends; None if Linux lacks `pidfd_open` (< 5.3)."""
+    assert process is not None
+    try:
+        return os.pidfd_open(process)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+
+
+_stdins: list[Any] = []
+"""Holds the standard input of this process while the process forks a worker. Otherwise empty."""
+
+
+@contextmanager
+def _stdin_dropped() -> Iterator[None]:
+    """Inside a `with` block of this context manager, every forked process starts without `sys.stdin`.
+
+    `multiprocessing` closes `sys.stdin` in the new process, and closing it takes a lock. If another thread of this
+    process reads `sys.stdin` during the fork, the reading thread holds the lock. Nobody in the new process ever
+    releases its copy of the lock, so the new process would wait for it forever.
+    """
+    _stdins.append(sys.stdin)
+    try:
+        yield
+    finally:
+        _stdins.pop()
+
+
+def _drop_stdin() -> None:
+    if _stdins:
+        sys.stdin = None  # `_stdins` keeps the object, because its deletion would close the stream
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks
+    os.register_at_fork(after_in_child=_drop_stdin)
+
+
+def _close_all(workers: list[_Worker], owner: int) -> None:
+    """End these worker processes. Later workers have a copy of the list, and its deletion there must end nothing."""
+    while workers and os.getpid() == owner:
+        workers.pop().close()
+
+
+def bundled(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
+    """Divide units into at most `most` bundles with about equal work, and put the bundle with the most work first.
+
+    A unit is a single client or a stack of clients. A bundle holds either one or more single clients, or one stack.
+    """
+    total = sum(work[client] for unit in units for client in unit)
+    bundles: list[list[Unit]] = []
+    filled = math.inf
+    for unit in units:
+        size = sum(work[client] for client in unit)
+        if len(unit) > 1 or filled + size > total / most:
+            bundles.append([])
+            filled = 0.0
+        bundles[-1].append(unit)
+        filled = math.inf if len(unit) > 1 else filled + size
+    return sorted(bundles, key=lambda bundle: -sum(work[client] for unit in bundle for client in unit))

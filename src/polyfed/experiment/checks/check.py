@@ -1,0 +1,271 @@
+"""Lists, before a run, which parts of messages can leave the clients."""
+
+import itertools
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS, Averaging
+from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
+from polyfed.core.registry import name_of
+from polyfed.core.request import Request, Send
+from polyfed.core.tree import SHARED
+from polyfed.experiment.checks.check_result import CheckResult, Planned
+from polyfed.experiment.checks.check_tables import check_tables
+from polyfed.experiment.recipes.recipe import Recipe, recipe_of
+from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
+from polyfed.experiment.running.dry_run import Place, Size, run_dry
+from polyfed.federation.replies import Answer
+from polyfed.privacy.egress.announcement import Announced, Announcement
+from polyfed.privacy.egress.policy import Policy
+from polyfed.report.text_layout import text_of
+
+MEGABYTE = 2**20
+
+SERVER_CODE = 1
+"""The exit code of a run in which the code of the server raises an exception that is not polyfed's own."""
+
+
+class Check(CheckResult):
+    """The result of `polyfed check`; printing it shows the text that the command prints."""
+
+    def __repr__(self) -> str:
+        return text_of(check_tables(self))
+
+
+def check(recipe: Recipe | str | Path) -> Check:
+    """Validate a recipe against its data, dry-run a round, and list what can leave the clients.
+
+    Args:
+        recipe: a recipe, or the path of one.
+
+    Raises:
+        PolyfedError: a run would refuse the recipe before its first round, or a reply differs from what its task
+            declares.
+    """
+    recipe = recipe_of(recipe)
+    assembly = assemble(recipe)
+    warn_unmeasured(assembly)
+    sizes, failures, code = _dry_run_sizes(assembly)
+    planned = tuple(plan(assembly, sizes))
+    refused = [row for row in planned if not row.allowed]
+    guarantee = assembly.guarantee
+    return Check(
+        assembly.recipe,
+        facts_of(assembly),
+        planned,
+        failures,
+        why=tuple(_why(refused, assembly)),
+        fixes=tuple(fixes_of(refused, assembly.policy)),
+        not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
+        private=private_sizes(assembly),
+        guesses=assembly.guesses,
+        privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
+        promises=() if guarantee is None else tuple(guarantee.sentences()),
+        failure_code=code,
+    )
+
+
+def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
+    """Yield sentences that explain the refused parts.
+
+    A policy has rows for blocks, such as the modality `image` or the block `shared`. If it has no row for `shared`, its
+    rows for the modalities also limit what `shared` may send. For a refused part of `shared`, the sentences name the
+    row that forbids it. If the policy forbids that the parameters of a block leave the client, one more sentence
+    explains how each client can train the block and keep it.
+    """
+    yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
+    blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
+    method = assembly.algorithm
+    if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
+        return
+    private = (*method.private, *blocks)
+    try:
+        replace(method, private=private)
+    except RecipeError:  # the method cannot keep private blocks
+        return
+    yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
+
+
+def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
+    """Yield sentences about client data that a simulation gives to its server directly, without any message."""
+    if recipe.clients.validation:
+        yield (
+            f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
+            "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
+            "no ledger books them; a deployment has none"
+        )
+
+
+def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...], int]:
+    """Return the sizes of the messages in the dry run, and the reasons and the exit code if the dry run failed.
+
+    The dry run uses only a few rows of each client. If it fails, a round on all rows may still succeed. If tasks of
+    clients fail, a run has too few replies. If the code of the server fails, a run ends with its exception.
+    """
+    failed: dict[str, None] = {}
+    code = 0
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "client-failed":
+            failed[f"task {facts['task']}: {facts['reason']}"] = None
+
+    try:
+        sizes = run_dry(assembly.recipe, assembly.population, listen)
+    except (RecipeError, EgressError):  # a reply that differs from its declaration is refused in every run as well
+        raise
+    except Exception as error:
+        sizes = {}
+        code = SERVER_CODE
+        failed[f"server code: {type(error).__name__}: {error}"] = None
+    remarks = tuple(f"The dry run of a round failed, so some sizes are not known: {why}" for why in failed)
+    return sizes, remarks, code or (TooFewReplies.exit_code if failed else 0)
+
+
+def warn_unmeasured(assembly: Assembly) -> None:
+    """Warn before training if the run will evaluate nothing, so that `metrics` would be empty.
+
+    The check calls the algorithm's `evaluate` with an engine that has no clients. An error means that `evaluate` sent a
+    request. The algorithm then evaluates something, and there is no warning. If `evaluate` returns no metrics, it
+    evaluates nothing. This check also works for the user's own algorithms. Here, `evaluate` runs under a policy that
+    allows everything. If the recipe's policy forbids an evaluation, the algorithm itself warns of that.
+    """
+    rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
+    context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
+    fed = replace(assembly.fed, context=context, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
+    fed.begin(fed.rounds)
+    try:
+        measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
+    except Exception:  # `evaluate` sent a request, or read the state to prepare one
+        return
+    if measured.metrics:
+        return
+    warnings.warn(
+        f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
+        f"metrics will be empty: {personal_fix(tested=bool(assembly.fed.clients.tested))}",
+        PolyfedWarning,
+        stacklevel=2,
+    )
+
+
+def personal_fix(*, tested: bool) -> str:
+    """Return how to change a recipe so that its runs evaluate clients on their own test rows.
+
+    Args:
+        tested: whether clients already have test rows of their own.
+    """
+    if tested:
+        return "its clients have test rows of their own: set [evaluate] personal = true"
+    return "give clients test rows of their own, as in [clients] personal_test = 0.2"
+
+
+class _NoClients:
+    """An engine without clients: every request is an error."""
+
+    name = "no-clients"
+
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Raise a LookupError."""
+        raise LookupError(f"request {request.name} to {len(clients)} clients, and there are none")
+
+
+def check_before_run(assembly: Assembly) -> None:
+    """Refuse a run that would fail later, because of the policy or of a message that is too large.
+
+    Warn if the run will evaluate nothing.
+
+    Raises:
+        PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.
+    """
+    refuse_forbidden(assembly)
+    if not assembly.engine.keeps_locals:
+        refuse_large(assembly)
+    warn_unmeasured(assembly)
+
+
+def refuse_forbidden(assembly: Assembly) -> None:
+    """Refuse a run before training if the policy would refuse one of its replies later.
+
+    Raises:
+        EgressError: the policy forbids a part. The message lists all forbidden parts, and the lines that would allow
+            them.
+    """
+    refused = [row for row in plan(assembly) if not row.allowed]
+    if not refused:
+        return
+    lines = [
+        f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
+        for row in refused
+    ]
+    lines += _why(refused, assembly)
+    fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
+    raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
+
+
+def refuse_large(assembly: Assembly) -> None:
+    """Refuse a run if one of its replies is larger than `[engine] message_megabytes` allows.
+
+    Raises:
+        RecipeError: a reply of one of the tasks is too large. Only parts whose sizes are known before the run are
+            counted.
+    """
+    megabytes = assembly.recipe.engine.message_megabytes
+    once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in plan(assembly)}
+    sizes = Counter[str]()
+    for (task, *_), size in once.items():
+        sizes[task] += size
+    for task, size in sizes.most_common(1):
+        if size > megabytes * MEGABYTE:
+            raise RecipeError(
+                f"a reply of task '{task}' takes {size:,} bytes, and [engine] message_megabytes = {megabytes} allows "
+                f"{megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the server "
+                "and the devices have the memory, or take a smaller model"
+            )
+
+
+def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
+    """Return the lines of a recipe that would allow these parts, without repetition."""
+    kinds: dict[tuple[str, str], set[str]] = {}
+    others: dict[str, None] = {}  # lines outside of [egress], which each part names itself
+    for row in refused:
+        if policy.allows(row.kind, row.block, row.destination):
+            others[row.fix] = None
+        else:
+            kinds.setdefault((row.block, row.destination), set()).add(row.kind)
+    return [*(policy.fix(wanted, *place) for place, wanted in kinds.items()), *others]
+
+
+def plan(
+    assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None, announcement: Announcement | None = None
+) -> Iterator[Planned]:
+    """List every part of a message that the algorithm's tasks can send, block by block.
+
+    Args:
+        assembly: the parts of a run.
+        in_dry_run: the sizes that a dry run saw.
+        announcement: what one client can send. If None, the client has all modalities.
+    """
+    listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
+    sizes, seen = block_sizes(assembly), in_dry_run or {}
+    planned = (_sized(row, sizes, seen) for row in listed.rows.values())
+    return (
+        row for row in planned if row.bytes != 0 or row.in_dry_run
+    )  # a block that is frozen as a whole sends nothing
+
+
+def _sized(row: Announced, blocks: Mapping[str, int], seen: Mapping[Place, Size]) -> Planned:
+    """Return a part of a message with its size: the size that a dry run saw, or else the size of the model's block."""
+    size = seen.get((row.task, row.field, row.block))
+    known = blocks.get(row.block) if row.kind in OF_THE_MODEL else None
+    return Planned(
+        **vars(row),
+        bytes=known if size is None else size.fixed,
+        bytes_per_row=0.0 if size is None else size.per_row,
+        in_dry_run=size is not None,
+    )

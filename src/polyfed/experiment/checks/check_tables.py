@@ -1,0 +1,100 @@
+"""The tables that `polyfed check` prints: clients, blocks and their sizes, and the data that can leave the clients."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from polyfed.core.errors import counted as in_words
+from polyfed.experiment.checks import egress_tables as crossing
+from polyfed.experiment.checks.check_result import CheckResult
+from polyfed.privacy.differential.guarantee import number
+from polyfed.report.formatting import bytes_of, counted
+from polyfed.report.text_layout import plain_table, stacked, titled
+
+
+def _what(num: int, task: dict[str, Any]) -> str:
+    """Return the number of classes, labels, targets or levels with its noun, such as `3 classes`."""
+    words = {
+        "multi-label": ("label each", "labels each"),
+        "regression": ("target each", "targets each"),
+        "ordinal": ("level", "levels"),
+    }
+    return in_words(num, *words.get(task["name"], ("class", "classes")))
+
+
+def _rows(num: int, use: str) -> str:
+    return counted(num, f"{use} row").replace(str(num), f"{num:,}", 1) if num else f"no {use} rows"
+
+
+def _task(task: dict[str, Any]) -> str:
+    """Return a sentence that states the task."""
+    by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
+    return f"task: {task['name']}, {by}; the model has {counted(task['outputs'], 'output')}"
+
+
+def check_tables(check: CheckResult) -> Group:
+    """The tables of a check: clients, blocks and their sizes, and the data that can leave the clients."""
+    recipe = check.recipe.table()
+    name, rounds = recipe["algorithm"]["name"], counted(recipe["rounds"], "round")
+    head = f"{name} on {recipe['data']['name']}: {rounds}, seed {recipe['seed']}"
+    data = check.facts["data"]
+    what = _what(data["classes"], check.facts["task"])
+    rows = (
+        f"{data['rows']:,} rows of {what}; the server holds {_rows(data['test_rows'], 'test')} and "
+        f"{_rows(data['validation_rows'], 'validation')}"
+    )
+    return stacked(
+        Text(head, "bold"),
+        Text(rows),
+        Text(_task(check.facts["task"])),
+        *([_about(check.guesses)] if check.guesses else []),
+        _clients(check.facts),
+        _blocks(check.facts),
+        crossing.crossing_table(check),
+        *crossing.remarks(check),
+        crossing.in_short(check),
+        *_privacy(check),
+        *crossing.failures(check),  # at the end, so that users do not overlook it
+    )
+
+
+def _privacy(check: CheckResult) -> Iterator[Group]:
+    """The guarantee of differential privacy: a table with a row per block and kind, and sentences that explain it."""
+    if check.privacy is None:
+        return
+    table = plain_table("block", "kind", "epsilon", left=2)
+    for block, kinds in check.privacy["blocks"].items():
+        for kind, value in kinds.items():
+            table.add_row(Text(block), kind, Text("NOT PROTECTED", "bold red") if value is None else number(value))
+    yield Group(titled("Differential privacy", table), *(Text(f"{text}.") for text in check.promises))
+
+
+def _about(guesses: Sequence[str]) -> Group:
+    table = plain_table("", left=1)
+    for guess in guesses:
+        table.add_row(Text(guess))
+    return titled("About the data", table)
+
+
+def _clients(facts: dict[str, Any]) -> Group:
+    shown, total = facts["clients"], facts["num_clients"]
+    title = f"{total:,} clients" if len(shown) == total else f"{total:,} clients, the first {len(shown):,} of them"
+    table = plain_table("modalities", "clients", "rows", "rows a client: least", "median", "most")
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for client in shown:
+        groups.setdefault(tuple(client["modalities"]), []).append(client["rows"])
+    for held, rows in sorted(groups.items(), key=lambda item: -len(item[1])):
+        numbers = (len(rows), sum(rows), min(rows), round(statistics.median(rows)), max(rows))
+        table.add_row(Text(" + ".join(held) or "none"), *(f"{number:,}" for number in numbers))
+    return titled(title, table)
+
+
+def _blocks(facts: dict[str, Any]) -> Group:
+    frozen = facts["frozen"].get("parameters", {})
+    table = plain_table("block", "bytes", *(["frozen parameters"] if frozen else []))
+    for block, size in facts["blocks"].items():
+        table.add_row(Text(block), bytes_of(size), *([f"{frozen.get(block, 0):,}"] if frozen else []))
+    return titled("Blocks of the model", table)

@@ -1,0 +1,109 @@
+"""Checks whether the clients of a run, and the over-selection of clients, fit the rest of the recipe."""
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.registry import name_of
+from polyfed.core.tasks import tasks_of, types_of
+from polyfed.data import Population
+from polyfed.experiment.checks.sum_checks import refuse_single_replies, refuse_small_blocks
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.section_checks import refuse_breaches
+from polyfed.federation.outliers import COMPARED
+from polyfed.privacy.egress.limits import NO_LIMITS
+
+
+def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool = False) -> None:
+    """Refuse a recipe if its clients, or its over-selection of clients, do not fit the rest of the recipe.
+
+    Args:
+        recipe: the recipe.
+        population: the clients.
+        one_device: whether the population holds only the device that checks the recipe. The number of clients is then
+            not checked.
+
+    Raises:
+        DataError: see `refuse_row_numbers`.
+        RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
+            `refuse_small_blocks`.
+    """
+    refuse_row_numbers(recipe, population)
+    refuse_small_clients(recipe, population)
+    refuse_overselect(recipe)
+    refuse_single_replies(recipe, population)
+    refuse_idle_attack(recipe)
+    if not one_device:
+        refuse_small_blocks(recipe, population)
+
+
+def refuse_idle_attack(recipe: Recipe) -> None:
+    """Refuse an attack on what clients send if the method's clients send nothing that it could change.
+
+    Raises:
+        RecipeError: no reply of the method holds parameters, embeddings or another kind that attackers falsify.
+    """
+    attack, method = recipe.attack, recipe.algorithm
+    if attack is None or not attack.falsifies:
+        return
+    training = {name: task for name, task in tasks_of(method).items() if name not in method.only_evaluates}
+    asked = (types_of(task)[1] for name, task in training.items() if method.will_ask(name, tested=True))
+    if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
+        raise RecipeError(
+            f"[attack] name = '{attack.name}' changes what clients send, and clients of "
+            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
+            ("attack", "name"),
+        )
+
+
+def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
+    """If devices match their rows by sample ids, refuse data that has only row numbers as ids.
+
+    Raises:
+        DataError: the data has no ids. The text says how to add them.
+    """
+    if recipe.algorithm.aligns_rows and population.columns.numbered:
+        raise DataError(
+            f"data '{population.columns.name}' has no sample ids, with which the devices of a silo match their rows, "
+            "and row numbers prove nothing. Save the array 'id' with the data: one integer for each row, the same for "
+            "a sample everywhere. If row i of every array is the same sample, set [data] ids = 'rows' (in Python, "
+            "ids='rows')"
+        )
+
+
+def refuse_small_clients(recipe: Recipe, population: Population) -> None:
+    """Refuse a recipe if its smallest client breaks the recipe's own [limits]. Clients without rows are ignored.
+
+    Raises:
+        RecipeError: a limit is broken. The text names the smallest client, the limit and the value.
+    """
+    sizes = population.train.sizes
+    if recipe.limits == NO_LIMITS or not bool((sizes > 0).any()):
+        return
+    least = int(sizes[sizes > 0].min())
+    client = int((sizes == least).nonzero()[0])
+    refuse_breaches(recipe.limits, recipe.algorithm.train, recipe.rounds, least, f"client {client}: ")
+
+
+def refuse_overselect(recipe: Recipe) -> None:
+    """Refuse over-selection in a recipe in which it would have no effect, or would not work as documented.
+
+    Raises:
+        RecipeError: the algorithm does not use the method `round` of `Averaging`. In this method, the server sends one
+            request to each client of the cohort, and does not need the replies of all of them. The error also occurs if
+            all clients are equally fast, which is so if the recipe has no section [network] and its engine is not
+            `flower`.
+    """
+    if recipe.clients.overselect is None:
+        return
+    where = f"[clients] overselect = {recipe.clients.overselect:g}"
+    if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
+        raise RecipeError(
+            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
+        )
+    if recipe.network is None and recipe.engine.name != "flower":
+        raise RecipeError(
+            f"{where}: no client is slower than another where no time passes. Add a section [network], take "
+            "[engine] name = 'flower', or remove it"
+        )

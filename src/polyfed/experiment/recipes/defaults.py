@@ -1,0 +1,123 @@
+"""Chooses encoders, according to the data, for modalities without an encoder in the recipe."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from polyfed.core.errors import DataError, ModelError
+from polyfed.core.problems import Problems
+from polyfed.data import Column, Columns
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
+from polyfed.model.encoders import pretrained
+from polyfed.model.encoders.hugging_face import HuggingFace
+
+_WHOLE = (torch.int16, torch.int32, torch.int64)
+"""Types of token ids. Tensors of bytes are treated as pixels."""
+
+
+def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
+    """Return the recipe with an encoder for every modality of the data. Encoders in the recipe stay as they are.
+
+    If the model is one whole module, it has no encoders, and the recipe is returned unchanged.
+
+    Raises:
+        ModelError: there is no default encoder for samples of this shape.
+        DataError: token ids do not fit the vocabulary of their encoder.
+    """
+    if recipe.model.module is not None:
+        return recipe
+    problems = Problems()
+    added: dict[str, EncoderSpec] = {}
+    for name, column in columns.modalities.items():
+        given = recipe.model.encoders.get(name)
+        with problems.noting():
+            if given is None:
+                added[name] = encoder_for(name, column, recipe.model.embedding)
+            elif isinstance(given, TokenTransformer):
+                cure = "Set its vocabulary to {}, and do not standardise ids"
+                _check_tokens(columns.name, name, column, given.vocabulary, cure)
+            elif isinstance(given, HuggingFace) and len(column.shape) == 1:
+                cure = f"Make the ids with the tokenizer of '{given.path}', and do not standardise them"
+                _check_tokens(columns.name, name, column, pretrained.vocabulary(given.path), cure)
+    problems.raise_all()
+    if not added:
+        return recipe
+    return replace(recipe, model=replace(recipe.model, encoders={**recipe.model.encoders, **added}))
+
+
+def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
+    """Return the default encoder of a modality; see `default_encoder`.
+
+    Raises:
+        ModelError: there is no default encoder for samples of this shape.
+    """
+    try:
+        return default_encoder(column.shape, vocabulary_of(column), embedding)
+    except ModelError as error:
+        raise ModelError(f"modality '{name}': {error}", ("model", "encoders", name)) from None
+
+
+def vocabulary_of(column: Column) -> int | None:
+    """Return the number of token ids, which is the largest id plus one, or None if the samples are not token ids.
+
+    Vectors of whole numbers from 0 are token ids, unless they are stored as bytes, or are shifted or scaled.
+    """
+    raw = column.shift is None and column.scale is None
+    if not raw or column.values.dtype not in _WHOLE or len(column.shape) != 1 or int(column.values.min()) < 0:
+        return None
+    return int(column.values.max()) + 1
+
+
+def kind_of(column: Column) -> str:
+    """Describe the samples of a modality in words."""
+    if (vocabulary := vocabulary_of(column)) is not None:
+        return f"token ids {column.shape}, 0 to {vocabulary - 1:,}"
+    names = {1: "vectors", 2: "time series", 3: "images", 4: "clips"}
+    return f"{names.get(len(column.shape), 'samples')} {column.shape}"
+
+
+def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
+    """Return sentences about what the data source guessed, and about the encoders that the recipe does not name."""
+    found = list(columns.notes)
+    for name, column in columns.modalities.items():
+        if name in columns.present:
+            lacking = int((~columns.present[name]).sum())
+            found.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
+        if recipe.model.module is None and name not in recipe.model.encoders:
+            entry = encoder_text(encoder_for(name, column, recipe.model.embedding))
+            found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {entry}")
+    if columns.client is not None and recipe.clients.partition == "iid":
+        count = len(set(columns.client.tolist()))
+        found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
+    return tuple(found)
+
+
+def encoder_text(spec: EncoderSpec) -> str:
+    """Return the entry of [model.encoders] that gives this encoder, with the options that are not defaults."""
+    defaults: Mapping[str, object] = {name: field.default for name, field in type(spec).__dataclass_fields__.items()}
+    options = {k: v for k, v in vars(spec).items() if k == "kind" or v != defaults.get(k)}
+    return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in options.items())} }}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_tokens(data: str, name: str, column: Column, vocabulary: int | None, cure: str) -> None:
+    """Check that the token ids of a modality fit its encoder.
+
+    `cure` is the advice in the error text. `{}` in it is replaced by the smallest vocabulary size that covers all token
+    ids.
+    """
+    if vocabulary is None:
+        return
+    low, high = float(column.values.min()), float(column.values.max())
+    if low < 0 or high >= vocabulary or column.shift is not None or column.scale is not None:
+        raise DataError(
+            f"data '{data}': modality '{name}' holds ids from {low:g} to {high:g}, and [model.encoders] {name} reads "
+            f"ids from 0 to {vocabulary - 1}. {cure.format(int(high) + 1)}"
+        )

@@ -1,0 +1,231 @@
+"""Reads a file of your own and guesses what its arrays or columns mean, for `polyfed init` and for Python functions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyfed.core.errors import DataError, RecipeError, counted
+from polyfed.core.problems import Problems
+from polyfed.data import Columns
+from polyfed.data.column_scaling import moments, standardised
+from polyfed.data.reading.column_grouping import column_names
+from polyfed.data.reading.column_guess import guessed, row_ids
+from polyfed.data.reading.files import Arrays, existing
+from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table import SUFFIXES, Table, read
+from polyfed.experiment.recipes.defaults import vocabulary_of
+from polyfed.experiment.recipes.parts import build
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LABELS = ("label", "labels", "class", "target", "y", "category", "diagnosis", "emotion")
+CLIENTS = (
+    "client",
+    "client_id",
+    "user",
+    "user_id",
+    "subject",
+    "subject_id",
+    "speaker",
+    "patient",
+    "patient_id",
+    "site",
+)
+SPLITS = ("split", "subset", "partition")
+"""In `LABELS`, `CLIENTS` and `SPLITS`: the names that polyfed looks for in a file, in this order."""
+
+_ARGUMENTS = {"label": "labels", "client": "clients", "split": "split"}
+"""A map from the keys of [data] to the arguments of `polyfed.run`."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A file as polyfed reads it.
+
+    Attributes:
+        source: the source.
+        columns: the table that the file holds. The table's notes name everything that was guessed.
+        table: the section [data] of a recipe that reads the same source, as a table of options.
+        remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
+            warnings.
+    """
+
+    source: Npz | Table
+    columns: Columns
+    table: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
+    """Read a file and guess everything that the options do not give.
+
+    A modality is standardised if its features have very different means or deviations. A row that lacks some cells of a
+    modality counts as a row without this modality.
+
+    Args:
+        path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
+        options: the options of [data] that the user has given. An option with the value None counts as not given.
+        needs_labels: whether the task needs labels.
+
+    Raises:
+        PolyfedError: the file cannot be read, or no labels or modalities are found in it.
+    """
+    found = existing(path, "data")
+    is_arrays = found.is_dir() or found.suffix == ".npz"
+    if not is_arrays and found.suffix not in SUFFIXES:
+        allowed = f".npz, {', '.join(SUFFIXES)}, or a folder of .npy files"
+        raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
+    notes: list[str] = []
+    remarks: list[str] = []
+    source: Npz | Table
+    if is_arrays:
+        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels)
+        source = build("[data]", Npz, table)
+        columns = source.load()
+    else:
+        problems = Problems()
+        frame = read(found, problems)
+        problems.raise_all()
+        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
+        reader: Table = build("[data]", Table, table)
+        source, columns = reader, reader.columns_of(frame, found, problems)
+    notes += columns.notes
+    if "standardise" not in table and (uneven := uneven_features(columns)):
+        table["standardise"] = uneven
+        text = f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)"
+        notes.append(text)
+        remarks.append(f"{text}. `predict` does the same with new rows; standardise=False turns this off")
+        source = replace(source, standardise=tuple(uneven))
+        columns = standardised(columns, uneven)
+    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
+
+
+def _of_arrays(
+    path: Path, options: Mapping[str, Any], notes: list[str], remarks: list[str], needs_labels: bool
+) -> dict[str, Any]:
+    """Return the options of [data] for an .npz file or a folder, and add the guesses to `notes` and `remarks`."""
+    arrays = Arrays(path)
+    table = _roles(arrays.names, options, str(path), needs_labels, notes, remarks)
+    if not isinstance(table["label"], str):
+        raise DataError(
+            f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one "
+            "array (N, T) of floats, and name this array"
+        )
+    if "modalities" in table:
+        return table
+    special = {value for value in table.values() if isinstance(value, str)}
+    special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
+    special |= {f"{name}_present" for name in arrays.names}
+    rest = [name for name in arrays.names if name not in special]
+    kept = [name for name in rest if arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub"]
+    if not kept:
+        raise DataError(
+            f"'{path}' has no array (N, ...) of numbers beside the labels. Save each modality as an array of at "
+            "least two axes"
+        )
+    if left := [name for name in rest if name not in kept]:
+        text = f"left out, because they are no arrays (N, ...) of numbers with two axes or more: {', '.join(left)}"
+        notes.append(text)
+        remarks.append(f"'{path}': {text}")
+    return table | {"modalities": kept}
+
+
+def _of_table(
+    frame: "pd.DataFrame",
+    path: str,
+    options: Mapping[str, Any],
+    notes: list[str],
+    remarks: list[str],
+    needs_labels: bool,
+) -> dict[str, Any]:
+    """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
+    frame = frame.rename(columns=str)
+    columns = list(frame.columns)
+    table = _roles(tuple(columns), options, path, needs_labels, notes, remarks)
+    if "modalities" in table:
+        table["modalities"] = column_names(table["modalities"])
+    label = table["label"]
+    special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
+    if "modalities" not in table:
+        if "ids" not in table and (ids := row_ids(frame, special)):
+            table["ids"] = ids
+        guess = guessed(frame, {*special, table.get("ids", "")})
+        notes += guess.notes
+        remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
+        table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
+    if "partial" not in table:
+        words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
+        scalars = [[c for c in columns if any(fnmatchcase(c, word) for word in group)] for group in words.values()]
+        empty = [frame[group].isna().to_numpy() for group in scalars if len(group) > 1]
+        if count := sum(int((gone.any(1) & ~gone.all(1)).sum()) for gone in empty):
+            table["partial"] = "absent"
+            remarks.append(
+                f"'{path}': {counted(count, 'sample has', 'samples have')} only some of the cells of a modality and "
+                "count as samples without it. Fill the cells in, or set partial='refuse'"
+            )
+    return table
+
+
+def _roles(
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    where: str,
+    needs_labels: bool,
+    notes: list[str],
+    remarks: list[str],
+) -> dict[str, Any]:
+    """Return the column names of labels, natural clients and splits, given in `options` or guessed from `names`.
+
+    Each guess adds a note to `notes`. If a guessed name is not the usual one, `remarks` asks the user to confirm it.
+    """
+    table = {key: value for key, value in options.items() if value is not None}
+    picked: dict[str, str] = {}
+    for role, candidates in (("label", LABELS), ("client", CLIENTS), ("split", SPLITS)):
+        if role not in table:
+            lower = {name.lower(): name for name in reversed(names)}
+            found = next((lower[word] for word in candidates if word in lower), None)
+            if found is not None:
+                table[role] = found
+                notes.append(f"'{found}' gives the {_ARGUMENTS[role]}")
+                if found.lower() != role:
+                    picked[_ARGUMENTS[role]] = found
+    if picked:
+        words = ", ".join(f"'{found}' gives the {role}" for role, found in picked.items())
+        named = ", ".join(f"{role}='{found}'" for role, found in picked.items())
+        remarks.append(f"'{where}': {words}, because of the name. Write {named} to confirm this, or name others")
+    if "label" not in table and needs_labels:
+        raise RecipeError(
+            f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: "
+            f"polyfed init {where} --label NAME, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
+        )
+    return {"label": ""} | table
+
+
+def uneven_features(columns: Columns) -> list[str]:
+    """Return the modalities of float vectors whose features are far from mean 0 and deviation 1 in training rows."""
+    found = []
+    rows = columns.rows(0)
+    for name, column in columns.modalities.items():
+        vectors = len(column.shape) == 1 and column.values.is_floating_point() and column.shift is None
+        if vectors and vocabulary_of(column) is None and len(rows):
+            use = rows[columns.present[name][rows]] if name in columns.present else rows
+            mean, deviation = moments(column, use)
+            if float(mean.abs().max()) > 3 or float(deviation.max()) > 3 or float(deviation.max()) < 1 / 3:
+                found.append(name)
+    return found
+
+
+def _pattern(group: Sequence[str], columns: Sequence[str]) -> str | list[str]:
+    """Return the shortest way to write a group of columns: one name, a pattern, or a list."""
+    if len(group) == 1:
+        return group[0]
+    prefix = group[0]
+    while not all(name.startswith(prefix) for name in group):
+        prefix = prefix[:-1]
+    prefix = prefix.rstrip("0123456789") or prefix
+    fits = [column for column in columns if column.startswith(prefix)]
+    special = set("*?[")
+    return f"{prefix}*" if prefix and sorted(fits) == sorted(group) and not special & set(prefix) else list(group)

@@ -1,0 +1,147 @@
+"""Writes a first recipe for a file of your own. It guesses what the arrays or columns mean, and says so in comments."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+import numpy as np
+
+from polyfed.core.errors import PolyfedWarning
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.data import Columns
+from polyfed.data.sources.own.npz import Npz
+from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of
+from polyfed.experiment.recipes.file_reading import read_file
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.task_choice import needs_labels, prepared
+from polyfed.objective.targets import doubtful_targets, looks_like, units_of
+
+REST = (
+    "[train]",
+    "epochs = 2  # passes over a client's rows in each round",
+    "batch_size = 32",
+    'optimiser = "adam"',
+    "lr = 0.003",
+    "",
+    "[algorithm]",
+    'name = "fedavg"  # `polyfed algorithms` lists the others; some need [egress] rows, which --recipe prints',
+    "",
+    "[engine]",
+    "threads = 1  # small models are fastest with one",
+    "",
+)
+"""The last lines of every first recipe."""
+
+FEW = 20
+"""The least training rows that a client should have. If the data has too few rows, fewer clients are suggested."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A recipe for a file.
+
+    Attributes:
+        text: the recipe, as TOML with comments.
+        notes: sentences about everything that was guessed.
+    """
+
+    text: str
+    notes: tuple[str, ...]
+
+
+def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> Starter:
+    """Write a recipe for a file.
+
+    Args:
+        path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
+        options: the known options of [data], such as `label`.
+        task: name of the task. If None, the task follows from the labels.
+
+    Raises:
+        PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, or no labels or
+            modalities are found in the file.
+    """
+    reading = read_file(path, options, needs_labels=needs_labels(task))
+    source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
+    if task is None and (remark := doubtful_targets(columns)):
+        warn(remark, PolyfedWarning, stacklevel=3)
+    if "split" not in table:
+        table["test_share"] = source.test_share
+    name = "npz" if isinstance(source, Npz) else "table"
+    clients, words = _clients(columns, table)
+    notes.append(words)
+    encoders = {m: encoder_for(m, column, 64) for m, column in columns.modalities.items()}
+    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
+    notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
+    notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
+    lines = [
+        f"# A first recipe for {path}, written by `polyfed init`. Every line may be changed.",
+        "# `polyfed check` says what this recipe lets leave a client; `polyfed run` trains.",
+        "seed = 1",
+        "rounds = 20",
+        "",
+        "[data]",
+        f"name = {json.dumps(name)}",
+        *(f"{key} = {_toml(value)}" for key, value in table.items()),
+        "",
+        f"[clients]  # {words}",
+        *(f"{key} = {_toml(value)}" for key, value in clients.items()),
+        "",
+        "[model]",
+        "embedding = 64  # width of what each encoder gives",
+        'fusion = "concat"',
+        "[model.encoders]",
+        *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
+        "",
+        *_task(columns, task),
+        *REST,
+    ]
+    text = "\n".join(lines)
+    made = parse_recipe(parse_toml(text))
+    if task is not None:
+        prepared(made, columns)
+    return Starter(text, tuple(notes))
+
+
+def _task(columns: Columns, task: str | None) -> list[str]:
+    """Return the section [task], empty if the labels alone decide the task."""
+    units = units_of(columns) if (task or looks_like(columns.label)) == "regression" else None
+    if units is None:
+        return ["[task]", f"name = {json.dumps(task)}", ""] if task else []
+    shift, scale = (float(f"{number:.4g}") for number in units)
+    return [
+        "[task]",
+        'name = "regression"',
+        f"shift = {shift}  # mean of the training targets; the model learns (target - shift) / scale",
+        f"scale = {scale}  # their standard deviation",
+        "",
+    ]
+
+
+def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the section [clients], and a sentence about it."""
+    train = columns.rows(0)
+    if columns.client is not None:
+        sizes = np.bincount(columns.client[train].numpy())
+        count = int((sizes > 0).sum())
+        if 2 <= count <= len(train) // 2:
+            role = table.get("client", "client")
+            return {"partition": "by-client"}, f"each of the {count} values of '{role}' is a client"
+    count = max(2, min(10, len(train) // FEW))
+    words = f"nothing names the client of a row, so {count} clients share the rows evenly"
+    if columns.client is not None:
+        words = (
+            f"'{table.get('client', 'client')}' has hardly any value twice, so {count} clients share the rows evenly"
+        )
+    return {"partition": "iid", "num": count}, words
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,173 @@
+"""Build the parts of a run from the sections of a recipe."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.messages import KINDS
+from polyfed.core.problems import Problems
+from polyfed.core.registry import find
+from polyfed.core.schema import checked, choices, key_of, ranges, sifted
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.recipes.presets import with_preset
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.selection import SELECTORS, Selector
+from polyfed.training.optimisers import ServerOptimiser, Train
+
+PARTS = {
+    "train": "train",
+    "evaluation": "evaluate",
+    "selector": "selection",
+    "server": "server",
+    "secure_aggregation": "secure_aggregation",
+}
+"""A map from each field of an algorithm to the section of the recipe that contains it."""
+
+OPTIONAL = ("secure_aggregation",)
+"""Parts that an algorithm has only if the recipe has their section."""
+
+
+def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
+    """Build a section's dataclass, and warn about options without effect.
+
+    A dataclass may have an attribute `idle`, a map from option to reason, for options that have no effect in
+    combination with others. If the section sets such an option to a value other than the default, a warning names the
+    option.
+
+    Args:
+        where: the section, for errors, such as `[train]`.
+        cls: the dataclass of the section.
+        table: the keys and values of the section.
+        given: fields that are written in another section.
+
+    Raises:
+        RecipeError: an option is unknown or has a wrong value, or a required option is missing.
+    """
+    values, problems = sifted(where, cls, table, frozenset(given))
+    if problems.found:
+        try:
+            cls(**values, **given)
+        except TypeError:  # a required option is missing or wrong
+            problems.found += _missing(where, cls, {**table, **given})
+        except RecipeError as error:  # perhaps only due to the values left out
+            problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
+        problems.raise_all()
+    problems.found += _missing(where, cls, {**values, **given})
+    problems.raise_all()
+    built = cls(**values, **given)
+    defaults = {f.name: f.default for f in fields(cls)}
+    for key, because in getattr(built, "idle", {}).items():
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe contains all defaults
+            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
+    return built
+
+
+def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:
+    """Return a fault for each required option that is missing, with its range or its allowed words."""
+    old = {new for name, new in getattr(cls, "renamed", {}).items() if name in given}
+    required = (f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING)
+    found = []
+    for name in (f.name for f in required if f.name not in given and f.name not in old):
+        words = [ranges(cls)[name].words] if name in ranges(cls) else []
+        words += [" or ".join(map(json.dumps, choices(cls)[name]))] if name in choices(cls) else []
+        found.append(RecipeError(f"{where} needs {name}{''.join(f': {text}' for text in words)}", key_of(where, name)))
+    return found
+
+
+def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Problems) -> Algorithm | None:
+    """Build the algorithm with the parts that have their own sections. Return None if there is a problem."""
+    cls: Any = None
+    table: dict[str, Any] = {}
+    with problems.noting():
+        if "algorithm" in sections:
+            cls, table = class_of("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+            preset = table.pop("preset", None)  # if there is no such preset, this is the only fault of the key
+            table = with_preset(cls, preset, table)
+    own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
+    given: dict[str, Any] = {}
+    for part, section in PARTS.items():
+        if part in OPTIONAL and section not in sections:
+            continue
+        if part in own:
+            entry = sections.get(section, {})
+            given[part] = problems.attempt(lambda part=part, entry=entry: _part(part, entry, given, clients))  # type: ignore[misc]
+        elif section in sections:
+            text = f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' does not use it. Remove it"
+            problems.add(RecipeError(text, (section,)))
+    if "selector" not in own and clients.participation != 1.0:
+        warnings.warn(
+            f"[clients] participation = {clients.participation} has no effect: algorithm "
+            f"'{sections['algorithm']['name']}' asks every client in every round",
+            PolyfedWarning,
+            stacklevel=3,
+        )
+    if cls is None:
+        return None
+    if None in given.values():  # the algorithm cannot be built, but its keys can be checked
+        problems.attempt(lambda: checked("[algorithm]", cls, table, frozenset(given)))
+        return None
+    made: Algorithm | None = problems.attempt(lambda: build("[algorithm]", cls, table, **given))
+    return made
+
+
+def _part(part: str, entry: Mapping[str, Any], given: Mapping[str, Any], clients: ClientsSpec) -> Any:
+    """Build a part of the algorithm from its section. `given` holds the parts that were built before."""
+    where = f"[{PARTS[part]}]"
+    if part != "selector":
+        return build(where, _KINDS[part], entry)
+    cls, rest = class_of(where, SELECTORS, Selector, {"name": "uniform"} | dict(entry))
+    taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
+    if "train" in {f.name for f in fields(cls)}:
+        taken["train"] = given["train"] or Train()  # a selector that trains clients uses the algorithm's [train]
+    return build(where, cls, rest, **taken)
+
+
+_KINDS: Mapping[str, type] = {
+    "train": Train,
+    "evaluation": Evaluation,
+    "server": ServerOptimiser,
+    "secure_aggregation": SecureAggregation,
+}
+"""The classes of the parts that have only one class."""
+
+
+def class_of(
+    where: str, registry: Mapping[str, type], base: type, table: Mapping[str, Any]
+) -> tuple[type, dict[str, Any]]:
+    """The class that a section names, and the section's other keys."""
+    rest = dict(table)
+    name = rest.pop("name", None)
+    if name is None:
+        raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}", key_of(where))
+    try:
+        return find(str(name), registry, base), rest
+    except RecipeError as error:
+        raise type(error)(f"{where} name = {error}", key_of(where, "name")) from error
+
+
+def egress_of(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Return the [egress] table of a recipe, after checking its form.
+
+    `Policy.parse`, which knows the modalities, later checks the names of blocks, destinations and kinds in the table.
+    """
+    problems = Problems()
+    for block, row in rows.items():
+        if not isinstance(row, Mapping):
+            text = f'[egress] {block} = {row!r}: write [egress.{block}] and below it server = ["parameters"]'
+            problems.add(RecipeError(text, ("egress", block)))
+            continue
+        for destination, kinds in row.items():
+            if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                text = (
+                    f'[egress.{block}] {destination} = {kinds!r}: must be a list of kinds, as in ["parameters"]; '
+                    f"Allowed: {', '.join(KINDS)}"
+                )
+                problems.add(RecipeError(text, ("egress", block, destination)))
+    problems.raise_all()
+    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}

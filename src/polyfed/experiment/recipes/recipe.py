@@ -1,0 +1,304 @@
+"""Recipes, as TOML files or as Python objects. polyfed checks a recipe before the run starts.
+
+Each section configures one part of polyfed, such as the algorithm. The part is a frozen dataclass, and its fields are
+the keys that the section may have. An unknown key is an error. The text of the error suggests the most similar known
+key. Pydantic checks each value against the field's type in strict mode.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
+from polyfed.core.registry import name_of
+from polyfed.core.schema import NOT_NEGATIVE, checked
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
+from polyfed.experiment.recipes.line_numbers import in_file
+from polyfed.experiment.recipes.overrides import apply, refuse_unknown
+from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build, class_of, egress_of
+from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
+from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
+from polyfed.experiment.results.display import ShownRecipe
+from polyfed.experiment.results.tracking import TRACKERS, Tracker
+from polyfed.federation.attack import Attack
+from polyfed.federation.network import Network
+from polyfed.model import ModelSpec
+from polyfed.model.encoders.catalogue import entry_of
+from polyfed.objective import OBJECTIVES, Objective
+from polyfed.privacy.differential.section import Privacy
+from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.selection import SELECTORS
+
+ELSEWHERE = ("participation", "overselect", "train")
+"""Fields of a selector that are written in other sections than [selection]."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(ShownRecipe):
+    """The description of a run, as Python objects.
+
+    Data, algorithm, encoders, selector, partition and tracker may be objects of your own classes.
+
+    Attributes:
+        data: the data source: an object with the method `load() -> Columns`.
+        algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
+        model: the section [model].
+        clients: the section [clients].
+        task: the section [task]. With None, polyfed chooses the task by the type of the labels.
+        seed: the seed of every random draw.
+        rounds: the number of rounds.
+        engine: the section [engine].
+        checkpoint: the section [checkpoint].
+        egress: the policy table, `{block: {destination: [kinds]}}`.
+        limits: the section [limits]: limits for every device in this run, in addition to the device's own limits.
+        stack: the key `stack` of [data], for early fusion (`data.stacking`). It maps the name of a new modality to the
+            modalities that are joined to form it.
+        network: the section [network], or None if the run has no simulated time.
+        attack: the section [attack], or None if all clients are honest.
+        privacy: the section [privacy], or None if the run has no differential privacy.
+        tracking: the tracker that receives the numbers of the run, or None if there is no tracker.
+        name: the name of the output folder, unless the user gives one.
+    """
+
+    data: Any
+    algorithm: Algorithm
+    model: ModelSpec = ModelSpec()
+    clients: ClientsSpec = ClientsSpec()
+    task: Objective | None = None
+    seed: Annotated[int, NOT_NEGATIVE] = 1
+    rounds: Annotated[int, NOT_NEGATIVE] = 10
+    engine: EngineSpec = EngineSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    limits: Limits = NO_LIMITS
+    stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    network: Any = None
+    attack: Attack | None = None
+    privacy: Privacy | None = None
+    tracking: Tracker | None = None
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        """Refuse a negative seed or number of rounds, and breaches of the limits. Fill in the number of clients."""
+        problems = Problems()
+        for name in ("rounds", "seed"):
+            if getattr(self, name) < 0:
+                problems.add(RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more", (name,)))
+        with problems.noting():
+            refuse_breaches(self.limits, self.algorithm.train, self.rounds)
+        problems.raise_all()
+        object.__setattr__(self, "clients", self.clients.counted())
+
+    def table(self) -> dict[str, Any]:
+        """The resolved recipe as a table in the layout of the file, with every default written out."""
+        algorithm = as_table(self.algorithm)
+        table: dict[str, Any] = {"seed": self.seed, "rounds": self.rounds}
+        table["data"] = {"name": name_of(self.data, SOURCES)} | as_table(self.data)
+        if self.stack:
+            table["data"]["stack"] = _toml(self.stack)
+        table["clients"] = as_table(self.clients)
+        if not isinstance(self.clients.partition, str):
+            table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
+        table["model"] = model_table(self.model)
+        for part, section in PARTS.items():
+            if part in algorithm:
+                table[section] = algorithm.pop(part)
+        if "selection" in table:
+            own = {key: entry for key, entry in table["selection"].items() if key not in ELSEWHERE}
+            table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
+        table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
+        table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
+        optional = {"network": self.network, "attack": self.attack, "privacy": self.privacy}
+        table |= {name: as_table(held) for name, held in optional.items() if held is not None}
+        for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
+            if held is not None:
+                table[name] = {"name": name_of(held, registry)} | as_table(held)
+        if self.limits != NO_LIMITS:
+            table["limits"] = as_table(self.limits)
+        table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
+        return table
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a file.
+
+    Args:
+        path: the TOML file.
+        overrides: `section.key=value` as on the command line; the value is TOML, or a word without quotes.
+
+    Raises:
+        RecipeError: the recipe has faults. The text names the file, and for each fault the line number, the section,
+            the key, what is allowed and the nearest name.
+    """
+    path, problems = Path(path), Problems()
+    text = _text(path)
+    table = _parsed(text, path)
+    made = problems.attempt(lambda: parse_recipe(_overridden(table, overrides), name=path.stem))
+    if made is None:
+        raise in_file(problems.found, path, text, overrides) from None
+    return made
+
+
+def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a recipe's file as a table and apply overrides. This imports none of the classes named in the file.
+
+    Raises:
+        RecipeError: the file cannot be read or is not valid TOML, or an override does not fit the file.
+    """
+    return _overridden(_parsed(_text(path), path), overrides)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
+    except OSError as error:
+        hint = "Give the path of a TOML file"
+        if str(path) in ALGORITHMS:
+            hint = f"'{path}' is a method: for your own data, call polyfed.run(data=..., algorithm='{path}'). {hint}"
+        raise RecipeError(f"recipe {path}: {error.strerror or error}. {hint}") from None
+    except ValueError as error:
+        raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    problems = Problems()
+    for override in overrides:
+        with problems.noting():
+            apply(table, override)
+    problems.raise_all()
+    return table
+
+
+def recipe_of(given: Recipe | str | Path) -> Recipe:
+    """Return the given recipe, or read the recipe at the given path.
+
+    Raises:
+        RecipeError: the argument is neither a recipe nor a path, or the file is not a valid recipe.
+    """
+    if isinstance(given, Recipe):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise RecipeError(
+            f"a {type(given).__name__} is not a recipe. Give a Recipe, the path of one, or parse_recipe(table)"
+        )
+    return load_recipe(given)
+
+
+def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
+    """Build a recipe from the table of its file.
+
+    Args:
+        table: the sections, as `tomllib` reads them.
+        name: the name of the output folder, unless the user gives one.
+
+    Raises:
+        RecipeError: the table has faults. For each fault, the error text gives the section, the key, the allowed values
+            and, for a misspelt name, the most similar correct name.
+    """
+    problems = Problems()
+    top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}
+    sections = _sections(table, top, problems)
+    for section, example in (("data", "cg-digits"), ("algorithm", "fedavg")):
+        if section not in table:
+            problems.add(RecipeError(f'section [{section}] is missing. Add it with its name, as in name = "{example}"'))
+    with problems.noting():
+        refuse_no_training(top, sections.get("train", {}))
+
+    def built(section: str, cls: type | None) -> Any:
+        """Build a section's object, of the class `cls`. With None, the section's key `name` gives the class."""
+        entry = sections[section] if cls is None else sections.get(section, {})
+        made, rest = (cls, entry) if cls is not None else class_of(f"[{section}]", *_NAMED[section], entry)
+        return build(f"[{section}]", made, rest)
+
+    given: dict[str, Any] = {"name": name}
+    data = dict(sections.get("data", {}))
+    stack = {"stack": data.pop("stack")} if "stack" in data else {}
+    sections["data"] = data
+    with problems.noting():
+        given |= checked("", Recipe, top)
+    with problems.noting():
+        given |= checked("[data]", Recipe, stack)
+    wanted = dict.fromkeys(section for section in _FIXED if section in sections or section in _ALWAYS)
+    wanted |= dict.fromkeys(section for section in _NAMED if section in table and section in sections)
+    for section in wanted:
+        given[section] = problems.attempt(lambda section=section: built(section, _FIXED.get(section)))  # type: ignore[misc]
+    given["algorithm"] = algorithm_of(sections, given["clients"] or ClientsSpec(), problems)
+    given["egress"] = problems.attempt(lambda: egress_of(sections.get("egress", {})))
+    made = None if problems.found else problems.attempt(lambda: Recipe(**given))
+    problems.raise_all()
+    assert made is not None
+    return made
+
+
+_FIXED: Mapping[str, type] = {
+    "clients": ClientsSpec,
+    "model": ModelSpec,
+    "engine": EngineSpec,
+    "checkpoint": CheckpointSpec,
+    "limits": Limits,
+    "network": Network,
+    "attack": Attack,
+    "privacy": Privacy,
+}
+"""Sections with one class each, which are fields of `Recipe`."""
+
+_ALWAYS = ("clients", "model", "engine", "checkpoint", "limits")
+"""Sections that have defaults if a recipe leaves them out."""
+
+_NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {
+    "data": (SOURCES, Source),
+    "task": (OBJECTIVES, Objective),
+    "tracking": (TRACKERS, Tracker),
+}
+"""Sections that name their class, with the registry of the classes and the base class of user-defined ones."""
+
+
+def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Return the known sections that are tables. Unknown keys and sections of other types are noted as problems."""
+    kept: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in top or key == "versions":  # a resolved recipe names the versions it ran with, and can be run again
+            continue
+        with problems.noting():
+            refuse_unknown(key)
+            if not isinstance(value, Mapping):
+                raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it", (key,))
+            kept[key] = value
+    return kept
+
+
+def as_table(part: Any) -> dict[str, Any]:
+    """Return a section's dataclass as a TOML table, without fields that are None. Other objects give an empty table."""
+    if not dataclasses.is_dataclass(part):
+        return {}
+    return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
+
+
+def model_table(spec: ModelSpec) -> dict[str, Any]:
+    """The section [model] that describes this specification."""
+    encoders = {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}
+    return as_table(spec) | spec.classes() | {"encoders": encoders}
+
+
+def _toml(value: Any) -> Any:
+    """Convert a value to a form that TOML can hold. If there is no such form, the value becomes a string."""
+    if dataclasses.is_dataclass(value):
+        return as_table(value)
+    if isinstance(value, Mapping):
+        return {str(key): _toml(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_toml(entry) for entry in value]
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,63 @@
+"""Checks of the sections of a recipe. Each of these checks needs more than one value of the recipe."""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
+from polyfed.core.schema import key_of
+from polyfed.model import Model
+from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.training.optimisers import Train
+
+
+def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    """Refuse a recipe file that trains nothing.
+
+    A recipe that is built in Python may train nothing. This is useful to inspect the initial state of an algorithm.
+
+    Raises:
+        RecipeError: nothing would be trained; the text lists each key that causes this.
+    """
+    problems = Problems()
+    for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
+        value = table.get(key)
+        if isinstance(value, Real) and value == 0 and not (key == "epochs" and "steps" in train):
+            text = f"{where}{key} = 0: must be 1 or more, as nothing would be trained"
+            problems.add(RecipeError(text, key_of(where.strip(), key)))
+    problems.raise_all()
+
+
+def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None = None, whose: str = "") -> None:
+    """Refuse a recipe that exceeds the limits in its own section [limits].
+
+    Args:
+        limits: the section [limits].
+        train: the section [train].
+        rounds: the rounds of the recipe.
+        rows: number of training rows of a client. None if the number is not known yet.
+        whose: the client that has the rows.
+
+    Raises:
+        RecipeError: a limit is exceeded. The text names the limit and the value.
+    """
+    for why in NO_LIMITS.stricter(limits).foreseen(train, rounds, rows):
+        raise RecipeError(f"{whose}{why}")
+
+
+def check_model(method: Algorithm, model: Model) -> None:
+    """Refuse a model that the algorithm or the option `[evaluate] unimodal` cannot use.
+
+    The value "head" of this option needs a model whose logits are a sum of one term for each modality.
+
+    Raises:
+        RecipeError: the model does not fit. The text lists what is allowed.
+    """
+    method.check_model(model)
+    if method.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )

@@ -1,0 +1,140 @@
+"""The sections of a recipe that say how a run is executed, not what it learns: [engine] and [checkpoint]."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """The [engine] section.
+
+    Attributes:
+        name: `vectorised`, `sequential` or `flower`.
+        device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
+        workers: the number of processes that train clients. On a CPU, 0 means one process for each core (fewer if
+            `threads` is above 1), at most 64. This process runs small requests alone, and the result does not depend on
+            the number. On a GPU, 0 or 1 means that this process trains on one GPU. With 2 or more, each worker process
+            trains on one GPU, several may share a GPU, and this process stays on the CPU. The last bits of the result
+            then depend on the number, unless `stack` is set and all GPUs are of the same kind. Worker processes need
+            Linux.
+        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
+            polyfed uses one thread, or PyTorch's default number for large operations that worker processes cannot
+            share (docs/performance.md). On small operations, several threads lose more time by waiting than they save,
+            above all on a busy machine.
+        stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
+            number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
+            convolutions, because such a model is slower in a stack.
+        replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
+            Results may differ in their last bits. With `replay`, a loss that you wrote may read only its two arguments
+            (parameters and batch) and the variables that it closes over. Switch `replay` off if your loss reads other
+            values.
+        cuda_graphs: whether polyfed runs each replayed step on a GPU as a CUDA graph, with one call instead of one call
+            for each operation. The default is off, because nobody has measured this option on a GPU.
+        min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
+            of them must reply.
+        outlier_factor: the server drops a reply whose update is more than this many times as large as the median update
+            of the replies (docs/robustness.md); 0 keeps replies of any size. Raise it if honest clients are dropped.
+        debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
+            Otherwise, the run continues, and the round leaves this client out.
+        nodes: (`flower` only) the number of clients to wait for before the first round of a deployment; 0 means
+            [clients] num.
+        min_nodes: (`flower` only) if fewer clients have connected after `enrol_seconds`, the run ends before its first
+            round with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too
+            many classes) is left out. Set `min_nodes` if the run may go on without such a client.
+        enrol_seconds: (`flower` only) how many seconds the server waits for clients before the first round. If
+            `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
+            have enrolled.
+        classes: (`flower` only) the number of classes of a deployment. Valid labels are smaller than this number; a
+            client with other labels is left out. With 0, the server chooses the smallest number of classes that meets
+            two conditions: all labels of the server's own rows are valid, and more than half of the clients have only
+            valid labels. Set the number if some clients lack classes.
+        shapes: (`flower` only) modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
+            shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
+            no rows, such a modality has the shape that more than half of the clients with this modality report.
+        rows_cap: (`flower` only) the limit on the number of rows that a client reports, as a multiple of the median
+            over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
+            server cannot check them; 0 removes the limit.
+        reply_seconds: (`flower` only) how many seconds a client has for its reply. The server ignores a later reply. A
+            client that missed a deadline still receives later requests. In its next 2 requests, however, the server
+            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row
+            doubles the number of these requests, up to 64.
+        close_at: (`flower` only) the server closes a request as soon as this share of the asked clients has replied. If
+            the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
+            clients than needed.
+        away_seconds: (`flower` only) how many seconds the server waits for a client to come back after its node signed
+            off or went offline. The wait never exceeds `reply_seconds`.
+        on_refusal: (`flower` only) if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
+            leaves the client out of the request.
+        relay: (`flower` only) `server-sees` lets messages between clients of a silo pass through the server, which can
+            read them; `refused` refuses algorithms that send such messages.
+        message_megabytes: (`flower` only) the largest message that the server sends or reads, in units of 2**20 bytes.
+            Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
+        client_cpus: (`flower` only) the number of CPUs for each client in a simulation. The more CPUs a client gets,
+            the fewer clients run at the same time on the machine.
+    """
+
+    name: Literal["vectorised", "sequential", "flower"] = "vectorised"
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    workers: Annotated[int, between(0, 1024)] = 0
+    threads: Annotated[int, between(0, 1024)] = 0
+    stack: Annotated[int, NOT_NEGATIVE] = 0
+    replay: bool = True
+    cuda_graphs: bool = False
+    min_replies: Annotated[int, NOT_NEGATIVE] = 1
+    outlier_factor: Annotated[float, NOT_NEGATIVE] = 100.0
+    debug: bool = False
+    nodes: Annotated[int, NOT_NEGATIVE] = 0
+    min_nodes: Annotated[int, NOT_NEGATIVE] = 0
+    enrol_seconds: Annotated[float, POSITIVE] = 120.0
+    classes: Annotated[int, NOT_NEGATIVE] = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows_cap: Annotated[float, NOT_NEGATIVE] = 10.0
+    reply_seconds: Annotated[float, POSITIVE] = 600.0
+    close_at: Annotated[float, FRACTION] = 1.0
+    away_seconds: Annotated[float, NOT_NEGATIVE] = 30.0
+    on_refusal: Literal["stop", "drop"] = "stop"
+    relay: Literal["refused", "server-sees"] = "refused"
+    message_megabytes: Annotated[int, POSITIVE] = 512
+    client_cpus: Annotated[float, POSITIVE] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the options.
+
+        Raises:
+            RecipeError: an option has a wrong type or value, or the other options leave `cuda_graphs` without effect.
+        """
+        check_ranges("[engine]", self)
+        if 0 < self.outlier_factor < 1:
+            raise RecipeError(
+                f"[engine] outlier_factor = {self.outlier_factor:g} would drop every second reply. "
+                "Allowed: 1 or more, or 0 to keep replies of any size",
+                ("engine", "outlier_factor"),
+            )
+        if self.cuda_graphs and not (self.name == "vectorised" and self.replay and self.device != "cpu"):
+            raise RecipeError(
+                "[engine] cuda_graphs = true needs name = 'vectorised', replay = true, and device = 'cuda' or 'auto'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """The [checkpoint] section.
+
+    Attributes:
+        every: number of rounds from one checkpoint to the next; 0 means no checkpoints before the last round. The last
+            round always has a checkpoint.
+    """
+
+    every: Annotated[int, EVERY] = 1
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the options."""
+        check_ranges("[checkpoint]", self)
+
+    def due(self, round: int, rounds: int) -> bool:
+        """Whether a checkpoint is written after this round of `rounds`."""
+        return round == rounds or (self.every > 0 and round % self.every == 0)

@@ -1,0 +1,103 @@
+"""Finds the task of a run, from the section [task] or the labels, and checks that the algorithm can train this task."""
+
+from dataclasses import replace
+from typing import Any
+from warnings import warn
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.registry import find, name_of
+from polyfed.data import Columns, Population
+from polyfed.data.sources import Memory
+from polyfed.experiment.recipes.recipe import Recipe, as_table
+from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, guessed
+from polyfed.objective.targets import doubtful_targets
+
+
+def with_task(recipe: Recipe, columns: Columns) -> Recipe:
+    """Return the recipe. If it has no section [task], add the task that polyfed guesses from the labels."""
+    return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
+
+
+def needs_labels(task: str | None) -> bool:
+    """Return whether a task learns from labels.
+
+    Args:
+        task: the name of the task. With None, polyfed chooses the task by looking at the labels, so it needs labels.
+
+    Raises:
+        RecipeError: there is no such task.
+    """
+    return task is None or find(task, OBJECTIVES, Objective).LABELLED
+
+
+def task_of(recipe: Recipe) -> Objective:
+    """Return the recipe's task without looking at the labels. If there is no section [task], it is classification."""
+    return recipe.task or CLASSES
+
+
+def prepared(recipe: Recipe, columns: Columns) -> Columns:
+    """The table with its labels in the form that the task uses.
+
+    Raises:
+        DataError: the labels do not fit the task.
+    """
+    if recipe.task is None and not isinstance(recipe.data, Memory) and (remark := doubtful_targets(columns)):
+        warn(remark, PolyfedWarning, stacklevel=3)  # `make_recipe` warned about data in memory
+    objective = with_task(recipe, columns).task
+    assert objective is not None
+    if objective.LABELLED and not columns.labelled:
+        free = ", ".join(f"'{name}'" for name, kind in OBJECTIVES.items() if not kind.LABELLED)
+        raise DataError(
+            f"data '{columns.name}' has no labels, and [task] name = '{name_of(objective, OBJECTIVES)}' learns from "
+            f"them. Name the labels, as [data] label or as labels= in Python. Tasks without labels: {free}"
+        )
+    return objective.prepared(columns)
+
+
+def refuse_unfit(recipe: Recipe, population: Population) -> None:
+    """Refuse a task that the algorithm cannot train, or whose options do not fit the labels.
+
+    Raises:
+        RecipeError: the task does not fit. The text gives the reason, and the algorithms that can train the task.
+    """
+    objective, algorithm = task_of(recipe), recipe.algorithm
+    objective.check_size(population.columns.num_classes)
+    if not isinstance(objective, algorithm.objectives):
+        kind = type(objective)
+        able = [name for name, cls in ALGORITHMS.items() if issubclass(kind, cls.objectives)]
+        raise RecipeError(
+            f"{name_of(algorithm, ALGORITHMS)} cannot train [task] name = '{name_of(objective, OBJECTIVES)}', because "
+            f"{algorithm.objectives_because}. Methods that can: {', '.join(able)}"
+        )
+    if algorithm.evaluation.unimodal == "prototype" and not isinstance(objective, Classification):
+        raise RecipeError(
+            "[evaluate] unimodal = 'prototype' compares features with the means of classes, which this task does not "
+            "have. Allowed here: 'auto', 'head', 'zero'"
+        )
+    lonely = (population.holds.sum(1) == 1).nonzero().flatten()
+    if objective.BY_MODALITY and len(lonely):
+        raise RecipeError(
+            f"[task] name = '{name_of(objective, OBJECTIVES)}' learns from pairs of modalities, and client {lonely[0]} "
+            f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing"
+        )
+
+
+def headline_of(recipe: Recipe) -> dict[str, Any]:
+    """The task in result.json: its name, and the metrics by which a run is judged."""
+    objective = task_of(recipe)
+    name = name_of(objective, OBJECTIVES)
+    return {"name": name, "score": objective.SCORE, "best": objective.BEST, "rising": objective.RISING}
+
+
+def task_facts(recipe: Recipe, size: int, *, was_guessed: bool) -> dict[str, Any]:
+    """The facts about the task in run.json.
+
+    Args:
+        recipe: the recipe, with its task.
+        size: the number of classes or targets.
+        was_guessed: whether polyfed chose the task by looking at the labels, because the recipe names no task.
+    """
+    objective = task_of(recipe)
+    facts = {"guessed": was_guessed, "outputs": objective.num_outputs(size), "options": as_table(objective)}
+    return headline_of(recipe) | facts

@@ -1,0 +1,266 @@
+"""The trained models of a run: the global model, the clients' own models, and predictions with either."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
+from polyfed.core.scaling import Scaling
+from polyfed.core.tree import Tree
+from polyfed.evaluation.predictions import predict
+from polyfed.evaluation.scores import Predictor
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
+from polyfed.model.encoders.pretrained import vocabulary
+from polyfed.model.plain_module import PlainModule
+from polyfed.objective import Objective
+
+
+@dataclass(frozen=True, repr=False)
+class Models:
+    """The trained models of a run, or of a folder that `Run.export` wrote.
+
+    Attributes:
+        algorithm: the algorithm's name.
+        spec: the [model] section.
+        model: the model, as functions of a Tree of parameters.
+        task: what the model learnt to predict; `task.decided` turns predictions into decisions, such as classes.
+        predictor: how a client's own model predicts.
+        shared: the global model, or None; see `params`.
+        clients: client number -> the modalities that this client's model reads.
+        tree_of: returns the Tree of one of these clients.
+        own: whether clients have models of their own; otherwise each predicts with its part of the global model.
+        model_for: to whom an own model belongs: `client`, or `silo` if all devices of a silo share one model.
+        class_names: the name of each class, if the data has names.
+        elsewhere: why this machine does not have the clients' own models; empty if it has them.
+        scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
+            and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
+            own rows, or because an older version wrote the files. With None, samples must already be scaled.
+    """
+
+    algorithm: str
+    spec: ModelSpec
+    model: Model
+    task: Objective
+    predictor: Predictor
+    shared: Tree | None
+    clients: Mapping[int, tuple[str, ...]]
+    tree_of: Callable[[int], Tree]
+    own: bool
+    model_for: str = "client"
+    class_names: tuple[str, ...] | None = None
+    elsewhere: str = ""
+    scaling: Mapping[str, Scaling] | None = None
+
+    def __repr__(self) -> str:
+        own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
+        parts = ["a global model"] * (self.shared is not None) + own * self.own
+        return f"Models({self.algorithm}: {' and '.join(parts)})"
+
+    @property
+    def params(self) -> Tree:
+        """The parameters of the global model.
+
+        Raises:
+            RecipeError: the algorithm trains no global model.
+        """
+        if self.shared is None:
+            raise RecipeError(
+                f"{self.algorithm} has no global model: it trains one model per {self.model_for}. Pass client=k for "
+                f"the model of client k, as in predict(x, client={next(iter(self.clients), 0)}), or use personal[k]"
+            )
+        return self.shared
+
+    @property
+    def personal(self) -> "Personal":
+        """The clients' own models, by client number.
+
+        Raises:
+            RecipeError: the clients' own models are not on this machine, because each client keeps its model.
+        """
+        self.check_here()
+        return Personal(self)
+
+    def predict(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
+
+        Args:
+            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays: a
+                tensor, an array, a list, or the columns of a data frame. Sequences in a list may differ in length.
+                `predict` applies `scaling`. A modality that is left out counts as a zero feature. A row of NaN also
+                counts as a zero feature.
+            client: predict with the model of this client: its own model if the algorithm trains one per client,
+                otherwise its part of the global model. Modalities that this model does not read are ignored. None
+                selects the global model.
+            present: modality -> which rows have it, bool (n,). Give this for each modality that some rows lack.
+
+        Raises:
+            RecipeError: there is no global model or no such client, or `x` does not fit the model.
+        """
+        if client is None:
+            return predict(
+                self.model,
+                self.task,
+                self.params,
+                x,
+                present=present,
+                scaling=self.scaling,
+                vocabularies=self._vocabularies,
+            )
+        w = self.of(client)
+        return predict(
+            self.model,
+            self.task,
+            w,
+            x,
+            reads=self.clients[client],
+            present=present,
+            predictor=self.predictor,
+            scaling=self.scaling,
+            vocabularies=self._vocabularies,
+        )
+
+    @property
+    def _vocabularies(self) -> dict[str, int]:
+        """The number of token ids that each encoder of token ids reads."""
+        found = {}
+        for name, encoder in self.spec.encoders.items():
+            if isinstance(encoder, TokenTransformer):
+                found[name] = encoder.vocabulary
+            elif isinstance(encoder, HuggingFace) and len(self.model.shapes.get(name, ())) == 1:
+                found[name] = vocabulary(encoder.path) or 0
+        return {name: size for name, size in found.items() if size}
+
+    def module(self, client: int | None = None) -> PlainModule:
+        """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to predictions.
+
+        The module takes the same samples as `predict` and returns the same numbers. It applies `scaling`. For
+        regression, it also returns its predictions in the unit of the targets.
+
+        Args:
+            client: whose model; see `predict`.
+
+        Raises:
+            RecipeError: there is no such model, or the method's predictions depend on more than the model's logits.
+        """
+        if client is None:
+            return PlainModule(self.model, self.params, self.model.modalities, self.scaling, self._predicted)
+        if type(self.predictor) is not Predictor:
+            raise RecipeError(
+                f"a client's model of {self.algorithm} predicts by {type(self.predictor).__name__}, not by its logits "
+                "alone: use predict(x, client=...)"
+            )
+        read = [m for m in self.model.modalities if m in self.clients.get(client, ())]
+        return PlainModule(self.model, self.of(client), read, self.scaling, self._predicted)
+
+    @property
+    def _predicted(self) -> Callable[[Model, Tree, Batch], Tensor]:
+        """A function that returns the predictions of the task. It refers to the task only, not to all models."""
+        task = self.task
+        return lambda model, w, batch: task.predicted(task.outputs(model, w, batch))
+
+    def of(self, client: int) -> Tree:
+        """The parameters that a client predicts with.
+
+        Raises:
+            UnknownClient: there is no such client.
+            RecipeError: the clients' own models are not on this machine, because each client keeps its model.
+        """
+        self.check_here()
+        if isinstance(client, bool) or not isinstance(client, Integral) or client not in self.clients:
+            raise UnknownClient(f"client = {client!r}: there is no such client. {_allowed(list(self.clients))}")
+        return self.tree_of(int(client))
+
+    def check_here(self) -> None:
+        """Raise a RecipeError if the clients have models of their own that are not on this machine."""
+        if self.own and self.elsewhere:
+            raise RecipeError(self.elsewhere)
+
+
+class ClientModalities(Mapping[int, tuple[str, ...]]):
+    """Client number -> the modalities that the client's model reads, without the clients that have no modality.
+
+    Each value is computed on access, because a dictionary for a million clients would take 150 MB.
+
+    Args:
+        registry: the facts about all clients.
+        reads: returns the modalities that the model of a client reads.
+    """
+
+    def __init__(self, registry: ClientRegistry, reads: Callable[[int], tuple[str, ...]]) -> None:
+        self._registry, self._reads = registry, reads
+
+    def __getitem__(self, client: int) -> tuple[str, ...]:
+        if client not in self:
+            raise KeyError(client)
+        return self._reads(int(client))
+
+    def __contains__(self, client: object) -> bool:
+        if not isinstance(client, Integral) or not 0 <= int(client) < len(self._registry):
+            return False
+        return bool(self._registry.owned(int(client)))
+
+    def __iter__(self) -> Iterator[int]:
+        return (client for client in self._registry if self._registry.owned(client))
+
+    def __len__(self) -> int:
+        return int(self._registry.holds.any(1).sum())
+
+
+class Personal(Mapping[int, Tree]):
+    """The clients' own models, each assembled on access; empty if the algorithm trains none."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def __getitem__(self, client: int) -> Tree:
+        """A copy of the client's model.
+
+        Raises:
+            UnknownClient: the client has no model of its own.
+        """
+        if not self._models.own:
+            raise UnknownClient(f"{self._why_empty()}. Use params, or predict(x, client={client!r})")
+        return self._models.of(client)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._models.clients if self._models.own else ())
+
+    def __len__(self) -> int:
+        return len(self._models.clients) if self._models.own else 0
+
+    def __contains__(self, client: object) -> bool:
+        return self._models.own and client in self._models.clients
+
+    def __repr__(self) -> str:
+        return f"Personal({len(self)} models)" if self._models.own else f"Personal(empty: {self._why_empty()})"
+
+    def _why_empty(self) -> str:
+        return f"{self._models.algorithm} trains one global model, and no client has a model of its own"
+
+
+def warn_unscaled(folder: Path) -> None:
+    """Warn that the files of a model do not say how its samples were scaled."""
+    warn(
+        f"an older version of polyfed wrote {folder}, without the shift and scale of the samples. So `predict` takes "
+        "samples that are already scaled as in training. Train again with this version to pass unscaled samples",
+        PolyfedWarning,
+        stacklevel=3,
+    )
+
+
+def _allowed(clients: Sequence[int]) -> str:
+    """Describe, for an error, which client numbers exist."""
+    if not clients:
+        return "There are no clients"
+    if len(clients) == clients[-1] + 1:
+        return f"Clients are numbers from 0 to {clients[-1]}"
+    return f"Clients are {', '.join(map(str, clients[:8]))}{', ...' if len(clients) > 8 else ''}"

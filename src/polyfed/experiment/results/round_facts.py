@@ -1,0 +1,100 @@
+"""Facts about rounds and runs: what the ledger shows, the times, the logged numbers and tables, and the versions."""
+
+import platform
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.federation.clock import LATE
+from polyfed.privacy.egress.ledger import TO_CLIENT, Entry
+
+
+def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
+    """The facts about a round that follow from the ledger: cohort, trainers of each block, bytes up and down."""
+    asked: set[int] = set()
+    trained: dict[str, set[int]] = {}
+    up = down = 0
+    for entry in entries:
+        if entry.destination == TO_CLIENT:
+            asked.update(entry.clients)
+            down += entry.bytes
+            continue
+        up += entry.bytes
+        for crossing in entry.crossings:
+            if (
+                crossing.kind == "parameters" and entry.destination == "server"
+            ):  # parameters that stay in a silo will be sent again by its edge
+                trained.setdefault(crossing.block, set()).update(entry.clients)
+    return {
+        "round": round,
+        "cohort": sorted(asked),
+        "trained": {block: sorted(trained[block]) for block in sorted(trained)},  # entries come in no fixed order
+        "bytes_up": up,
+        "bytes_down": down,
+    }
+
+
+def seconds_of(rounds: Sequence[float]) -> dict[str, float]:
+    """The times of result.json, in seconds: the first round, which also warms up, and the median of the others.
+
+    Args:
+        rounds: the time of each round. If there is only one round, its time is also the median.
+    """
+    if not rounds:
+        return {"seconds_per_round": 0.0}
+    return {"seconds_per_round": statistics.median(rounds[1:] or rounds), "seconds_first_round": rounds[0]}
+
+
+def check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Return the tables that an algorithm logs, after checking that all rows of a table have the same length.
+
+    Raises:
+        RecipeError: two rows of a table have different lengths.
+    """
+    for name, rows in tables.items():
+        if len({len(row) for row in rows}) > 1:
+            raise RecipeError(
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
+            )
+    return tables
+
+
+def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each logged number over the rounds that logged it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    names = ("polyfed", "torch", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Warn, after training, about clients whose replies were missing in every round in which they were asked.
+
+    The function does not warn about clients whose replies were only late, because the recipe wants this: its [network]
+    or `overselect` drops late replies.
+
+    Args:
+        rounds: the rows of rounds.jsonl.
+    """
+    asked = {client for row in rounds for client in row["cohort"]}
+    answered = {client for row in rounds for client in row["cohort"] if str(client) not in row["missing"]}
+    reasons = {int(client): why for row in reversed(rounds) for client, why in row["missing"].items()}
+    silent = [client for client in sorted(asked - answered) if not reasons[client].startswith(LATE)]
+    if not silent:
+        return
+    warnings.warn(
+        f"{len(silent)} of {len(asked)} clients gave no usable reply in any round, so nothing was learnt from their "
+        f"data. Client {silent[0]}: {reasons[silent[0]]}",
+        PolyfedWarning,
+        stacklevel=2,
+    )

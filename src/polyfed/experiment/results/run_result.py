@@ -1,0 +1,319 @@
+"""The finished run: what `polyfed.run` returns, and what `polyfed.load_run` reads from a folder."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core import keys
+from polyfed.core.errors import CheckpointError, PolyfedWarning, RecipeError
+from polyfed.core.registry import name_of
+from polyfed.core.request import Request, Send
+from polyfed.core.scaling import Scaling
+from polyfed.core.system.files import RECIPE, RESULT
+from polyfed.core.tree import SHARED, Tree, select
+from polyfed.engines.base import first_local
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.task_choice import task_of
+from polyfed.experiment.results.display import clients_frame, metrics_frame, run_html
+from polyfed.experiment.results.models import ClientModalities, Models, Personal, warn_unscaled
+from polyfed.experiment.results.records import Records
+from polyfed.experiment.results.saved_model import save
+from polyfed.experiment.running.assembly import model_of
+from polyfed.experiment.running.constants import constant_facts, refuse_changes
+from polyfed.experiment.running.run_state import load_content
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.context import ClientContext
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Answer
+from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
+from polyfed.privacy.egress.policy import Policy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        result: the content of result.json.
+        rounds: the rows of rounds.jsonl.
+        state: the final server state.
+        model: the model, as functions of a Tree of parameters.
+        folder: the folder of the run's files, or None if it wrote none.
+        models: the trained models; `params`, `personal`, `predict` and `export` use them.
+    """
+
+    result: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    state: Any
+    model: Model
+    folder: Path | None
+    models: Models = field(repr=False)
+
+    def __repr__(self) -> str:
+        """A short text, without the many numbers of `state` and `model`."""
+        evaluated = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
+        headline = (self.models.task.SCORE, "mean")
+        score = next((f", {name} {evaluated[name]:.4f}" for name in headline if name in evaluated), "")
+        where = "" if self.folder is None else f", files in {self.folder}"
+        return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self.result, repr(self))
+
+    @property
+    def history(self) -> "pd.DataFrame":
+        """One row per round. Nested values have dotted names, such as `metrics.global.accuracy`."""
+        import pandas as pd  # here: it takes half a second, and a client may start a process per request
+
+        return pd.json_normalize(self.rounds)
+
+    @property
+    def metrics(self) -> "pd.DataFrame":
+        """One row per metric and evaluated round, for plots: `round`, `group`, `metric`, `value`."""
+        return metrics_frame(self.rounds)
+
+    @property
+    def clients(self) -> "pd.DataFrame":
+        """One row per client: in how many rounds it was `asked` and `missing`, and its last `personal_score`."""
+        return clients_frame(self.rounds)
+
+    @property
+    def params(self) -> Tree:
+        """The parameters of the trained global model.
+
+        Raises:
+            RecipeError: the algorithm trains one model per client instead.
+        """
+        return self.models.params
+
+    @property
+    def personal(self) -> Personal:
+        """The clients' own models, client -> Tree, each assembled on access; empty if the algorithm trains none.
+
+        Raises:
+            RecipeError: the clients ran in other processes or on devices, which keep their models.
+        """
+        return self.models.personal
+
+    @property
+    def scaling(self) -> Mapping[str, Scaling] | None:
+        """Modality -> `shift` and `scale` of the input, which `predict` and the exported models apply.
+
+        For a modality that polyfed standardised, `shift` and `scale` are the means and standard deviations of the
+        training rows. None means that the scaling is unknown; see `Models.scaling`.
+        """
+        return self.models.scaling
+
+    def predict(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Compute predictions with the model that the run evaluated, so that they agree with the run's metrics.
+
+        For classification, they are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
+        `models.task.decided` turns them into decisions, such as classes.
+
+        Args:
+            x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays.
+                `predict` applies `scaling`. A modality that is left out counts as a zero feature, as for a client that
+                lacks it. A row of NaN also counts as a zero feature.
+            client: predict with the model of this client: its own model if the algorithm trains one per client,
+                otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
+                selects the global model.
+            present: modality -> which rows have it, bool (n,). Give this for each modality that some rows lack.
+
+        Raises:
+            RecipeError: there is no global model or no such client, or `x` does not fit the model.
+        """
+        logits = self.models.predict(x, client, present=present)
+        if self.models.own and client is not None and client not in self._participants:
+            warn(
+                f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is "
+                "still the initial one",
+                PolyfedWarning,
+                stacklevel=2,
+            )
+        return logits
+
+    def export(self, folder: str | Path, *, onnx: bool = False) -> Path:
+        """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
+
+        Args:
+            folder: the folder.
+            onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
+
+        Returns:
+            The folder's absolute path.
+
+        Raises:
+            RecipeError: the folder is not empty, the clients keep their models elsewhere, or an encoder has options
+                that JSON cannot hold.
+            ModelError: a model cannot be written as ONNX.
+            DataError: the folder cannot be written.
+        """
+        return save(self.models, folder, onnx=onnx)
+
+    @cached_property
+    def _participants(self) -> set[int]:
+        """The clients that were in the cohort of any round."""
+        return {client for row in self.rounds for client in row.get("cohort", ())}
+
+
+def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES) -> dict[str, Any] | None:
+    """Return the first round with the best validation score, and its metrics. None if there is no such score.
+
+    Args:
+        rounds: rows of rounds.jsonl.
+        objective: the task. Its attribute `BEST` is the name of the score.
+    """
+    metric = objective.BEST
+    evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
+    if not evaluated:
+        return None
+    choose = max if objective.RISING else min
+    best = choose(evaluated, key=lambda row: row["metrics"]["validation"][metric])
+    return {"round": best["round"], "metrics": best["metrics"]}
+
+
+def models_of(
+    recipe: Recipe,
+    fed: Federation,
+    state: Any,
+    locals: Mapping[int, Tree] | None,
+    class_names: tuple[str, ...] | None = None,
+    scaling: Mapping[str, Scaling] | None = None,
+) -> Models:
+    """Collect the trained models of a run.
+
+    Args:
+        recipe: the recipe of the run.
+        fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
+        state: the server's state.
+        locals: the local state of each client that was asked; None if the clients ran elsewhere.
+        class_names: the name of each class, if the data has names.
+        scaling: the shift and the scale of each scaled modality. None means that they are unknown.
+    """
+    algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
+    name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
+    facts = replace(fed, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
+    device = next(iter(context.initial.values())).device
+    kept = locals if owner == "clients" and locals is not None else {}
+
+    def local(client: int) -> Tree:
+        if owner != "clients":
+            return {}
+        if client in kept:
+            return kept[client]
+        owned = registry.owned(client)
+        here = replace(
+            context, modalities=owned, initial=select(context.initial, (*owned, SHARED)), evaluation_client=False
+        )
+        return first_local(algorithm, here, fed.seed, client, device)
+
+    def tree_of(client: int) -> Tree:
+        own = algorithm.client_model(client, state, facts, local)
+        return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in own.items()}
+
+    elsewhere = ""
+    if owner == "clients" and locals is None:
+        elsewhere = (
+            f"{name} trains one model per {algorithm.model_for}, and the clients keep these models: on engine 'flower' "
+            "they run in processes of their own or on devices, and the server has no copy"
+        )
+    return Models(
+        algorithm=name,
+        spec=algorithm.model_spec(recipe.model, registry.modalities, context.policy)[0],
+        model=context.model,
+        task=context.objective,
+        predictor=algorithm.predictor,
+        shared=algorithm.global_params(state),
+        clients=ClientModalities(registry, partial(algorithm.client_modalities, fed=facts)),
+        tree_of=tree_of,
+        own=owner != "none",
+        model_for=algorithm.model_for,
+        class_names=class_names,
+        elsewhere=elsewhere,
+        scaling=scaling,
+    )
+
+
+class _NoClients:
+    """An engine without clients, for a run that has ended."""
+
+    name = "no-clients"
+
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Raise a RecipeError. A finished run is loaded without clients, so nobody can answer the request."""
+        raise RecipeError(
+            f"{request.name} was asked after the run: client_model and global_params must not ask clients"
+        )
+
+
+def load_run(folder: str | Path) -> Run:
+    """Load a finished run, with its models, from the folder that `polyfed run --out` wrote. Its data set is not needed.
+
+    If the folder's recipe.toml names user-defined classes, this function imports them, which runs their code. Load only
+    runs that you trust.
+
+    Args:
+        folder: the folder of the run.
+
+    Raises:
+        RecipeError: the folder holds no finished run, or its recipe names a class that cannot be imported.
+        DataError: the frozen parameters or the constant buffers of the model differ from those of the run.
+        CheckpointError: the files are damaged, or were written by a version of polyfed that kept no models.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / RESULT).exists() or not (folder / RECIPE).exists():
+        raise RecipeError(
+            f"{folder} holds no finished run. Finish it with --resume (in Python: resume=True), or give the "
+            "folder of another run"
+        )
+    records, recipe = Records(folder, resume=True), load_recipe(folder / RECIPE)
+    found = load_content(records.checkpoints, recipe.algorithm)
+    if found is None or "federation" not in found[1]:
+        raise CheckpointError(
+            f"{records.checkpoints} holds no models that can be loaded. Run it again with this version of polyfed"
+        )
+    content, facts = found[1], found[1]["federation"]
+    shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
+    policy = Policy.parse(recipe.egress, shapes)
+    model = model_of(recipe, shapes, facts["classes"], policy)
+    refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
+    initial = model.init(keys.key(recipe.seed, "init"))
+    context = ClientContext(
+        model,
+        tuple(shapes),
+        facts["classes"],
+        initial,
+        evaluation_client=True,
+        policy=policy,
+        objective=task_of(recipe),
+    )
+    fed = Federation(
+        clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
+        engine=_NoClients(),
+        owner=recipe.algorithm,
+        context=context,
+        template=initial,
+        seed=recipe.seed,
+        rounds=recipe.rounds,
+    )
+    locals = None if recipe.engine.name == "flower" else content["locals"]
+    scaling = facts.get("scaling")
+    if scaling is None and recipe.engine.name != "flower":
+        warn_unscaled(folder)
+    elif scaling is not None:
+        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
+    models = models_of(recipe, fed, content["state"], locals, facts["class_names"], scaling)
+    return Run(records.result(), records.rounds(), content["state"], model, folder, models)

@@ -1,0 +1,254 @@
+"""Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.core import keys
+from polyfed.core.problems import Problems
+from polyfed.core.tree import SHARED, Tree, blocks, select, size_bytes
+from polyfed.data import Columns, Population, populate, stacked
+from polyfed.engines.base import Engine
+from polyfed.experiment.checks.client_checks import refuse_clients
+from polyfed.experiment.checks.protection import guarantee_of
+from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
+from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
+from polyfed.experiment.recipes.defaults import guesses_of, with_encoders
+from polyfed.experiment.recipes.engine_choice import device_of, engine_of
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.section_checks import check_model
+from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
+from polyfed.experiment.results.label_counts import dealt_classes, label_counts
+from polyfed.experiment.running.constants import constant_facts
+from polyfed.experiment.running.events import Emitter
+from polyfed.federation.client_registry import TEST
+from polyfed.federation.clock import Clock
+from polyfed.federation.federation import Federation
+from polyfed.model import Model, build_model
+from polyfed.privacy.differential.guarantee import Guarantee
+from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.policy import Policy
+
+
+@dataclass
+class Assembly:
+    """The parts of a run, before its first round.
+
+    Attributes:
+        recipe: the recipe, with its task and an encoder for every modality.
+        population: the data and its division into clients.
+        model: the model, as functions of a Tree.
+        policy: the egress policy.
+        initial: the model's initial parameters, which are drawn from the run's seed.
+        ledger: the ledger, which records every message.
+        engine: the engine, which runs tasks on the clients.
+        fed: the federation, which the algorithm uses.
+        was_guessed: whether polyfed chose the task according to the labels, because the recipe names no task.
+        guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
+            does not name.
+        guarantee: the guarantee of differential privacy, or None without the section [privacy].
+    """
+
+    recipe: Recipe
+    population: Population
+    model: Model
+    policy: Policy
+    initial: Tree
+    ledger: Ledger
+    engine: Engine
+    fed: Federation
+    was_guessed: bool = False
+    guesses: tuple[str, ...] = ()
+    guarantee: Guarantee | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the recipe."""
+        return self.recipe.algorithm
+
+
+ENGINES = ("sequential", "vectorised", "flower")
+"""The engines that a recipe can name. A run on `flower` gets its engine from `polyfed.deploy`."""
+
+
+def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
+    """Load the recipe's data, unless they are given, and divide them among the clients."""
+    columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
+    seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
+    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
+
+
+def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
+    """Build the model that the algorithm needs.
+
+    Args:
+        recipe: the recipe.
+        shapes: modality -> shape of a sample.
+        num_classes: the number of classes, or the number of targets if the task has no classes.
+        policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
+            clients.
+    """
+    spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
+    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
+
+
+def initial_of(recipe: Recipe, model: Model) -> Tree:
+    """Return the initial parameters, which are drawn from the run's seed, on the run's device."""
+    device = device_of(recipe)
+    return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
+
+
+def _init_key(recipe: Recipe) -> int:
+    """Return the random key of initial and frozen parameters: one key, because a single call may draw both."""
+    return keys.key(recipe.seed, "init")
+
+
+def assemble(
+    recipe: Recipe,
+    run: str = "run",
+    emit: Emitter | None = None,
+    *,
+    population: Population | None = None,
+    engine: Callable[..., Engine] | None = None,
+    one_device: bool = False,
+) -> Assembly:
+    """Build all parts of a run.
+
+    Args:
+        recipe: the recipe.
+        run: the run's name in the ledger.
+        emit: called with every event.
+        population: the clients. By default, they come from the recipe's data.
+        engine: the engine's constructor. By default, the recipe names the engine.
+        one_device: whether `population` has only one device. Checks that need all clients are then skipped.
+
+    Raises:
+        PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
+    """
+    emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
+    recipe, policy, guesses = _completed(recipe, population, one_device)
+    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
+    model = model_of(recipe, shapes, population.columns.num_classes, policy)
+    check_model(recipe.algorithm, model)
+    initial, ledger = initial_of(recipe, model), Ledger(run)
+    clock = clock_of(recipe, population.num_clients, ledger)
+    held = (engine or engine_of(recipe))(
+        population,
+        model,
+        recipe.algorithm,
+        initial,
+        policy=policy,
+        ledger=ledger,
+        device=device_of(recipe),
+        emit=emit,
+        debug=recipe.engine.debug,
+        clock=clock,
+        objective=task_of(recipe),
+    )
+    fed = Federation(
+        clients=held.registry,
+        engine=held,
+        owner=recipe.algorithm,
+        context=held.context(TEST),
+        template=initial,
+        seed=recipe.seed,
+        rounds=recipe.rounds,
+        evaluation_clients=held.evaluation_clients,
+        min_replies=recipe.engine.min_replies,
+        outlier_factor=recipe.engine.outlier_factor,
+        emit=emit,
+        clock=clock,
+        attack=recipe.attack,
+        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
+    )
+    recipe, guarantee = _protected(recipe, fed, held, one_device)
+    policy = held.with_model(policy)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+
+
+def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
+    """Check the cohorts and apply [privacy]. The returned recipe has no more rounds than the budget allows."""
+    if not one_device:
+        refuse_small_cohorts(recipe, fed)
+        refuse_few_replies(recipe, fed)
+    guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
+    if guarantee is None:
+        return recipe, None
+    fed.privacy = guarantee.mechanism
+    engine.protect(guarantee.mechanism)
+    fed.rounds = guarantee.rounds
+    return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
+
+
+def _completed(recipe: Recipe, population: Population, one_device: bool) -> tuple[Recipe, Policy, tuple[str, ...]]:
+    """Return three things: the recipe with its task and all encoders, the recipe's policy, and `Assembly.guesses`.
+
+    All faults are raised together, in one error.
+    """
+    columns, problems = population.columns, Problems()
+    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    filled = problems.attempt(lambda: with_encoders(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    if tasked is not None:
+        problems.attempt(lambda: refuse_unfit(tasked, population))
+        problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
+    problems.raise_all()
+    assert policy is not None
+    assert filled is not None
+    assert tasked is not None
+    return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
+
+
+def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
+    """Return the clock of simulated time if the recipe has a section [network], otherwise None."""
+    if recipe.network is None:
+        return None
+    return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
+
+
+def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
+    """Return the facts of run.json: data, clients (at most `limit`), bytes of each block, and the resolved policy.
+
+    If the partition is `classes-per-client` or `main-class`, the facts of each client include the classes that the
+    partition assigned to this client (docs/partitions.md).
+    """
+    registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
+    population, columns = assembly.population, assembly.population.columns
+    shown = [registry[client] for client in range(min(limit, len(registry)))]
+    return {
+        "data": {
+            "rows": len(columns),
+            "classes": columns.num_classes,
+            **({"class_names": list(columns.class_names)} if columns.class_names else {}),
+            "test_rows": len(population.test_rows),
+            "validation_rows": len(population.validation_rows),
+            "sha256": columns.fingerprint(),
+        },
+        "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
+        "num_clients": len(registry),
+        "clients": [
+            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
+            | dealt_classes(population, assembly.recipe.clients.partition, c.id)
+            | label_counts(population, c.id)
+            for c in shown
+        ],
+        "blocks": block_sizes(assembly),
+        **constant_facts(assembly.model),
+        **rank_facts(assembly.fed.ranks),
+        "egress": assembly.policy.table(modalities),
+    }
+
+
+def block_sizes(assembly: Assembly) -> dict[str, int]:
+    """Return the size of each block of the model in bytes, without frozen parameters."""
+    names = (*assembly.model.modalities, SHARED)
+    return {block: size_bytes(select(assembly.initial, [block])) for block in names}
+
+
+def private_sizes(assembly: Assembly) -> dict[str, int]:
+    """Return the size in bytes of the private part of each block, without blocks that are sent whole."""
+    kept = assembly.algorithm.private_names(assembly.model)
+    private = {name: value for name, value in assembly.initial.items() if name in kept}
+    return {block: size_bytes(select(private, [block])) for block in blocks(private)}

@@ -1,0 +1,328 @@
+"""Run a recipe round by round: train, summarise, evaluate, save."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import CheckpointError
+from polyfed.core.registry import name_of
+from polyfed.data import Population, scaling_of
+from polyfed.engines.base import Engine
+from polyfed.experiment.checks.check import check_before_run
+from polyfed.experiment.checks.protection import privacy_after, privacy_facts
+from polyfed.experiment.checks.repetition import Repetitions
+from polyfed.experiment.recipes.engine_choice import pytorch_settings
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.task_choice import headline_of
+from polyfed.experiment.results.model_facts import facts_of_models
+from polyfed.experiment.results.models import Models
+from polyfed.experiment.results.records import Records, run_id
+from polyfed.experiment.results.round_facts import (
+    check_tables,
+    facts_of_round,
+    means_of,
+    seconds_of,
+    versions,
+    warn_silent,
+)
+from polyfed.experiment.results.run_result import Run, best_round, models_of
+from polyfed.experiment.results.update_norms import ClientUpdates, block_norms
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.running.checkpoint import RESTORE
+from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.run_state import TOTALS, kept_facts, load_content, num_kept, returned_state
+from polyfed.report import write_report
+
+
+def execute(
+    recipe: Recipe,
+    records: Records | None,
+    emit: Emitter,
+    *,
+    population: Population | None = None,
+    engine: Callable[..., Engine] | None = None,
+) -> Run:
+    """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
+
+    Args:
+        recipe: what to run.
+        records: the run's folder, or None to write no files.
+        emit: called with every event.
+        population: the clients, if they are not those of the recipe's data; see `assemble`.
+        engine: the engine's constructor, if it is not the recipe's; see `assemble`.
+
+    Raises:
+        PolyfedError: one of `polyfed.core.errors`; its text says what to do.
+    """
+    if recipe.tracking is not None:
+        emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
+    with pytorch_settings(recipe), ExitStack() as stack:
+        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        stack.callback(assembly.engine.close)
+        check_before_run(assembly)
+        for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
+            emit("note", text=text)
+        loop = _Loop(assembly, records, emit)
+        first, state = loop.start()
+        with emit.stopped_in(lambda: loop.fed.round):
+            for round in range(first, loop.recipe.rounds + 1):
+                with loop.booked(round):
+                    state, row = loop.train(round, state)
+                    loop.summarise(row, state)
+                    loop.evaluate(row, state)
+                    loop.save(row, state)
+            return loop.finish(state)
+
+
+class _Loop:
+    """Carries out one run, up to its last round. It starts at the first round or continues from a checkpoint."""
+
+    def __init__(self, assembly: Assembly, records: Records | None, emit: Emitter) -> None:
+        self.assembly, self.records, self.emit = assembly, records, emit
+        self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
+        self.rounds: list[dict[str, Any]] = []
+        self.missing: dict[str, str] = {}
+        self.confusion: torch.Tensor | None = None
+        self.updates = ClientUpdates()
+        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
+        emit.listeners.append(self._note)
+        self._started, self.repeated = 0.0, Repetitions(records, assembly)
+        self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
+
+    @contextmanager
+    def booked(self, round: int) -> Iterator[None]:
+        """Enclose a round. If an exception ends the round, the ledger's entries of the round are still written."""
+        self.emit("round-started", round=round)
+        self._started = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self._book(round)
+            raise
+
+    def finish(self, state: Any) -> Run:
+        """Write the result and the report, and return the finished run."""
+        engine, columns = self.assembly.engine, self.assembly.population.columns
+        locals = engine.locals if engine.keeps_locals else None
+        models = models_of(self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns))
+        result, folder = self._result(state, models), None
+        if self.records is not None:
+            self.records.finish(result)
+            folder = self.records.folder
+            self._write_report(folder)
+        warn_silent(self.rounds)
+        self.emit("run-finished", result=result)
+        return Run(result, self.rounds, state, self.assembly.model, folder, models)
+
+    def _write_report(self, folder: Path) -> None:
+        """Write the report. A failure only causes a note, because the result of the run is already on disk."""
+        try:
+            write_report(folder)
+        except Exception as error:
+            again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
+            self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
+
+    def start(self) -> tuple[int, Any]:
+        """The first round to run and the state before it.
+
+        A folder that holds a run is changed only after everything in it has been checked.
+        """
+        algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
+        table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
+        if records is not None and records.begun:
+            facts = records.check(table, facts)
+            self.ledger.run = facts["run"]  # a resumed run continues the ledger under the same name
+        checkpointed = self._checkpointed()
+        if records is None or checkpointed is None:
+            if records is not None and records.resume:
+                records.refuse_lost_checkpoint()
+                self.emit("note", text=f"{records.folder} has no checkpoint to resume from: the run starts at round 1")
+            self.fed.begin(0)
+            with self.repeated.set_up():
+                state = algorithm.init(self.fed, self.assembly.initial)
+            self.fed.template = getattr(state, "params", self.assembly.initial)
+            if records is not None:  # only now: a run that is refused at its start must leave its folder free
+                records.note(table, facts)
+                self.repeated.rewound(records, {}, 0)
+            self._book(0)
+            self._announce(1)
+            return 1, state
+        round, content = checkpointed
+        self.rounds = self.repeated.rewound(records, content["places"], round)
+        self.totals = content["totals"]
+        records.note(table, facts)
+        engine.locals, state = content["locals"], content["state"]
+        engine.kept = round
+        self.fed.template = getattr(state, "params", self.assembly.initial)
+        self.emit("note", text=f"resumed after round {round}")
+        self._announce(round + 1)
+        return round + 1, state
+
+    def _announce(self, first: int) -> None:
+        """Emit `run-started`."""
+        self.emit("run-started", **self._headline(), first_round=first)
+
+    def _checkpointed(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest checkpoint of this run as (round, content), or None.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or another run wrote it.
+        """
+        if self.records is None:
+            return None
+        found = load_content(self.records.checkpoints, self.recipe.algorithm, self.assembly.engine.device)
+        if found is not None and (found[1]["run"], found[1]["round"]) != (self.ledger.run, found[0]):
+            raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
+        return found
+
+    def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
+        self.repeated.begin(round)
+        self.fed.begin(round)
+        algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
+        before = algorithm.global_params(state)
+        if algorithm.evaluation.due(round, self.recipe.rounds):
+            self.fed.watch = self.updates.watch
+        started = time.perf_counter()
+        state = returned_state(algorithm, algorithm.round(state, self.fed))
+        seconds = time.perf_counter() - started
+        self.fed.watch = lambda *_: None
+        times = self.fed.clock.finish() if self.fed.clock is not None else None
+        row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
+        row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
+        if times is not None:
+            row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
+            self.totals["simulated_seconds"] += row["simulated_seconds"]
+        return state, row
+
+    def summarise(self, row: dict[str, Any], state: Any) -> None:
+        """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
+        algorithm = self.recipe.algorithm
+        row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
+        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
+        if tables := algorithm.observe_tables(state):
+            row["tables"] = check_tables(tables)
+        if row["round"] == -(-self.recipe.rounds // 3):
+            logged = [past["logged"] for past in [*self.rounds, row]]
+            row["concerns"] = algorithm.concerns(logged)
+            for text in row["concerns"]:
+                self.emit("note", text=f"WARNING: {text}")
+
+    def evaluate(self, row: dict[str, Any], state: Any) -> None:
+        """Evaluate the state, if the recipe evaluates in this round."""
+        algorithm: Algorithm = self.recipe.algorithm
+        if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
+            return
+        started, self.confusion = time.perf_counter(), None
+        self.fed.evaluating = True
+        measured = algorithm.evaluate(state, self.fed)
+        row["metrics"] = measured.metrics
+        # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
+        if self.confusion is not None and row["round"] == self.recipe.rounds:
+            row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if measured.personal:
+            name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
+            row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
+        row["seconds"]["evaluate"] = time.perf_counter() - started
+        booked = self._book(row["round"], counted=False)
+        row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
+
+    def save(self, row: dict[str, Any], state: Any) -> None:
+        """Write the round's row, and a checkpoint if one is due."""
+        self.totals["seconds"] += time.perf_counter() - self._started
+        self._write(row["round"], state, row)
+        self.emit("round-finished", row=row)
+
+    def _book(self, round: int, *, counted: bool = True) -> dict[str, Any]:
+        """Write the ledger's new entries to the run's folder.
+
+        Args:
+            round: the round that the entries belong to.
+            counted: whether the entries' bytes count as training traffic; an evaluation's bytes do not.
+
+        Returns:
+            What these entries say about the round, such as the bytes sent.
+        """
+        entries = self.ledger.drain()
+        if self.records is not None:
+            self.records.book(entries, self.ledger.run)
+        row = facts_of_round(round, entries) | {"missing": self.missing}
+        self.missing = {}
+        if counted:
+            self.totals["bytes_up"] += row["bytes_up"]
+            self.totals["bytes_down"] += row["bytes_down"]
+        return row
+
+    def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
+        """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
+        self.rounds.append(row)
+        if self.records is None:
+            self.assembly.engine.kept = round
+            return
+        self.records.append(row)
+        if self.recipe.checkpoint.due(round, self.recipe.rounds):
+            content = {
+                "run": self.ledger.run,
+                "round": round,
+                "state": state,
+                "locals": self.assembly.engine.locals,
+                "federation": self.kept_facts(self.records.checkpoints),
+                "totals": self.totals,
+                "places": self.records.places(),
+            }
+            checkpoint.save(self.records.checkpoints, round, content, checkpoint.modules_of(self.recipe.algorithm))
+            self.assembly.engine.kept = round
+
+    def _note(self, event: str, **facts: Any) -> None:
+        """Collect facts from an event for this round's row in rounds.jsonl."""
+        if event == "client-missing":
+            self.missing[str(facts["client"])] = facts["reason"]
+        if event == "evaluated":  # an algorithm without a global model evaluates several models: add their matrices
+            more = facts["confusion"]
+            self.confusion = more if self.confusion is None else self.confusion + more
+
+    def _headline(self) -> dict[str, Any]:
+        """The facts that the progress display shows first."""
+        return {
+            "run": self.ledger.run,
+            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "engine": self.recipe.engine.name,
+            "dataset": self.assembly.population.columns.name,
+            "rounds": self.recipe.rounds,
+            "clients": len(self.fed.clients),
+            "num_parameters": self.assembly.model.num_parameters(),
+            "task": headline_of(self.recipe),
+        }
+
+    def _result(self, state: Any, models: Models) -> dict[str, Any]:
+        """The content of `result.json`."""
+        measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
+        headline = self._headline()
+        result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
+        result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
+        result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
+        result |= {"task": headline["task"], "metrics": measured}
+        result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
+        result |= facts_of_models(models, self.recipe, self.assembly.population)
+        result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
+        result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
+        result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
+        result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
+        result["concerns"] = self.recipe.algorithm.concerns(logged) if logged else []
+        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        return result | {"state_sha256": checkpoint.digest(state)}
+
+    def _facts(self) -> dict[str, Any]:
+        """The content of `run.json`."""
+        audited = self.records is not None and self.records.audit is not None
+        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
+        return facts | facts_of(self.assembly) | {"versions": versions()}

@@ -1,0 +1,1 @@
+"""PyTorch modules on the tensors of a Tree, and layers that work under `vmap`."""

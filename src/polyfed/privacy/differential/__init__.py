@@ -1,0 +1,1 @@
+"""Differential privacy: the section [privacy], its mechanism, and its guarantee."""

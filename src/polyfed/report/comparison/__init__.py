@@ -1,0 +1,1 @@
+"""Compares groups of runs: tables, tests, figures."""

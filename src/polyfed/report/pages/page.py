@@ -1,0 +1,319 @@
+"""The pages of a report. Each page is one HTML file that contains its data, style and script and loads no other files.
+
+Recipes, reasons from clients and logged names are untrusted text. Jinja therefore escapes this text, and `tojson`
+converts the data so that it contains no `<`. The script writes only text nodes. The content security policy allows only
+the scripts whose hashes it lists.
+"""
+
+import base64
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import KINDS, LABELS
+from polyfed.core.system.files import replace_text
+from polyfed.core.tree import SHARED
+from polyfed.report import formatting as words
+from polyfed.report.comparison.compare import Comparison
+from polyfed.report.comparison.curves import curves_of
+from polyfed.report.comparison.paired_differences import Evidence, evidence
+from polyfed.report.comparison.score_against_cost import price_charts
+from polyfed.report.comparison.tables import scenarios_sheet, tests_of
+from polyfed.report.pages import bytes_by_client, charts, client_charts, privacy
+from polyfed.report.pages.grids import class_scores, confusion, labels, modality_table
+from polyfed.report.pages.leakage import leakage_of
+from polyfed.report.reading import egress, history
+from polyfed.report.reading.reconciliation import Reconciliation, reconcile
+from polyfed.report.reading.run_folder import Folder
+from polyfed.report.scores import title_of, unit_of
+
+REPORT = "report.html"
+
+SHOWN = ("macro_f1", "auroc", "pearson", "concordance", "acc7", "acc2", "f1", "recall5", "recall10", "weighted_kappa")
+"""The metrics at the top of the page besides the score, if a run has them."""
+
+WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down to clients"}
+"""A map from each destination in the ledger to the heading on the page."""
+
+
+def write_report(dir: str | Path, baseline: str | Path | None = None, device_logs: Sequence[Path] = ()) -> Path:
+    """Write `report.html` into the folder of a run, whether it is finished or not.
+
+    Args:
+        dir: the folder of the run.
+        baseline: the folder of another run on the same data, such as a run of FedAvg or Local. The page shows the gain
+            of each client over this run.
+        device_logs: state folders of devices, whose audit logs are compared with the server's log.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        DataError: a folder holds no run, or a file in it is damaged.
+        RecipeError: the page cannot be written, or the baseline has other data, another seed or other clients.
+    """
+    folder = Folder(Path(dir))
+    past = history.read(folder)
+    modalities = folder.modalities
+    sections = sections_of(folder, past, modalities, None if baseline is None else Folder(Path(baseline)))
+    shown = [chart.table() for section in sections.values() for chart in section]
+    grids = [grid for grid in (confusion(past, folder), labels(folder)) if grid is not None]
+    crossed = egress.aggregate(folder, past.requests)
+    groups = holdings(folder)
+    text = render(
+        "run.html",
+        folder=folder,
+        past=past,
+        modalities=modalities,
+        tiles=tiles(folder, past, modalities),
+        groups=groups,
+        held=modality_table(groups),
+        sections=numbered(sections),
+        grids={grid.name: grid for grid in grids},
+        classes=class_scores(past, folder),
+        num_classes=len(past.confusion or ()),
+        traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
+        apart=crossed.evaluation is not None,
+        senders=bytes_by_client.senders(crossed, folder),
+        logs=_reconciled(folder, device_logs),
+        spent=privacy.spent(folder),
+        leakage=leakage_of(folder),
+        drawn={
+            "charts": shown,
+            "participation": past.participation.table(modalities),
+            "tables": {name: frames.drawn() for name, frames in past.tables.items()},
+            "grids": {grid.name: grid.table() for grid in grids},
+        },
+    )
+    return write_page(folder.path / REPORT, text)
+
+
+def sections_of(
+    folder: Folder, past: history.History, modalities: Sequence[str], baseline: Folder | None
+) -> dict[str, list[charts.Chart]]:
+    """Return the charts of each section of the page, without charts that have no values."""
+    found = {
+        "curves": charts.charts_of(past, modalities),
+        "quality": client_charts.calibration(folder),
+        "clients": client_charts.gains(past, folder, baseline),
+        "updates": client_charts.norms(past, modalities),
+        "picks": client_charts.picks(past, modalities, folder.num_clients),
+        "entries": client_charts.coefficients(past),
+        "privacy": privacy.chart(past, modalities),
+    }
+    return {name: [chart for chart in own if chart.has_values] for name, own in found.items()}
+
+
+def numbered(sections: Mapping[str, Sequence[charts.Chart]]) -> dict[str, list[tuple[int, charts.Chart]]]:
+    """Number all charts of the page in order, from 0. Return the pairs (number, chart) of each section."""
+    numbers = itertools.count()
+    return {name: [(next(numbers), chart) for chart in own] for name, own in sections.items()}
+
+
+def sides_of(crossed: egress.Egress) -> list[egress.Egress]:
+    """Return the ledger's sums for training, and its sums for evaluation if they are known and not empty."""
+    evaluation = crossed.evaluation
+    return [crossed] if evaluation is None or not evaluation.places else [crossed, evaluation]
+
+
+GENERATOR = b'<meta name="generator" content="polyfed">'
+"""The tag in the head of every page that polyfed writes. polyfed overwrites only pages that have this tag."""
+
+
+def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
+    """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
+
+    Args:
+        comparison: the comparison.
+        path: the file to write.
+        proof: the tests. If None, they are `evidence(comparison)`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        DataError: a run's files are damaged.
+        RecipeError: the page cannot be written.
+    """
+    proof = proof or evidence(comparison)
+    found = [*curves_of(comparison), *price_charts(comparison)]
+    sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
+    drawn = {"charts": [chart.table() for chart in found]}
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=list(enumerate(found)), drawn=drawn)
+    return write_page(Path(path), text)
+
+
+def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The numbers at the top of the page: (title, value, remark)."""
+    found: list[tuple[str, str, str]] = []
+
+    def add(title: str, value: float | None, unit: str, remark: str = "") -> None:
+        if value is not None:
+            found.append((title, words.number_of(value, unit), remark))
+
+    head = past.headline
+    add(head.title, past.last(f"global.{head.score}"), head.unit, "all modalities, test set")
+    alone = past.group("unimodal.")
+    for modality in (*modalities, *(m for m in alone if m not in modalities)):
+        add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+    for metric in SHOWN:
+        add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
+    worst = past.last("personal.worst")
+    remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
+    add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
+    if (backdoor := folder.result.get("backdoor")) is not None:
+        without = words.number_of(backdoor["without_trigger"], "share")
+        add("backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it")
+    for way in ("up", "down"):
+        column = past.columns.get(f"bytes_{way}", [])
+        total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
+        add(f"bytes {way}", total, "bytes", "training, all rounds")
+    apart = [past.columns.get(f"evaluation.bytes_{way}", []) for way in ("up", "down")]
+    if any(apart):
+        up, down = (sum(v for v in column if v is not None) for column in apart)
+        add("evaluation traffic", up + down, "bytes", f"up {words.bytes_of(up)}, down {words.bytes_of(down)}")
+    add("epsilon", past.last("epsilon"), "epsilon", privacy.remark(folder))
+    first = folder.result.get("seconds_first_round")
+    remark = "median, without evaluation"
+    remark += "" if first is None else f"; first round {words.seconds_of(first)}"
+    add("time per round", folder.result.get("seconds_per_round"), "seconds", remark)
+    add("parameters", folder.result.get("num_parameters"), "number", _kept(folder))
+    return found
+
+
+def _kept(folder: Folder) -> str:
+    """Describe the data that the method keeps besides the model, or return ""."""
+    size, kept = folder.result.get("num_parameters", 0), folder.result.get("num_kept", {})
+    server, client = (kept.get(place, 0) for place in ("server", "client"))
+    parts = [f"server keeps {server:,}"] if server != size and server else []
+    parts += [f"each client keeps up to {client:,}"] if client else []
+    return f"of the model; {', '.join(parts)}" if parts else "of the model"
+
+
+def holdings(folder: Folder) -> list[dict[str, Any]]:
+    """How many clients hold which set of modalities, the most frequent set first."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for client in folder.facts.get("clients", []):
+        groups.setdefault(tuple(client["modalities"]), []).append(int(client["rows"]))
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return [
+        {"modalities": held, "clients": len(rows), "rows": sum(rows), "least": min(rows), "most": max(rows)}
+        for held, rows in ordered
+    ]
+
+
+def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
+    """Return the result of comparing the audit logs, or None for a run without an audit log."""
+    if not (device_logs or folder.facts.get("audited")):
+        return None
+    try:
+        return reconcile(folder.path, device_logs)
+    except ImportError:  # a run that was copied to a machine without the extra
+        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[flower]'",))
+
+
+def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a table (blocks x kinds) for each destination. A cell holds bytes, refusals and the policy's verdict."""
+    policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
+    found = []
+    for way, title in WAYS.items():
+        places = [place for place in sums.places if place[2] == way]
+        if not places and way != "server":
+            continue
+        kinds = [k for k in KINDS if way != "client" or any(k == place[1] for place in places)]
+        blocks = list(dict.fromkeys([*modalities, SHARED, *([LABELS] if way != "client" else [])]))
+        blocks += [block for block in dict.fromkeys(place[0] for place in places) if block not in blocks]
+        most = max((sums.bytes[place] for place in places), default=0)
+        rows = []
+        for block in blocks:
+            allowed = policy.get(block, {}).get(way, [])
+            cells = [_cell(sums, (block, kind, way), kind in allowed or way == "client", most) for kind in kinds]
+            rows.append((block, cells))
+        found.append({"title": title, "kinds": kinds, "rows": rows, "is_gated": way != "client"})
+    return found
+
+
+def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) -> dict[str, Any]:
+    size = sums.bytes[place]
+    return {
+        "bytes": size,
+        "crossings": sums.crossings[place],
+        "refused": sums.refused[place],
+        "allowed": allowed,
+        "shade": round(100 * (size / most) ** 0.5) if most else 0,
+    }
+
+
+def render(template: str, **context: Any) -> str:
+    """Return the text of a page: the template, filled with the values in `context`. `drawn` is its charts' data."""
+    own = "\n".join(asset(name) for name in ("report.js", "export.js", "start.js"))
+    scripts = [asset("uPlot.iife.min.js"), own]
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    return (
+        environment()
+        .get_template(template)
+        .render(
+            licence=Markup(asset("uPlot.LICENSE")),
+            scripts=[Markup(script) for script in scripts],
+            styles=[Markup(asset(name)) for name in ("uPlot.min.css", "report.css")],
+            security=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes}",
+            **context,
+        )
+    )
+
+
+@cache
+def environment() -> Environment:
+    """The jinja environment: it escapes every value, and an undefined name is an error."""
+    made = Environment(
+        loader=PackageLoader("polyfed.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.policies["json.dumps_kwargs"] = {"sort_keys": False}  # the order of the modalities determines their colours
+    made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
+    return made
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of the package that is copied into the page unchanged."""
+    return files("polyfed.report").joinpath("assets", name).read_text(encoding="utf-8").strip()
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, unless another file has its name.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecipeError: the file exists and is not a page of polyfed, or it cannot be written.
+    """
+    try:
+        if path.is_file() and not _is_report(path):
+            raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")
+        replace_text(path, text)
+    except OSError as error:
+        raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another folder") from None
+    return path
+
+
+def _is_report(path: Path) -> bool:
+    """Whether the head of a file says that polyfed wrote the file."""
+    with path.open("rb") as file:
+        return GENERATOR in file.read(1000)

@@ -1,0 +1,1 @@
+"""The step compiler: it records a training step once and replays it as a program."""

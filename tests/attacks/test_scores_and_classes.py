@@ -1,0 +1,413 @@
+"""Servers that read rows from what is not training: scores on test rows, class means, and counts of rows."""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from engines.devices import RECIPE
+from laws.test_announced import CASES, with_tests
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Broadcast
+from polyfed.algorithms.fedproto import Learned, Shared
+from polyfed.core.batch import Batch
+from polyfed.core.errors import CheckpointError, EgressError
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tasks import tasks_of, types_of
+from polyfed.core.tree import SHARED, Tree, digest
+from polyfed.deploy.device.store import STORE, DeviceStore
+from polyfed.deploy.handlers import Deployed
+from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
+from polyfed.evaluation.scores import OwnScore
+from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble, initial_of, model_of
+from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.objective import CLASSES
+from polyfed.objective.multi_label import MultiLabel
+from polyfed.objective.regression import Regression
+from polyfed.privacy.egress.limit_guard import rows_of_classes
+from polyfed.privacy.egress.limits import Limits
+from polyfed.privacy.egress.policy import ACCEPT, Policy
+from world import algorithm, recipe, through
+
+TEXT = """
+seed = 1
+rounds = 9
+[data]
+name = "npz"
+path = "x.npz"
+modalities = ["gray", "color"]
+[clients]
+num = 2
+[model]
+embedding = 4
+[model.encoders]
+gray = {{ kind = "mlp", hidden = [] }}
+color = {{ kind = "mlp", hidden = [] }}
+[train]
+batch_size = 16
+lr = 0.1
+[algorithm]
+name = "{method}"
+"""
+NO_GRAY = """[egress.gray]
+server = []
+[egress.labels]
+server = []
+[egress.shared]
+server = ["statistic"]
+"""
+SOME = '[egress."*"]\nserver = ["parameters", "prototypes", "statistic"]\n'
+
+
+class Device:
+    """A device with its real handler, and the server that it should fear."""
+
+    def __init__(self, folder: Path, policy: str, method: str = "fedavg") -> None:
+        generator = np.random.default_rng(0)
+        label = np.arange(120, dtype=np.int64) % 2
+        label[:100][:1], label[1:100] = 2, np.arange(99) % 2  # a class with one training row
+        data = {"gray": generator.random((120, 6)), "color": generator.random((120, 4))}
+        self.data = {name: value.astype(np.float32) for name, value in data.items()} | {"label": label}
+        np.savez(folder / "data.npz", split=np.repeat([0, 1], [100, 20]), **self.data)
+        (folder / "recipe.toml").write_text(TEXT.format(method=method) + SOME * (method == "fedproto"))
+        (folder / "policy.toml").write_text(policy)
+        self.folder, self.recipe = folder, load_recipe(folder / "recipe.toml")
+        self.config = {name: str(folder / file) for name, file in (("data", "data.npz"), ("policy", "policy.toml"))}
+        self.config |= {"client": 1, "modalities": "gray,color", "state": str(folder / "state")}  # type: ignore[dict-item]
+        self.shapes = {"gray": (6,), "color": (4,)}
+        self.model = model_of(self.recipe, self.shapes, 3, Policy.parse(self.recipe.egress, self.shapes))
+        self.params = initial_of(self.recipe, self.model)
+        self.handler = Deployed(folder / "recipe.toml")
+
+    def enrol(self) -> Packet:
+        return self.handler(hello(), self.config)
+
+    def ask(self, task: str, got: Message, number: int = 0, run: str = "run") -> Any:
+        """The reply, or the text of the refusal."""
+        about = {"task": task, "seed": 0, "rounds": 9, "turn": 0, "modalities": ["gray", "color"], "kept": 0}
+        header = RequestId(run, 1, 1, number, 1).header(
+            want="ask", facts=asdict(Facts(self.shapes, 3, digest(self.model.unsent))), **versions(), **about
+        )
+        sent = encode(got)
+        answer = self.handler(Packet(header | sent.header, sent.body), self.config)
+        if answer.header["verdict"] != REPLY:
+            return str(answer.header["reason"])
+        return decode(answer, types_of(tasks_of(self.recipe.algorithm)[task])[1], limit=2**30)
+
+    def score(self, number: int = 0, run: str = "run") -> Any:
+        return self.ask("score_own", Broadcast(self.params), number, run)
+
+
+def test_no_score_is_computed_with_an_encoder_that_the_server_made(tmp_path: Path) -> None:
+    device = Device(tmp_path, NO_GRAY)
+    assert device.enrol().header["verdict"] == ENROLLED
+    assert "client 1 refused to take Broadcast.params: parameters of gray" in device.score()
+    assert '[egress.gray] accept = ["parameters"]' in device.score(1)
+
+
+def test_the_owner_may_let_such_encoders_in(tmp_path: Path) -> None:
+    accepting = NO_GRAY.replace("server = []", 'server = []\naccept = ["parameters"]', 1)
+    accepting = accepting.replace('server = ["statistic"]', 'server = ["statistic"]\naccept = ["parameters"]')
+    policy = accepting + '[egress.color]\nserver = ["parameters", "statistic"]\n'
+    device = Device(tmp_path, policy)
+    assert isinstance(device.score(), OwnScore)
+
+
+def test_prototypes_of_the_server_are_no_way_round(tmp_path: Path) -> None:
+    device = Device(tmp_path, NO_GRAY, "fedproto")
+    got = Shared({}, {"gray": torch.ones(3, 4)})
+    assert "refused to take Shared.prototypes: prototypes of gray" in device.ask("score_own", got)
+
+
+def test_a_recipe_cannot_open_what_the_device_keeps_shut() -> None:
+    own = Policy.parse({"a": {"server": []}}, ["a"])
+    loose = Policy.parse({"a": {"server": ["parameters"], "accept": ["parameters"]}}, ["a"])
+    assert not own.stricter(loose).accepts("parameters", "a", "server")
+    open_ = Policy.parse({"a": {"server": [], "accept": ["parameters"]}}, ["a"])
+    assert open_.stricter(Policy()).accepts("parameters", "a", "server")
+    assert not open_.stricter(own.__class__.parse({"a": {"server": [], "silo": []}}, ["a"])).accepts(
+        "parameters", "a", "server"
+    )
+    assert open_.table(["a"])["a"][ACCEPT] == ["parameters"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_method_sends_may_come_in_under_its_own_policy(case: str) -> None:
+    """The rule stops no method: each runs on a device under the policy that its replies need."""
+    parts = assemble(replace(with_tests(CASES[case]()), rounds=1))
+    parts.engine.on_device = True  # without the allowance for simulations
+    through(parts, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ("min_test_rows = 21", "min_test_rows = 21 of the device, and a score covers a group of fewer test rows"),
+        ("min_batch_size = 21", "min_test_rows = 21 of the device"),
+        ("max_evaluations_per_day = 0", "max_evaluations_per_day = 0 of the device, and this is request 1"),
+    ],
+)
+def test_a_score_over_few_rows_is_not_given(limits: str, words: str, tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\n{limits}\n")
+    assert words in device.score()
+    assert "20" not in device.score(1).replace("2026", ""), "the number of test rows is not told"
+
+
+@pytest.mark.parametrize(("least", "tested"), [(20, True), (21, False)])
+def test_a_device_whose_test_rows_are_too_few_enrols_without_them(least: int, tested: bool, tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\nmin_test_rows = {least}\n")
+    assert device.enrol().header["tested"] is tested
+
+
+@pytest.mark.parametrize(
+    ("objective", "y", "sizes"),
+    [
+        (CLASSES, torch.tensor([0, 1, 1]), [3]),
+        (MultiLabel(), torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 0.0]]), [2, 0, 1, 2]),
+        (Regression(), torch.tensor([[1.0, torch.nan], [2.0, 3.0]]), [2, 1]),
+    ],
+)
+def test_groups_with_sums_of_their_own_are_counted_apart(objective: Any, y: torch.Tensor, sizes: list[int]) -> None:
+    assert objective.group_sizes(Batch({}, y, torch.arange(len(y)))).tolist() == sizes
+
+
+BUDGETS = {"max_requests_per_day": 2, "max_runs_per_day": 2, "max_evaluations_per_day": 2}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_new_run_names_and_restarts_do_not_renew_a_budget(budget: str, tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\n{budget} = 2\n")
+    for run in ("first", "second"):
+        assert isinstance(device.score(run=run), OwnScore)
+    device.handler = Deployed(device.handler.recipe_path)  # a restart of the device
+    assert f"{budget} = 2 of the device" in device.score(run="third")
+    if budget == "max_runs_per_day":
+        assert isinstance(device.score(1, run="second"), OwnScore), "a run that has begun goes on"
+
+
+def spend(folder: Path, times: int = 1, budget: str = "max_requests_per_day") -> None:
+    for _ in range(times):
+        DeviceStore(folder).spend(Limits(**{budget: 5}), budget, "run", 0, "update")
+
+
+def test_budgets_return_after_a_day_and_not_when_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1e9]
+    monkeypatch.setattr("polyfed.deploy.device.store.time.time", lambda: clock[0])
+    spend(tmp_path, 5)
+    for later in (0.0, -9e8, 86_399.0):
+        clock[0] = 1e9 + later
+        with pytest.raises(EgressError, match="this is request 6 within 24 hours"):
+            spend(tmp_path)
+    clock[0] = 1e9 + 86_401
+    spend(tmp_path, 5)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _overwritten(path: Path) -> None:
+    path.write_bytes(b"no database at all" * 100)
+
+
+def _linked(path: Path) -> None:
+    other = path.with_name("elsewhere")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def _doubled(path: Path) -> None:
+    os.link(path, path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("damage", [_cut, _overwritten, _linked, _doubled])
+def test_a_damaged_or_linked_store_refuses_and_does_not_begin_again(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    spend(tmp_path, 5)
+    damage(tmp_path / STORE)
+    with pytest.raises(CheckpointError, match="restore the file from a copy"):
+        spend(tmp_path)
+
+
+def test_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spend(tmp_path)
+    connect = sqlite3.connect
+
+    def full(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*args, **options)
+        connection.execute("PRAGMA max_page_count = 1")
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    monkeypatch.setattr("polyfed.deploy.device.store.sqlite3.connect", full)
+    with pytest.raises(CheckpointError, match="The device answers nothing before it can count"):
+        spend(tmp_path)
+
+
+def test_processes_that_count_at_once_lose_no_request(tmp_path: Path) -> None:
+    def attempt(_: int) -> int:
+        try:
+            spend(tmp_path)
+        except EgressError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(attempt, range(20))) == 5
+    assert (tmp_path / STORE).stat().st_mode & 0o777 == 0o600
+
+
+def learned(device: Device) -> Learned:
+    params = {name: value.clone() for name, value in device.params.items()}
+    return device.ask("update", Shared(params, {}))  # type: ignore[no-any-return]
+
+
+def test_a_class_of_one_row_has_no_prototype_and_no_count(tmp_path: Path) -> None:
+    found = learned(Device(tmp_path, f"{SOME}[limits]\nmin_batch_size = 8\n", "fedproto"))
+    assert found.rows_per_class[SHARED][2] == 0
+    assert not found.prototypes["gray"][2].any()
+    assert found.prototypes["gray"][0].any()
+
+
+def test_without_the_limit_such_a_class_is_told(tmp_path: Path) -> None:
+    found = learned(Device(tmp_path, f"{SOME}[limits]\nmin_rows_per_class = 0\nmin_batch_size = 8\n", "fedproto"))
+    assert found.rows_per_class[SHARED].tolist() == [50, 49, 1]
+
+
+@message
+class PerClass(Message):
+    """What a method of one's own may tell of classes."""
+
+    params: Tree = carries("parameters")
+    width: Tree = carries("statistic", shape=(None, "classes"), blocks=(SHARED,))
+    labels: torch.Tensor = carries("labels", rows="num_rows", shape=())
+    loss: torch.Tensor = carries("statistic")
+    num_rows: torch.Tensor = carries("statistic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Careless(Averaging):
+    """Computes something for each class without `class_means`."""
+
+    rows: bool = False
+    replies = PerClass
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Any, Tree]:
+        table = rows_of_classes(data, context.num_classes)[SHARED].expand(2, -1)
+        y = data.collect(lambda batch: {"y": batch.y})["y"] if self.rows else torch.zeros(0, dtype=torch.int64)
+        width = {} if self.rows else {SHARED: table.clone()}
+        return PerClass(fit.params, width, y, fit.loss, torch.tensor(len(y))), local
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_nothing_else_may_tell_of_a_small_class(rows: bool) -> None:
+    made = recipe(Careless(train=algorithm("fedavg").train, rows=rows), rounds=1)
+    made = replace(made, egress={"labels": {"server": ["labels"]}})
+    through(assemble(made), 1)
+    parts = assemble(made)
+    parts.engine.limits = Limits(min_rows_per_class=500)
+    with pytest.raises(
+        EgressError, match="min_rows_per_class = 500 of the device, and the reply tells of a class with"
+    ):
+        through(parts, 1)
+    assert parts.ledger.bytes_up == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_method_tells_of_a_small_class(case: str) -> None:
+    """Over all methods: what is declared per class is zero for small classes, or the reply is refused."""
+    made = with_tests(CASES[case]())
+    parts = assemble(replace(made, rounds=1))
+    parts.engine.limits = Limits(min_rows_per_class=10**6)
+    told: list[str] = []
+    alone = parts.engine.run_received
+
+    def watched(request: Any, *rest: Any) -> Any:
+        reply = alone(request, *rest)
+        for name, said in ({} if reply is None or rest[0] < 0 else reply.declared).items():
+            if said.kind == "labels" or ("classes" in (said.shape or ()) and said.rows is None):
+                value = getattr(reply, name)
+                values = [value] if isinstance(value, torch.Tensor) else list(value.values())
+                told.extend(f"{request.name}.{name}" for v in values if bool((v != 0).any()))
+        return reply
+
+    parts.engine.run_received = watched  # type: ignore[method-assign]
+    with contextlib.suppress(EgressError):  # such as for the labels of rows
+        state = through(parts, 1)
+        parts.algorithm.evaluate(state, parts.fed)
+    assert not told
+
+
+def test_old_run_folders_are_deleted_and_the_audit_log_keeps_their_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyfed.deploy.device.state_store.KEPT_LEDGERS", 3)
+    device = Device(tmp_path, SOME)
+    device.enrol()
+    for number in range(6):
+        assert isinstance(device.score(run=f"run{number}"), OwnScore)
+    state = tmp_path / "state"
+    assert sorted(path.name for path in state.iterdir() if path.is_dir()) == ["run2", "run3", "run4", "run5"]
+    log = (state / "audit.jsonl").read_text()
+    assert all(f'"run{number}"' in log for number in range(6))
+
+
+@pytest.mark.parametrize("place", ["run", "run/client-1"])
+def test_a_link_in_the_state_folder_is_not_followed(place: str, tmp_path: Path) -> None:
+    device = Device(tmp_path, SOME)
+    target, link = tmp_path / "target", tmp_path / "state" / place
+    target.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target)
+    assert isinstance(device.score(), str)
+    assert not list(target.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "egress.jsonl", ".journal.json.draft"])
+def test_a_link_in_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
+    device = Device(tmp_path, SOME)
+    target, folder = tmp_path / "target", tmp_path / "state" / "run" / "client-1"
+    target.write_text("of another")
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(target)
+    assert isinstance(device.score(), str)
+    assert target.read_text() == "of another"
+
+
+def test_a_policy_that_changes_during_a_request_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither half of a change counts alone: the request is answered under the file as it was when it came."""
+    device = Device(tmp_path, f"{SOME}[limits]\nmin_test_rows = 21\n")
+    read = Path.read_bytes
+
+    def swapped(path: Path) -> bytes:
+        content = read(path)
+        if path.name == "policy.toml":
+            path.write_text(SOME)  # the owner loosens the policy just after it was read
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", swapped)
+    assert "min_test_rows = 21" in device.score()
+
+
+def test_recipes_may_name_the_limits(tmp_path: Path) -> None:
+    import tomllib
+
+    stated = parse_recipe(tomllib.loads(RECIPE + "[limits]\nmin_rows_per_class = 4\nmax_runs_per_day = 3\n")).limits
+    joined = Limits(min_batch_size=8).stricter(stated)
+    assert (joined.value("min_rows_per_class"), joined.value("max_runs_per_day")) == (8, 3)
+    assert not joined.is_of_the_recipe("min_rows_per_class")
+    assert Limits(min_rows_per_class=0, min_batch_size=8).stricter(stated).value("min_rows_per_class") == 4

@@ -1,0 +1,206 @@
+"""Laws about clients that lie: every method x every simulated attack, every rule and every hostile reply."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laws.rows import ROWS
+from laws.test_laws import world
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Update
+from polyfed.algorithms.base import Broadcast
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import map_fields, map_value
+from polyfed.core.request import Request
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
+from polyfed.federation.aggregation import RULES, Group
+from polyfed.federation.attack import Attack
+from polyfed.federation.outliers import OutlierCheck, row_norms, sizes
+from polyfed.federation.replies import Answer, ReplyStack, stacked
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import ServerOptimiser
+from world import played, through
+
+NAMES = sorted(ROWS)
+PERSONAL = {"fedproto": {"mode": "original"}, "fedmsplit": {"mode": "personal"}}
+CASES = [*((name, {}) for name in NAMES), ("fedproto", PERSONAL["fedproto"])]
+
+
+def everyone(name: str, engine: str = "vectorised", **options: Any) -> Recipe:
+    """The method's world with eight clients or more of nearly equal size, all of them in every round."""
+    row = ROWS[name]
+    if "selector" in ALGORITHMS[name].__dataclass_fields__:
+        options["selector"] = Uniform(participation=7 if name == "hfl" else 10)
+    made = world(name, engine, **options)
+    if name in ("hfm", "vfl"):
+        return made
+    if name == "hfl":
+        return replace(made, clients=replace(made.clients, silos=7))
+    holdings = [["a", "b"]] * 10 if "holdings" not in row.clients else made.clients.holdings
+    return replace(made, clients=replace(made.clients, partition="iid", num=10, holdings=holdings))
+
+
+@pytest.mark.parametrize("attack", ["scaling", "sign-flip", "alie"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}{'-original' if o else ''}" for n, o in CASES])
+def test_every_attack_changes_the_run_or_is_refused(name: str, options: dict[str, Any], attack: Any) -> None:
+    def run(lies: Attack | None) -> str:
+        parts, state, _ = played(replace(everyone(name, **options), attack=lies, rounds=2))
+        return checkpoint.digest({"state": state, "locals": parts.engine.locals})
+
+    lies = Attack(name=attack, clients=(0, 1, 2, 3), scale=1.5)
+    if name == "local":
+        with pytest.raises(RecipeError, match="only statistics") as error:
+            run(lies)
+        assert error.value.key == ("attack", "name")
+        return
+    assert run(lies) != run(None)
+
+
+def filled(number: float) -> Callable[[Tensor], Tensor]:
+    return lambda value: torch.full_like(value, number)
+
+
+def alternating(value: Tensor) -> Tensor:
+    signs = 1.0 - 2.0 * (torch.arange(value.numel()) % 2)
+    return (3e38 * signs).to(value).view_as(value)
+
+
+def one_coordinate(value: Tensor) -> Tensor:
+    new = value.clone()
+    new.view(-1)[0] = 3e38
+    return new
+
+
+LIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "3e38": filled(3e38),
+    "1e30": filled(1e30),
+    "-1e12": filled(-1e12),
+    "1e4": filled(1e4),
+    "flipped": lambda value: -1e6 * value,
+    "tiny": filled(1e-30),
+    "alternating": alternating,
+    "one coordinate": one_coordinate,
+}
+
+
+def numbers(value: Any) -> Iterator[Tensor]:
+    """Every tensor of real numbers in a state."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from numbers(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from numbers(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from numbers(getattr(value, one.name))
+
+
+def hostile(made: Recipe, lie: Callable[[Tensor], Tensor], liar: int) -> tuple[Any, dict[int, str], dict[int, Any]]:
+    """Play a recipe in which one client puts false numbers into every real field: state, who was dropped, locals."""
+    parts = assemble(made)
+    answer, dropped = parts.fed.engine.answer, dict[int, str]()
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind == "client-missing":
+            dropped.setdefault(fields["client"], fields["reason"])
+
+    def lying(request: Request, clients: Any, send: Any) -> Answer:
+        got, false = answer(request, clients, send), []
+        for part in got.parts:
+            places = [i for i, client in enumerate(part.clients) if client == liar]
+
+            def one(value: Tensor, places: list[int] = places) -> Tensor:
+                new = value.clone()
+                for i in places if value.is_floating_point() else ():
+                    new[i] = lie(new[i])
+                return new
+
+            def field(name: str, value: Any, part: ReplyStack = part, one: Any = one) -> Any:
+                return value if part.message.declared[name].kind in ("labels", "ids") else map_value(value, one)
+
+            false.append(ReplyStack(part.clients, map_fields(part.message, field)) if places else part)
+        return Answer(false, got.missing)
+
+    parts.fed.emit, parts.fed.engine.answer = emit, lying  # type: ignore[method-assign]
+    state = through(parts, 3)
+    return state, dropped, parts.engine.locals
+
+
+OF_RULES = [
+    (name, rule)
+    for name in NAMES
+    for rule in ("mean", *RULES)
+    if rule == "mean" or ("server" in ALGORITHMS[name].__dataclass_fields__ and name not in ("fedmsplit", "hfl"))
+]
+
+
+@pytest.mark.parametrize("lie", ["3e38", "-1e12", "1e4", "flipped", "alternating", "one coordinate", "tiny"])
+@pytest.mark.parametrize(("name", "rule"), OF_RULES)
+def test_one_liar_ends_no_run_and_drops_no_honest_client(name: str, rule: Any, lie: str) -> None:
+    options = {} if rule == "mean" else {"server": ServerOptimiser(aggregate=rule, lying=0.2)}
+    state, dropped, local = hostile(everyone(name, **options), LIES[lie], liar=0)
+    assert set(dropped) <= {0}
+    for value in numbers(getattr(state, "params", {})):
+        assert bool(torch.isfinite(value).all())
+        assert float(value.abs().max()) < 100
+    for client, tree in local.items():
+        assert client == 0 or all(bool(torch.isfinite(value).all()) for value in numbers(tree))
+    if "server" in ALGORITHMS[name].__dataclass_fields__ and lie != "tiny":
+        assert dropped, "a reply of absurd size is dropped, and the run says so"
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("lies", [(a, b) for a in LIES for b in LIES], ids="+".join)
+def test_the_result_of_a_rule_lies_near_the_honest_replies_whatever_two_of_ten_send(
+    rule: str, lies: tuple[str, str]
+) -> None:
+    """The rules alone, without the check of sizes before them.
+
+    Median and trimmed mean stay between the smallest and the largest honest value of each entry. Every rule stays
+    within 1.5 times the largest distance of an honest reply from the honest mean.
+    """
+    draws = torch.Generator().manual_seed(1)
+    values = 1.0 + 0.01 * torch.randn(10, 300, generator=draws)
+    honest = values[1:9].clone()
+    values[0], values[9] = LIES[lies[0]](values[0]), LIES[lies[1]](values[9])
+    group = Group("shared", values, torch.full((10,), 0.1), torch.ones(300))
+    found = RULES[rule](group, ServerOptimiser(aggregate=rule, lying=0.2))  # type: ignore[arg-type]
+    if rule in ("median", "trimmed-mean"):
+        assert bool((found >= honest.amin(0) - 1e-6).all())
+        assert bool((found <= honest.amax(0) + 1e-6).all())
+    radius = float((honest - honest.mean(0)).norm(dim=1).max())
+    assert float((found - honest.mean(0)).norm()) <= 1.5 * radius
+
+
+def test_a_false_reply_is_dropped_by_its_update_and_honest_ones_of_any_learning_rate_are_not() -> None:
+    def dropped(steps: list[float], sent: float = 1.0) -> set[int]:
+        start = {"shared.w": torch.full((50,), sent)}
+        sent_all = {
+            k: Update({"shared.w": start["shared.w"] + step}, torch.tensor(0.0), torch.tensor(1))
+            for k, step in enumerate(steps)
+        }
+        parts = [*stacked(dict(sent_all))]
+        norms = [row_norms(part, "params", part.message.params["shared.w"]).double().numpy()[None] for part in parts]  # type: ignore[attr-defined]
+        found = {
+            i: sizes(part, [("params", "shared.w")], norm)
+            for i, (part, norm) in enumerate(zip(parts, norms, strict=True))
+        }
+        return set(OutlierCheck(100.0, Broadcast(start)).bad(parts, found))
+
+    assert dropped([0.1, 0.1, 0.1, 0.1, 3e38]) == {4}
+    assert dropped([0.1, 0.1, 0.1, 0.1, -11.0]) == {4}
+    assert dropped([0.1, 0.1, 0.1, 0.1, 9.9]) == set(), "within a hundred times the median"
+    assert dropped([1e-9, 1e-9, 1e-9, 1e-9, 2.9]) == set(), "others have converged, and this one learns something new"
+    assert dropped([0.0, 0.0, 0.0, 0.0, 0.5], sent=0.0) == set(), "nothing was sent, and others have nothing to say"
+    assert dropped([5.0, 5.0, 1e-30, 1e-30, 5.0]) == set(), "tiny lies of a minority make no honest reply large"
+    assert dropped([0.1, 3e38]) == {1}, "two replies are compared with what was sent"
