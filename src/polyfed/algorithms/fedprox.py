@@ -35,5 +35,6 @@ class FedProx(Averaging):
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Return the loss of the objective plus the proximal term."""
-        distance = squared_distance(context.model.trainable(w), got.params)
-        return super().loss(context, w, batch, got, local) + self.mu / 2 * distance
+        return super().loss(context, w, batch, got, local) + self.mu / 2 * squared_distance(
+            context.model.trainable(w), got.params
+        )
