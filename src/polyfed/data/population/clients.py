@@ -161,6 +161,14 @@ class ClientsSpec:
             raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
 
+    def num_silos(self) -> int | None:
+        """Return the number of silos, or None if there are no silos or only the data decides the number."""
+        if self.partition != "silos":
+            return None
+        if self.silo_partition != "iid":
+            return self._over_silos().num
+        return self.silos or len(self.silo_sizes or ()) or SILOS
+
     def _over_silos(self) -> "ClientsSpec":
         """Return a section [clients] in which each silo is one client, so that its partition splits rows over silos.
 

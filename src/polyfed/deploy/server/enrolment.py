@@ -74,6 +74,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         )
     if count < wanted or admission.left_out:
         emit("note", text=f"WARNING: starting with {count} of {wanted} clients. {why}")
+    for device in transport.not_taken():
+        emit("note", text=f"WARNING: device {device} is online and not taken; num = {wanted}")
     for client in admission.left_out:
         transport.node_of.pop(client, None)
     return admission.population(emit)

@@ -13,7 +13,6 @@ from typing import Any
 from polyfed.core.errors import BadReply, CheckpointError, RecipeError
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.data.partitions.iid import SILOS
 from polyfed.data.population.modality_assignment import devices_per_silo
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import Recipe
@@ -40,13 +39,27 @@ def expected(recipe: Recipe) -> int:
     With silos, each silo has one device for each entry of `holdings`, or for each modality.
 
     Raises:
-        RecipeError: `[engine] nodes` contradicts the number of devices of the silos.
+        RecipeError: `[engine] nodes` contradicts the number of devices of the silos, or is missing although only the
+            data decides the number of silos, or `min_nodes` is larger than the number of devices.
     """
+    wanted = _expected(recipe)
+    if recipe.engine.min_nodes > wanted:
+        raise RecipeError(f"[engine] min_nodes = {recipe.engine.min_nodes}, but the run has {wanted} devices. Lower it")
+    return wanted
+
+
+def _expected(recipe: Recipe) -> int:
     nodes, clients = recipe.engine.nodes, recipe.clients
-    if clients.partition != "silos" or clients.silo_partition != "iid":
+    if clients.partition != "silos":
         return nodes or clients.num or 1
-    silos = clients.silos or len(clients.silo_sizes or ()) or SILOS
-    each = devices_per_silo(clients, recipe.model.modalities)
+    each, silos = devices_per_silo(clients, recipe.model.modalities), clients.num_silos()
+    if silos is None and (nodes == 0 or nodes % each):
+        raise RecipeError(
+            f"[engine] nodes = {nodes}: with [clients] silo_partition = '{clients.silo_partition}' the data decides "
+            f"the number of silos, which the server does not see. Set nodes to the number of devices, {each} a silo"
+        )
+    if silos is None:
+        return nodes
     if nodes not in (0, silos * each):
         raise RecipeError(
             f"[engine] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove nodes, "

@@ -77,6 +77,7 @@ class GridTransport:
     def __post_init__(self) -> None:
         self._asked: set[int] = set()  # nodes that have been asked to enrol and have not gone offline since
         self._enrolling: dict[str, int] = {}  # id of each unanswered request to enrol -> its node
+        self._answered: set[int] = set()  # nodes that have answered a request to enrol
         self._lost: dict[int, str] = {}  # nodes whose last request to enrol was lost, each with Flower's reason
         self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
         self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
@@ -112,6 +113,11 @@ class GridTransport:
             if not found:
                 self._pause(started, end)
         return answers + [Packet({"verdict": FAILED, "reason": why}) for why in self._lost.values()]
+
+    def not_taken(self) -> list[str]:
+        """Return the names of the devices that are online, but whose enrolment nobody waited for."""
+        others = [node for node in online(self.grid) if node not in self._answered]
+        return sorted(device_of(self.grid, node) for node in others)
 
     def exchange(
         self,
@@ -270,6 +276,7 @@ class GridTransport:
                 self._asked.discard(asked)
                 continue
             self._lost.pop(asked, None)
+            self._answered.add(asked)
             packet = _content(message)
             if packet.header.get("verdict") == ENROLLED:
                 node = message.metadata.src_node_id
