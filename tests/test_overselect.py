@@ -12,6 +12,7 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import assemble
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.selection import Uniform
 from world import algorithm, recipe, through
@@ -100,3 +101,16 @@ def test_on_flower_a_request_closes_at_the_replies_that_are_needed(
     parts.engine.transport.exchange = watched  # type: ignore[attr-defined]
     played(made, parts)
     assert seen == [(ASKED, enough)]
+
+
+def test_liars_who_answer_first_have_a_larger_share_of_the_replies_than_of_the_clients_that_were_asked(
+    tmp_path: Path,
+) -> None:
+    """docs/robustness.md says so; `lying` has to be set for the replies, not for the clients."""
+    calm = polyfed.run(timed(), tmp_path / "calm").rounds[0]
+    first = sorted(set(calm["cohort"]) - {int(client) for client in calm["missing"]})
+    lying = replace(timed(), attack=Attack(name="sign-flip", clients=tuple(first[:2])))
+    row = polyfed.run(lying, tmp_path / "lying").rounds[0]
+    counted = set(row["cohort"]) - {int(client) for client in row["missing"]}
+    assert set(first[:2]) <= counted, "who answers first is never left out"
+    assert 2 / len(counted) == pytest.approx(2 / len(row["cohort"]) * ASKED / NEEDED)

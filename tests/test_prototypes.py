@@ -136,3 +136,23 @@ def test_features_at_one_length_keep_their_direction() -> None:
     z = {"a": torch.tensor([[3.0, 4.0], [0.0, 0.0]])}
     assert torch.allclose(prototypes.at_length(z, 10.0)["a"], torch.tensor([[6.0, 8.0], [0.0, 0.0]]))
     assert torch.equal(prototypes.at_length(z, 0.0)["a"], z["a"])
+
+
+def test_a_minority_of_liars_moves_a_robust_prototype_nowhere_beyond_the_honest_ones() -> None:
+    honest = [({"a": torch.tensor([[float(v)], [0.0]])}, {"shared": torch.tensor([5.0, 0.0])}) for v in (1, 2, 3)]
+    for lie in (1e30, -1e30, 3e38):
+        liar = ({"a": torch.tensor([[lie], [lie]])}, {"shared": torch.tensor([1e6, 0.0])})
+        found = prototypes.gathered({}, [*honest, liar], robust=True)["a"]
+        assert 1.0 <= float(found.mean[0]) <= 3.0
+        assert not found.active[1], "nobody has rows of the class"
+        assert float(prototypes.gathered({}, [*honest, liar])["a"].mean[0].abs()) > 1e6, "the mean falls"
+
+
+def test_nobody_weighs_more_rows_than_it_registered() -> None:
+    honest = ({"a": torch.tensor([[1.0]])}, {"shared": torch.tensor([10.0])})
+    boaster = ({"a": torch.tensor([[3.0]])}, {"shared": torch.tensor([1e9])})
+    assert float(prototypes.gathered({}, [honest, boaster], [10, 10])["a"].mean) == pytest.approx(2.0)
+    assert float(prototypes.gathered({}, [honest, boaster])["a"].mean) == pytest.approx(3.0)
+    assert float(prototypes.gathered({}, [honest], [12])["a"].mean) == 1.0, (
+        "fewer rows than registered stay as they are"
+    )

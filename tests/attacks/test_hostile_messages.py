@@ -12,13 +12,14 @@ from torch import Tensor
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.direct import grid_of, joined, played
-from laws.rows import ROWS
+from laws.rows import PROTOTYPES, ROWS
 from laws.test_laws import world
 from polyfed.core.messages import OF_THE_MODEL
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import Tree
 from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.engines.protocol import FAILED
+from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.federation.wire_format import Packet, decode, encode
 
@@ -93,3 +94,21 @@ def test_a_device_refuses_each_corrupt_message_of_each_method(
     played(made, parts)
     assert not faults, "\n".join(faults)
     assert tried or name in ("centralized", "local"), "the server sent nothing"
+
+
+@pytest.mark.parametrize("unimodal", ["auto", "prototype"])
+@pytest.mark.parametrize("name", ["fedavg", "moon", "fedgkt", "pfmml", "hfm"])
+def test_an_honest_evaluation_is_not_refused(name: str, unimodal: Any, tmp_path: Path) -> None:
+    if unimodal == "prototype" and name not in ("fedavg", "moon"):
+        pytest.skip("its clients send no class means")
+    made = world(name, evaluation=Evaluation(every=0, unimodal=unimodal))
+    clients = replace(made.clients, personal_test=0.2)
+    made = replace(made, rounds=1, clients=clients, engine=EngineSpec(name="flower", relay="server-sees"))
+    if unimodal == "prototype":
+        made = replace(made, egress=PROTOTYPES | {"shared": {"server": ["parameters", "statistic"]}})
+    parts, missing = joined(made, grid_of(made, tmp_path)), list[str]()
+    state, _ = played(made, parts)
+    parts.fed.emit = lambda kind, **facts: missing.append(facts["reason"]) if kind == "client-missing" else None
+    measured = made.algorithm.evaluate(state, parts.fed)
+    assert "personal" in measured.metrics
+    assert not missing

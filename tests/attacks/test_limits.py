@@ -428,7 +428,7 @@ def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path:
 def test_a_refusal_before_a_reply_is_in_the_log_of_the_device_and_not_in_its_ledger(
     limits: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """docs/deploy.md says so. Whoever reads only the ledger misses that a server tried."""
+    """docs/deploy-reference.md says so. Whoever reads only the ledger misses that a server tried."""
     server = Hostile(requiring(tmp_path, "", text("")))
     place = server.devices.places[1]
     assert server.ask().header["verdict"] == REPLY

@@ -232,7 +232,12 @@ class Averaging(Algorithm):
         model, head = fed.context.model, set(fed.context.model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
         replies = fed.ask(self.class_means, list(fed.clients.eligible), prototypes.Encoders(encoders))
-        merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
+        merged = prototypes.gathered(
+            {},
+            [(reply.prototypes, reply.rows_per_class) for reply in replies.values()],
+            [fed.clients[client].num_rows for client in replies],
+            robust=self.server.aggregate != "mean",
+        )
         return {m: near for m, near in merged.items() if bool(near.active.any())}
 
     @task()

@@ -168,9 +168,15 @@ class FedProto(Averaging):
         """Average the models under `mm_fedavg`, and aggregate the prototypes."""
         after = super().merge(state, replies, fed) if self.mode == "mm_fedavg" else state
         reports = [(reply.prototypes, reply.rows_per_class) for reply in replies.values()]
-        uniform = self.proto_weight == "uniform"
+        new = prototypes.gathered(
+            state.prototypes,
+            reports,
+            [fed.clients[client].num_rows for client in replies],
+            uniform=self.proto_weight == "uniform",
+            robust=self.server.aggregate != "mean",
+        )
         return after.with_(
-            prototypes=prototypes.gathered(state.prototypes, reports, uniform=uniform),
+            prototypes=new,
             train_loss=mean_loss(replies, fed),
         )
 

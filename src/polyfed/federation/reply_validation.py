@@ -340,8 +340,10 @@ class ReplyValidator:
         """Return the names of the parameters that a field may hold."""
         if not said.part:
             return tuple(self.template)
-        head = set(self.model.head())
-        return tuple(name for name in self.template if (name in head) == (said.part == "head"))
+        head = self.model.head()  # a method's own parameters, which `received_template` adds, are in neither part
+        return (
+            head if said.part == "head" else tuple(n for n in self.model.names(self.model.modalities) if n not in head)
+        )
 
     def _group(self, name: str) -> tuple[str, bool]:
         """Return the group of a name: its block, and whether the tensor is a buffer.

@@ -206,7 +206,12 @@ def class_means(
 
 
 def gathered(
-    old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], *, uniform: bool = False
+    old: Mapping[str, Prototypes],
+    reports: Sequence[tuple[Tree, Tree]],
+    rows: Sequence[int] = (),
+    *,
+    uniform: bool = False,
+    robust: bool = False,
 ) -> dict[str, Prototypes]:
     """Update the global prototypes with the prototypes that clients sent.
 
@@ -214,24 +219,45 @@ def gathered(
         old: the global prototypes so far, by modality.
         reports: for each client, what `class_means` returns, as a pair: the prototypes (C, D) by modality, and the
             numbers of rows.
+        rows: the training rows that each client registered. A client that counts more rows than it has is weighted
+            as if it had registered them all: its counts are scaled down to their sum. Empty if nobody can lie.
         uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
             is its number of rows of the class.
+        robust: take the median of each coordinate over the clients that have rows of the class, each with the same
+            weight, instead of the mean (Yin et al., ICML 2018, Definition 1). A minority of liars cannot move it out
+            of the range of the others.
 
     Returns:
         The new prototypes by modality. A class that no client sent keeps its prototype, if it had one.
     """
     new = dict(old)
     for m in dict.fromkeys(m for means, _ in reports for m in means):
-        counted = ((means.get(m), counts.get(m, counts.get(SHARED))) for means, counts in reports)
+        counted = [(means.get(m), counts.get(m, counts.get(SHARED))) for means, counts in reports]
+        if rows:
+            counted = [(mean, _at_most(counts, most)) for (mean, counts), most in zip(counted, rows, strict=True)]
         owners = [(mean, counts) for mean, counts in counted if mean is not None and counts is not None]
         if not owners:  # means without numbers of rows cannot be weighted
             continue
-        weights = torch.stack([(counts > 0).to(counts.dtype) if uniform else counts for _, counts in owners])
-        sums = (weights.unsqueeze(-1) * torch.stack([means for means, _ in owners])).sum(0)
-        fresh = Prototypes.of(sums, weights.sum(0))
+        means, counts = (torch.stack(list(part)) for part in zip(*owners, strict=True))
+        if robust:
+            apart = torch.where((counts > 0).unsqueeze(-1), means, torch.nan)
+            known = (counts > 0).any(0)
+            # the two middle values of an even number, as `federation/aggregation.py` does for parameters
+            middle = torch.nanquantile(apart.double(), 0.5, dim=0).to(means.dtype)
+            fresh = Prototypes(torch.where(known.unsqueeze(-1), middle, 0.0), known)
+        else:
+            weights = (counts > 0).to(counts.dtype) if uniform else counts
+            fresh = Prototypes.of((weights.unsqueeze(-1) * means).sum(0), weights.sum(0))
         if (before := old.get(m)) is None:
             new[m] = fresh
             continue
         mean = torch.where(fresh.active.unsqueeze(-1), fresh.mean, before.mean)
         new[m] = Prototypes(mean, before.active | fresh.active)
     return new
+
+
+def _at_most(counts: Tensor | None, rows: int) -> Tensor | None:
+    """Return numbers of rows by class, scaled down if their sum exceeds the rows that the client registered."""
+    if counts is None or float(counts.sum()) <= rows:  # unchanged to the last bit for an honest client
+        return counts
+    return counts * (rows / counts.sum())

@@ -171,7 +171,10 @@ class CmsFed(CmsFedOptions):
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
             prototypes=prototypes.gathered(
-                state.prototypes, [(r.prototypes, r.rows_per_class) for r in reports.values()]
+                state.prototypes,
+                [(r.prototypes, r.rows_per_class) for r in reports.values()],
+                [fed.clients[client].num_rows for client in reports],
+                robust=self.server.aggregate != "mean",
             ),
             ratios=state.ratios.reported({client: report.ratio for client, report in reports.items()}),
         )
