@@ -166,7 +166,7 @@ def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, k
         memory.rows.execute("INSERT INTO bodies VALUES (?, ?, ?, ?, ?, ?)", (*place, start, body[start : start + PART]))
     memory.rows.execute(  # the server can always repeat its newest request
         f"DELETE FROM replies WHERE {_OF} AND round <= ? AND (round, request) < (?, ?)",
-        (*of, min(kept, request_id.round), *request_id.place),
+        (*of, max(0, min(kept, request_id.round)), *request_id.place),
     )
     memory.rows.execute(
         "DELETE FROM replies WHERE client = ? AND run NOT IN "

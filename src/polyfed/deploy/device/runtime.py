@@ -227,7 +227,8 @@ class ClientRuntime:
             store: the client's store.
             request_id: id of the request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
-            again: whether the reply has been sent before. If not, and it cannot leave, its state and its kept reply are deleted.
+            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the
+                reply is not kept.
 
         Raises:
             OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply

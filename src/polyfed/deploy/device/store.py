@@ -1,11 +1,12 @@
 """The crash-safe store of a device: what it must not forget, over all runs and restarts, in one SQLite file.
 
-A device counts requests, runs, evaluations, replies with noise and their epsilon, and notes which secrets of secure
-aggregation it has used, and keeps replies with noise. A server therefore gains nothing from a new run name or from a restart. Everything that decides
-about one request is read and written in one transaction: it is on disk before the device computes a reply, and a
-refused request leaves no trace. A store that is full, damaged, emptied or a link refuses, and never begins from zero.
+A device counts requests, runs, evaluations, replies with noise and their epsilon. It notes which secrets of secure
+aggregation it has used, and keeps replies with noise. A server therefore gains nothing from a new run name or from a
+restart. Everything that decides about one request is read and written in one transaction: it is on disk before the
+device computes a reply, and a refused request leaves no trace. A store that is full, damaged, emptied or a link
+refuses, and never begins from zero.
 
-The rows of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
+The counts of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
 
 import fcntl
