@@ -99,11 +99,11 @@ class ClientRuntime:
         check_versions(packet.header, f"client {request_id.client}")
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
+        self._check_held(packet, request_id.client)
         got = self._received(packet, request, request_id.client)
         self._refuse_made_model(request, got, request_id.client)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
-        self._check_held(packet, request_id.client)
         with store.alone():
             store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             local = self._before(store, request, request_id)
@@ -179,7 +179,8 @@ class ClientRuntime:
         """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
         mechanism = self.engine.privacy
         admit_release(memory, mechanism, request)
-        admit_state(memory, self.release, has_state)
+        mixed = self.engine.announcement(self.engine.context(memory.client).modalities).policy.mixing.blocks
+        admit_state(memory, self.release, mixed, has_state)
         if mechanism is not None and request.name in mechanism.protected:
             spend(memory, self.engine.required, self.release)
 
