@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, Update
-from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.privacy_hooks import UPDATES
+from polyfed.algorithms.base import UPDATES, Broadcast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
