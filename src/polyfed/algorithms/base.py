@@ -131,6 +131,10 @@ class Algorithm(ABC):
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
+    mixing: ClassVar[str] = "the method can use them together"
+    """Why the method mixes modalities whatever the model is, and the option that avoids it. Empty if the training of a
+    modality's block reads other modalities only through the error at the model's outputs. The text counts only for the
+    class that contains it: a subclass can train in another way. See `privacy/egress/mixing.py`."""
     model_for: ClassVar[str] = "client"
     """The owner of a personal model: a `client`, or a `silo` whose clients share a model."""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -216,14 +220,6 @@ class Algorithm(ABC):
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""
         return frozenset()
-
-    @property
-    def mixes_modalities(self) -> bool:
-        """Whether a loss of the method compares representations of several modalities at once.
-
-        The gradient of one modality's block can then depend on the features of another modality, with every fusion.
-        """
-        return False
 
     # the local state of a client
 

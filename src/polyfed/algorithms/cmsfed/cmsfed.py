@@ -143,6 +143,7 @@ class CmsFed(Averaging):
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
+    mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("train_all.params", "train_alone.params")}
 

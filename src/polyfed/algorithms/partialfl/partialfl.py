@@ -126,6 +126,7 @@ class PartialFL(Averaging):
     placebo: Literal["none", "noise", "shuffled", "frozen"] = "none"
     probe: bool = False
 
+    mixing: ClassVar[str] = "partialfl distils one modality into another"
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
