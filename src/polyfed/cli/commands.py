@@ -116,7 +116,7 @@ def demo(
     folders = [folder / name.partition("-")[0] for name in DEMO]
     for name, place in zip(DEMO, folders, strict=True):
         with Progress() as progress, handling(interrupt, signal.SIGTERM):
-            run_recipe(load_recipe(path_of(name), overrides), out=place, listeners=[progress])
+            run_recipe(load_recipe(path_of(name), overrides or []), out=place, listeners=[progress])
     compared = compare(folders)
     proof = evidence(compared)
     page = write_comparison(compared, folder / "compare.html", proof)

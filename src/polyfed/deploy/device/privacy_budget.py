@@ -6,6 +6,7 @@ counts again.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from polyfed.core.errors import EgressError
@@ -107,32 +108,43 @@ def admit_release(memory: Memory, mechanism: Mechanism | None, request: Request)
         )
 
 
-def admit_state(memory: Memory, release: Release | None, has_state: bool) -> None:
-    """If the recipe now says `unit = "example"`, refuse local state that was trained without noise in the gradients.
+def admit_state(memory: Memory, release: Release | None, mixed: Collection[str], has_state: bool) -> None:
+    """Refuse local state from an earlier recipe of the run if it can reveal more than the present recipe allows.
 
-    A server may change the recipe within a run. With `unit = "client"`, the client trains its local state without noise
-    in the gradients of rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply
-    does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
+    A server may change the recipe within a run. If the earlier model mixed modalities, the local state of a block can
+    hold what another modality may not send, and the present model would let this block leave.
+
+    With `unit = "client"`, the client trains its local state without noise in the gradients of rows. If a later reply
+    with `unit = "example"` depends on this state, the noise of the reply does not hide the rows that the state was
+    trained on. This second check is made only if the device limits epsilon.
 
     Args:
         memory: what the device remembers of the client and the run.
         release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
             adds to the device's epsilon. None if the device does not limit epsilon.
+        mixed: the modalities whose blocks can reveal other modalities under the present recipe.
         has_state: whether the client has local state of this run.
 
     Raises:
-        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit.
+        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit. Or
+            the state is from a model that mixed a block with other modalities, and the present model does not.
     """
-    unit, of = "" if release is None else release.unit, (memory.run, memory.client)
-    found = memory.rows.execute("SELECT unit FROM units WHERE run = ? AND client = ?", of).fetchone()
-    before = "" if found is None else found[0]
-    if unit == "example" and before != unit and has_state:
+    now, of = ("" if release is None else release.unit, " ".join(sorted(mixed))), (memory.run, memory.client)
+    found = memory.rows.execute("SELECT unit, mixed FROM units WHERE run = ? AND client = ?", of).fetchone()
+    before = ("", "") if found is None else found
+    if has_state and (apart := set(before[1].split()) - set(mixed)):
+        raise EgressError(
+            f"client {memory.client} refused: the local state of this run was trained with a model that mixes "
+            f"modalities, so '{min(apart)}' can reveal other modalities, although the present model does not mix them. "
+            "Begin a new run"
+        )
+    if now[0] == "example" and before[0] != "example" and has_state:
         raise EgressError(
             f'client {memory.client} refused: the recipe says [privacy] unit = "example", and the local state of this '
             "run was trained without noise for single rows. Begin a new run"
         )
-    if unit != before:
-        memory.rows.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (*of, unit))
+    if now != before:
+        memory.rows.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", (*of, *now))
 
 
 def _read(memory: Memory) -> Spent:

@@ -171,7 +171,8 @@ class ClientRuntime:
         """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
         mechanism = self.engine.privacy
         admit_release(memory, mechanism, request)
-        admit_state(memory, self.release, has_state)
+        mixed = self.engine.announcement(self.engine.context(memory.client).modalities).policy.mixing.blocks
+        admit_state(memory, self.release, mixed, has_state)
         if mechanism is not None and request.name in mechanism.protected:
             spend(memory, self.engine.required, self.release)
 

@@ -34,7 +34,8 @@ TABLES = {
     "spent": "unit TEXT NOT NULL CHECK (unit IN ('client', 'example')), "
     "noise REAL NOT NULL CHECK (typeof(noise) = 'real' AND noise > 0 AND noise < 9e999), "
     f"times {_COUNT.format('times')}, PRIMARY KEY (unit, noise)",
-    "units": f"{_OF_CLIENT}, unit TEXT NOT NULL CHECK (unit IN ('', 'client', 'example')), PRIMARY KEY (run, client)",
+    "units": f"{_OF_CLIENT}, unit TEXT NOT NULL CHECK (unit IN ('', 'client', 'example')), mixed TEXT NOT NULL, "
+    "PRIMARY KEY (run, client)",
     "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
     "unmasked": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, PRIMARY KEY (run, client)",
 }
@@ -44,7 +45,7 @@ TABLES = {
 - `requests`: how often the device was asked in a round
 - `releases`: how often it answered a request with noise of its own
 - `spent`: how many Gaussian mechanisms with this noise all runs together have used
-- `units`: the unit that [privacy] protected in the newest request
+- `units`: the unit that [privacy] protected in the newest request, and the blocks that could reveal other modalities
 - `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
 - `unmasked`: the newest request for which the client has revealed shares
 """
