@@ -22,11 +22,12 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.loop import Run
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.network import Network
 from polyfed.selection import DivFl, PowD
 from polyfed.start import run
 from polyfed.training.losses import cross_entropy
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from polyfed.training.programs.rewrite import rewrite
 from world import AWKWARD, FROZEN, WHOLE, losing
 

@@ -22,11 +22,12 @@ from polyfed.data.sources import Npz, Toy
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import assemble
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
 from polyfed.selection import SELECTORS, Uniform
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

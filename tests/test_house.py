@@ -12,7 +12,6 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.vertical import Vertical
-from polyfed.core.tasks import is_task
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "polyfed"
@@ -140,14 +139,69 @@ def test_no_files_import_each_other_in_circles() -> None:
 def test_algorithms_are_final_and_two_deep(name: str) -> None:
     cls = ALGORITHMS[name]
     assert not inspect.isabstract(cls)
-    above = cls.__mro__[1:]
-    if above[0].__module__.endswith(".options"):  # the options of one method in a file of their own, without its halves
-        assert above[0] not in ALGORITHMS.values()
-        assert not any(is_task(value) or name in ("init", "round") for name, value in vars(above[0]).items())
-        above = above[1:]
-    assert above[0] in (Algorithm, Averaging, Vertical), f"{cls.__name__} inherits from a final class"
+    assert cls.__mro__[1] in (Algorithm, Averaging, Vertical), f"{cls.__name__} inherits from a final class"
     ours = [child for child in cls.__subclasses__() if child.__module__.startswith("polyfed.")]  # tests may have theirs
     assert not ours, f"{cls.__name__} is final"
+
+
+class Names:
+    """What the names in a file of polyfed stand for: `module.Name` of the file that defines it."""
+
+    def __init__(self, module: str) -> None:
+        self.tree = ast.parse(MODULES[module].read_text())
+        self.classes = [node for node in self.tree.body if isinstance(node, ast.ClassDef)]
+        self.known = {node.name: f"{module}.{node.name}" for node in self.classes}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "polyfed":
+                self.known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def of(self, node: ast.AST) -> str:
+        if isinstance(node, ast.Subscript):
+            return self.of(node.value)
+        if isinstance(node, ast.Attribute):
+            return f"{self.of(node.value)}.{node.attr}"
+        return self.known.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def only_subclass(files: dict[str, Names]) -> dict[str, str]:
+    """Each class that has one subclass and no other user, with this subclass."""
+
+    def home(name: str) -> str:
+        """Where a name is defined that a package's `__init__` passes on."""
+        module, _, last = name.rpartition(".")
+        further = files[module].known.get(last, name) if module in files else name
+        return name if further == name else home(further)
+
+    below: dict[str, list[str]] = {}
+    used = set()
+    for module, names in files.items():
+        if module in {name_of(path) for path in FILES if path.stem in DOORS}:
+            continue  # a door passes names on and uses none
+        bases = set()
+        own = {
+            inner: node.name for node in names.tree.body if isinstance(node, ast.ClassDef) for inner in ast.walk(node)
+        }
+        for node in ast.walk(names.tree):
+            if isinstance(node, ast.ClassDef):
+                bases |= {inner for base in node.bases for inner in ast.walk(base)}
+                for base in node.bases:
+                    below.setdefault(home(names.of(base)), []).append(f"{module}.{node.name}")
+        used |= {
+            home(names.of(node))
+            for node in ast.walk(names.tree)
+            if isinstance(node, ast.Name | ast.Attribute)
+            and node not in bases
+            and names.of(node) != f"{module}.{own.get(node)}"
+        }
+    defined = {f"{module}.{node.name}" for module, names in files.items() for node in names.classes}
+    return {base: children[0] for base, children in below.items() if base in defined - used and len(children) == 1}
+
+
+def test_no_base_class_exists_for_the_sake_of_size() -> None:
+    """A class that one other class extends, and that no other code names, is a part of this class."""
+    parts = only_subclass({module: Names(module) for module in MODULES})
+    told = [f"{child} is the only user of {base}: join them" for base, child in sorted(parts.items())]
+    assert not parts, "; ".join(told)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -13,9 +13,10 @@ from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
 ALL = Uniform(participation=1.0)

@@ -28,12 +28,13 @@ from polyfed.experiment.checks.check import refuse_forbidden
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform
 from polyfed.selection.submodular import BlockSimilarity, Similarity, sample_size, stochastic_greedy
 from polyfed.training.client_data import ORDER
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
 from world import algorithm, furthest, losing, played, recipe, same
 

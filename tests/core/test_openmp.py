@@ -17,7 +17,7 @@ from polyfed.engines.workers.shared_memory import Arena, copied
 from polyfed.experiment.recipes.recipe import EngineSpec
 from polyfed.experiment.results.update_norms import ClientUpdates
 from polyfed.experiment.running.assembly import assemble
-from polyfed.training.optimisers import ServerOptimiser
+from polyfed.federation.aggregation import ServerOptimiser
 from world import algorithm, recipe, through
 
 TASKS = Path("/proc/self/task")

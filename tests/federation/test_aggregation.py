@@ -16,11 +16,10 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.aggregation import RULES, aggregate
+from polyfed.federation.aggregation import RULES, ServerOptimiser, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser
 from world import algorithm, played, recipe
 
 NAMES = {"a.encoder.weight": (3, 2), "a.encoder.bias": (3,), "shared.bias": (4,), "b.encoder.weight": (2, 2)}

@@ -20,12 +20,13 @@ from polyfed.core.request import Request
 from polyfed.data import ClientsSpec, Column
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.backdoor import Trigger
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.objective import MultiLabel, Regression, Retrieval
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from world import algorithm, played, recipe, same
 
 

@@ -31,6 +31,7 @@ from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.federation.secure_aggregation import messages as sent
@@ -41,7 +42,6 @@ from polyfed.privacy import masks
 from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser
 
 TEN = ClientsSpec(partition="dirichlet", num=10, alpha=5.0, holdings=[["a", "b"], ["a"], ["a", "b"], ["b"]])
 

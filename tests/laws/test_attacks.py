@@ -20,12 +20,11 @@ from polyfed.core.request import Request
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.aggregation import RULES, Group
+from polyfed.federation.aggregation import RULES, Group, ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.outliers import OutlierCheck, row_norms, sizes
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser
 from world import played, through
 
 NAMES = sorted(ROWS)

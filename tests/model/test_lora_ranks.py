@@ -25,6 +25,7 @@ from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation import adapters
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
@@ -33,7 +34,7 @@ from polyfed.model import ModelSpec
 from polyfed.model.encoders.lora import pairs
 from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe, same, through
 
 pytest.importorskip("peft", reason="the extra polyfed[lora] is not installed")

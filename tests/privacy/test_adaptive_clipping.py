@@ -20,12 +20,12 @@ from polyfed.core.request import Request
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential.section import Privacy
 from polyfed.report import write_report
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser
 from privacy.test_private_runs import private, uninterrupted
 from world import algorithm, furthest, played, through
 

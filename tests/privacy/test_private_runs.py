@@ -29,6 +29,7 @@ from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.results.run_result import Run
 from polyfed.experiment.running.assembly import assemble
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.objective import Classification
 from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.differential.guarantee import number as epsilon_in_words
@@ -37,7 +38,7 @@ from polyfed.report import write_report
 from polyfed.report.formatting import number_of
 from polyfed.selection import Uniform
 from polyfed.selection.power_of_choice import PowD
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same, through
 
 CLIENT = {"unit": "client", "delta": 0.01, "noise_multiplier": 0.7, "clip_norm": 0.5}

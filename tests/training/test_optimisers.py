@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from polyfed.core.errors import RecipeError
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.federation.aggregation import ServerOptimiser
+from polyfed.training.optimisers import Train
 
 OPTIMISERS: list[tuple[dict[str, Any], Any]] = [
     ({"optimiser": "sgd"}, lambda p: torch.optim.SGD(p, lr=0.1)),

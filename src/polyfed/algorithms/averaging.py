@@ -38,7 +38,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
-from polyfed.federation.aggregation import aggregate
+from polyfed.federation.aggregation import ServerOptimiser, aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -47,7 +47,7 @@ from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import Direction
-from polyfed.training.optimisers import Moments, ServerOptimiser
+from polyfed.training.optimisers import Moments
 
 
 @message

@@ -24,29 +24,26 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `evaluation_message` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
-The properties `own_models` and `predictor` say where personal models are kept and how they predict
-(`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
-evaluates a client's model on the client's own test rows. The class variables `protects` and `spare` are about [privacy]
-(`privacy_hooks.py`). docs/own-method.md explains how to write a method.
+The properties `own_models` and `predictor` say where personal models are kept and how they predict. The task `score`
+evaluates the global model on the evaluation clients; the task `score_own` evaluates a client's model on the client's
+own test rows. The class variables `protects` and `spare` are about [privacy]. docs/own-method.md explains how to write
+a method.
 """
 
 import warnings
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from polyfed.algorithms.model_hooks import ModelHooks
-from polyfed.algorithms.privacy_hooks import PrivacyHooks
-from polyfed.algorithms.summing import Summing
 from polyfed.core.errors import PolyfedWarning, RecipeError
-from polyfed.core.messages import Message, carries, message
+from polyfed.core.messages import Message, carries, cut, message
 from polyfed.core.request import Send
 from polyfed.core.schema import check_ranges
-from polyfed.core.tasks import is_task, task
+from polyfed.core.tasks import is_task, parts, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import (
@@ -54,8 +51,8 @@ from polyfed.evaluation.scores import (
     Measured,
     ModelToEvaluate,
     OwnScore,
+    Predictor,
     Scores,
-    TrainedModels,
     own_score,
     possible,
     scores,
@@ -65,13 +62,32 @@ from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.sums import SummedReplies
-from polyfed.model import ModelSpec
+from polyfed.model import Model, ModelSpec
+from polyfed.model.whole_module import require_embeddings
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
+from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
+
+ALTERS: Mapping[str, tuple[str, ...]] = {
+    "client": ("round", "merge", "weights"),
+    "example": ("loss", "direction", "update", "reply"),
+}
+"""For each unit of [privacy], the hooks on which a method's declaration `protects` rests. A class that overrides one of
+them has to define `protects` again."""
+
+UPDATES: Mapping[str, tuple[str, ...]] = {"client": ("update.params",), "example": ("update.params",)}
+"""The declaration of a method that extends `Averaging` and whose loss of a row depends on no other row."""
+
+OTHERWISE: Mapping[str, str] = {
+    "client": "its server does not only average the updates of the clients",
+    "example": "its clients may use several rows of a batch together",
+}
+"""For each unit of [privacy], what polyfed must assume about a method that does not declare the unit."""
 
 
 @message
@@ -82,7 +98,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
+class Algorithm(ABC):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -90,8 +106,11 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     Attributes:
         train: options of local training, from the [train] section.
         evaluation: when and how to evaluate, as set in the [evaluate] section.
+        secure_aggregation: options of secure aggregation, from the [secure_aggregation] section; None if it is not
+            used.
     """
 
+    secure_aggregation: SecureAggregation | None = None
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
 
@@ -110,6 +129,26 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     method can train every kind if it computes its loss with `context.loss` or `context.objective.loss`."""
     objectives_because: ClassVar[str] = "its loss reads class numbers"
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
+    mixing: ClassVar[str] = "the method can use them together"
+    """Why the method mixes modalities whatever the model is, and the option that avoids it. Empty if the training of a
+    modality's block reads other modalities only through the error at the model's outputs. The text counts only for the
+    class that contains it: a subclass can train in another way. See `privacy/egress/mixing.py`."""
+    model_for: ClassVar[str] = "client"
+    """The owner of a personal model: a `client`, or a `silo` whose clients share a model."""
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """For each unit of [privacy] that the method can honour, the fields `task.field` of its replies that the mechanism
+    protects. With `client`, such a field holds trained parameters, and the server uses it only in the mean of
+    `Averaging.merge`. With `example`, such a field is computed only from results of `ClientData.minimise`, and the loss
+    of a row depends on no other row."""
+    reads_replies: ClassVar[tuple[str, ...]] = ()
+    """Server methods of the class besides those in `ALTERS` that read or make single replies. A subclass that overrides
+    one of them has to declare `protects` again, because it could use the protected fields outside of the mean."""
+    spare: ClassVar[tuple[str, ...]] = ()
+    """Fields `task.field` of replies that the server only logs. Under [privacy], clients fill them with zeros."""
+    private_options: ClassVar[Mapping[str, Any]] = {}
+    """Options with which the method can honour [privacy], if it cannot with its default options."""
 
     def __init_subclass__(cls) -> None:
         """Warn if a subclass seems to misspell a hook. For example, `losses` does not override the hook `loss`."""
@@ -135,6 +174,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
                 "Allowed here: 'auto', 'head', 'zero'"
             )
 
+    # rounds
+
     @abstractmethod
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the server state before the first round: a frozen dataclass with `params` and `train_loss`.
@@ -153,6 +194,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
             fed: the federation; `fed.ask(task, clients, message)` sends a request, and `fed.round` is the round.
         """
 
+    # the model
+
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
@@ -164,6 +207,21 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
             policy: what may leave the clients.
         """
         return spec, modalities
+
+    def check_model(self, model: Model) -> None:
+        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
+        if self.needs_embeddings:
+            require_embeddings(model, type(self).__name__)
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the names, shapes and types of the parameters that a task receives. By default, those of the model."""
+        return model.template
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""
+        return frozenset()
+
+    # the local state of a client
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Return a client's first local state: the result of `local`. `Averaging` adds private parameters to it."""
@@ -177,6 +235,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
             key: random key of the client in this run, for random initial values.
         """
         return {}
+
+    # the log
 
     def observe(self, state: Any) -> dict[str, float]:
         """Return numbers about the state to log after every round, by name."""
@@ -202,6 +262,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
         """Return small matrices to log after every round, by name, such as coefficients or similarities."""
         return {}
+
+    # what may leave a client
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Return whether the server may send a task to clients, given these hyper-parameters.
@@ -229,16 +291,91 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         """
         return True
 
-    def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
-        params = self.global_params(state) if fed.evaluation_clients else None
-        measured = {} if params is None else self.evaluate_globally(params, fed)
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        group, accuracies = self.evaluate_personally(
-            fed, self.evaluation_message(state, fed, self.evaluation.asked(fed))
-        )
-        return Measured(measured | {"personal": group}, accuracies)
+    @property
+    def single_replies(self) -> str:
+        """Return why the server needs the replies of single clients, or an empty text if sums are enough.
+
+        By default, this is the `single_replies` of the method's selector or server optimiser. A method needs its own
+        version of this hook only if it has sum-only messages (`carries(sum_only=True)`) and reads single replies for
+        another reason.
+        """
+        reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
+        return next(filter(None, reasons), "")
+
+    def weight_of(self, field: str, kind: type[Message]) -> str | None:
+        """Return the name of the field that holds a client's weight for `field`, or None if `field` is not weighted.
+
+        Before the sum, every client multiplies `field` by its weight.
+
+        Args:
+            field: a field of a sum-only message.
+            kind: the class of the message.
+        """
+        return kind.declared[field].weight
+
+    def private_faults(self, spec: Privacy) -> Iterator[str]:
+        """Yield why this method cannot honour `unit = "client"` with its options. By default, nothing is yielded.
+
+        Args:
+            spec: the section [privacy].
+        """
+        yield from ()
+
+    @classmethod
+    def honours(cls, unit: str) -> tuple[str, ...]:
+        """Return the reply fields that the mechanism protects, each written as `task.field`.
+
+        The result is empty if the method cannot be used with this `unit` of [privacy].
+        """
+        fields: Mapping[str, tuple[str, ...]] = vars(cls._declaring())["protects"]
+        return () if cls._altered(unit) else fields.get(unit, ())
+
+    @classmethod
+    def dishonour(cls, unit: str) -> str:
+        """Return why the method cannot be used with this unit of [privacy].
+
+        For example, the text is "its clients may use several rows of a batch together".
+        """
+        if unit in vars(cls._declaring())["protects"]:
+            return f"{OTHERWISE[unit]} ({cls.__name__} overrides {cls._altered(unit)[0]})"
+        return OTHERWISE[unit]
+
+    @classmethod
+    def _declaring(cls) -> type["Algorithm"]:
+        """Return the class that defines `protects`: this class, or the nearest base class with a definition."""
+        return next(base for base in cls.__mro__ if "protects" in vars(base))
+
+    @classmethod
+    def _altered(cls, unit: str) -> list[str]:
+        """List the overridden hooks that make `protects` invalid.
+
+        With `protects`, a class declares which reply fields the mechanism protects. The declaration relies on
+        certain hooks of this class, which `ALTERS` and `reads_replies` list. If a subclass overrides one of them, the
+        declaration is no longer valid, and the subclass has to define `protects` again.
+        """
+        declaring = cls._declaring()
+        below = cls.__mro__[: cls.__mro__.index(declaring)]
+        hooks = (*ALTERS[unit], *(declaring.reads_replies if unit == "client" else ()))
+        return [hook for base in below for hook in hooks if hook in vars(base)]
+
+    # which models the method trains, for `evaluate` and `Run.predict`
+
+    @property
+    def own_models(self) -> Literal["none", "server", "clients"]:
+        """Where personal models are stored: nowhere, in the server's state, or in the clients' local states.
+
+        The default is `clients` for an algorithm that overrides `own_params`, else `none`.
+        """
+        return "none" if type(self).own_params is Algorithm.own_params else "clients"
+
+    @property
+    def predictor(self) -> Predictor:
+        """The predictor for personal models."""
+        return Predictor()
+
+    def global_params(self, state: Any) -> Tree | None:
+        """Return the global model for evaluation on the server's rows, or None if the algorithm has no global model."""
+        return state.params if self.own_models == "none" else None
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
@@ -249,6 +386,48 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
             clients: the clients that will be evaluated.
         """
         return Broadcast({} if self.own_models == "clients" else state.params)
+
+    def own_params(self, got: Any, local: Tree) -> Tree:
+        """Return the model for a client's personal evaluation. By default, this is the model in the message `got`.
+
+        Args:
+            got: the message from `evaluation_message`.
+            local: the client's local state.
+        """
+        params: Tree = got.params
+        return params
+
+    def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
+        """Return the modalities that a client's model reads. By default, these are the client's modalities."""
+        return fed.clients.owned(client)
+
+    def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
+        """Return the model for a client's personal evaluation, computed from the client's local state.
+
+        This works only in a simulation, where all local states are available.
+
+        Args:
+            client: the client's number.
+            state: the server's state.
+            fed: the federation. This hook sends no requests.
+            local: returns the local state of a client, given its number.
+        """
+        send = self.evaluation_message(state, fed, [client])
+        got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
+        return self.own_params(got, local(client))
+
+    # evaluation
+
+    def evaluate(self, state: Any, fed: Federation) -> Measured:
+        """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
+        params = self.global_params(state) if fed.evaluation_clients else None
+        measured = {} if params is None else self.evaluate_globally(params, fed)
+        if not (self.evaluation.personal and fed.clients.tested):
+            return Measured(measured)
+        group, accuracies = self.evaluate_personally(
+            fed, self.evaluation_message(state, fed, self.evaluation.asked(fed))
+        )
+        return Measured(measured | {"personal": group}, accuracies)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""

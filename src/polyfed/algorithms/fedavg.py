@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from polyfed.algorithms.averaging import Averaging
-from polyfed.algorithms.privacy_hooks import UPDATES
+from polyfed.algorithms.base import UPDATES
 
 
 @dataclass(frozen=True, kw_only=True)

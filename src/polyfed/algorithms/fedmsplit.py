@@ -28,9 +28,9 @@ from polyfed.core.batch import Batch
 from polyfed.core.request import Send, names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
+from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.training.optimisers import refuse_server
 
 
 @dataclass(frozen=True)

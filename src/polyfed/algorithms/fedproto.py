@@ -25,6 +25,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score
+from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -33,7 +34,6 @@ from polyfed.objective import Classification, Objective
 from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
-from polyfed.training.optimisers import refuse_server
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
 PROTOTYPE = ".prototype"

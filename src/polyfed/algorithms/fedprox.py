@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
-from polyfed.algorithms.privacy_hooks import UPDATES
+from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, Update
-from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.privacy_hooks import UPDATES
+from polyfed.algorithms.base import UPDATES, Broadcast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -80,7 +79,7 @@ class Moon(Averaging):
 
     @property
     def mixing(self) -> str:  # type: ignore[override]
-        """Why the contrastive term reads several modalities at once, if it does; see `ModelHooks.mixing`."""
+        """Why the contrastive term reads several modalities at once, if it does; see `Algorithm.mixing`."""
         why = "moon contrasts the features of all modalities together; [algorithm] per_modality = true avoids this"
         return "" if self.per_modality else why
 

@@ -1,23 +1,22 @@
-"""The scores that clients and evaluation clients report, and the hooks that say which models they evaluate.
+"""The scores that clients and evaluation clients report.
 
 In server evaluation, the server sends the global model to the evaluation clients, which hold the server's test and
 validation rows. They answer with `Scores`. In personal evaluation, clients answer with an `OwnScore` on their own test
-rows. Both messages contain sums, and the objective computes metrics from them. `TrainedModels` has the hooks with which
-an algorithm declares its models.
+rows. Both messages contain sums, and the objective computes metrics from them. The hooks
+with which a method says which models they score stand in `Algorithm` (`algorithms/base.py`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.messages import HISTOGRAM, READ, Message, carries, cut, message
-from polyfed.core.request import Accept, Send
+from polyfed.core.messages import HISTOGRAM, READ, Message, carries, message
+from polyfed.core.request import Accept
 from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.federation.context import ClientContext
@@ -151,63 +150,6 @@ class Predictor:
         The class with the largest score is predicted. This method runs under vmap.
         """
         return model.logits(w, batch)
-
-
-class TrainedModels(ABC):
-    """Hooks that declare the models of an algorithm. Both `Algorithm.evaluate` and `Run.predict` use these hooks."""
-
-    model_for: ClassVar[str] = "client"
-    """The owner of a personal model: a `client`, or a `silo` whose clients share a model."""
-
-    @property
-    def own_models(self) -> Literal["none", "server", "clients"]:
-        """Where personal models are stored: nowhere, in the server's state, or in the clients' local states.
-
-        The default is `clients` for an algorithm that overrides `own_params`, else `none`.
-        """
-        return "none" if type(self).own_params is TrainedModels.own_params else "clients"
-
-    @property
-    def predictor(self) -> Predictor:
-        """The predictor for personal models."""
-        return Predictor()
-
-    def global_params(self, state: Any) -> Tree | None:
-        """Return the global model for evaluation on the server's rows, or None if the algorithm has no global model."""
-        return state.params if self.own_models == "none" else None
-
-    @abstractmethod
-    def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """Return the messages to these clients for personal evaluation: one for all, or a mapping with one for each."""
-
-    def own_params(self, got: Any, local: Tree) -> Tree:
-        """Return the model for a client's personal evaluation. By default, this is the model in the message `got`.
-
-        Args:
-            got: the message from `evaluation_message`.
-            local: the client's local state.
-        """
-        params: Tree = got.params
-        return params
-
-    def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """Return the modalities that a client's model reads. By default, these are the client's modalities."""
-        return fed.clients.owned(client)
-
-    def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """Return the model for a client's personal evaluation, computed from the client's local state.
-
-        This works only in a simulation, where all local states are available.
-
-        Args:
-            client: the client's number.
-            state: the server's state.
-            fed: the federation. This hook sends no requests.
-            local: returns the local state of a client, given its number.
-        """
-        send = self.evaluation_message(state, fed, [client])
-        got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
-        return self.own_params(got, local(client))
 
 
 def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimodal: str) -> Scores:

@@ -1,24 +1,31 @@
-"""Robust aggregation: combine replies such that a minority of malicious clients has limited influence on the result.
+"""What the server does with the replies: the [server] section, robust aggregation and the server's optimisers.
 
+Robust rules combine replies such that a minority of malicious clients has limited influence on the result.
 `aggregate` combines the replies block by block, over the clients that sent the block, as `Replies.mean` does. In
 shapes, `K` is the number of clients that sent a block, and `P` the number of entries in the block.
 docs/robustness.md describes the rules.
+
+The server's optimisers come from Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2), and Hsu et
+al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (FedAvgM).
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import TooFewReplies
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.core.schema import BELOW_HALF, BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.system.openmp import threads_worth
+from polyfed.core.tree import Tree, block_of, like, size_bytes
 from polyfed.federation import adapters
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
 from polyfed.model.encoders.lora import pairs
-from polyfed.training.optimisers import ServerOptimiser
+from polyfed.training.optimisers import Moments
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
 """The largest number of steps of Weiszfeld's algorithm, and the relative change of the objective at which the
@@ -30,6 +37,130 @@ CHUNK = 2**18
 
 SMOOTHING = 1e-6
 """The smallest distance by which a weight is divided. Pillutla et al., 2022, call it nu (Algorithm 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimiser:
+    """How the server updates the global model with the mean of the replies: the [server] section of a recipe.
+
+    The negative gradient is `mean - params`: the mean of the replies minus the global model. Buffers become the mean.
+
+    Attributes:
+        optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.
+        lr: the server's learning rate; FedAvg is `optimiser = "none"` with a rate of 1.
+        momentum: momentum of `avgm`.
+        beta1: decay of the first moment (Reddi et al. use 0.9).
+        beta2: decay of the second moment (Reddi et al. use 0.99).
+        tau: number added to the root of the second moment (Reddi et al. use 1e-3). The second moment starts at tau^2.
+        aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
+            `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
+            `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).
+        lying: largest share of false replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand.
+        max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
+            0 uses the median distance of the replies.
+    """
+
+    optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
+    lr: Annotated[float, POSITIVE] = 1.0
+    momentum: Annotated[float, BELOW_ONE] = 0.9
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.99
+    tau: Annotated[float, POSITIVE] = 1e-3
+    aggregate: Literal[
+        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "hetlora", "flexlora"
+    ] = "mean"
+    lying: Annotated[float, BELOW_HALF] = 0.2
+    max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    def __post_init__(self) -> None:
+        """Check types and ranges.
+
+        Raises:
+            RecipeError: an option is out of range.
+        """
+        check_ranges("[server]", self)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Return every option that has no effect in this recipe, with the setting that makes it ineffective."""
+        used = {
+            "none": (),
+            "avgm": ("momentum",),
+            "adam": ("beta1", "beta2", "tau"),
+            "adagrad": ("beta1", "tau"),
+            "yogi": ("beta1", "beta2", "tau"),
+        }[self.optimiser]
+        unused = (name for name in ("momentum", "beta1", "beta2", "tau") if name not in used)
+        idle = dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
+        if self.aggregate not in ("trimmed-mean", "krum", "multi-krum"):
+            idle["lying"] = f"aggregate = '{self.aggregate}'"
+        if self.aggregate != "norm-clip":
+            idle["max_norm"] = f"aggregate = '{self.aggregate}'"
+        return idle
+
+    @property
+    def single_replies(self) -> str:
+        """Why the server needs the replies of single clients; empty if their mean is enough."""
+        return "" if self.aggregate == "mean" else f"[server] aggregate = '{self.aggregate}' compares single clients"
+
+    def moments(self, params: Mapping[str, Tensor]) -> Moments:
+        """Return the state of the server's optimiser before the first round."""
+        if self.optimiser == "none":
+            return {}
+        if self.optimiser == "avgm":
+            return {"momentum": like(params)}
+        return {"first": like(params), "second": like(params, self.tau**2)}
+
+    def apply(self, old: Tree, mean: Tree, moments: Moments, trainable: Mapping[str, Tensor]) -> tuple[Tree, Moments]:
+        """Update the global model at the end of a round.
+
+        Args:
+            old: the global model before the round.
+            mean: mean of the replies. Names may be missing (blocks that no client trained); these do not change.
+            moments: state of the optimiser.
+            trainable: has the names of the parameters; all other names are buffers.
+
+        Returns:
+            The global model and the state after the round.
+        """
+        new = dict(old)
+        after = {kind: dict(tree) for kind, tree in moments.items()}
+        with threads_worth(size_bytes(mean)):
+            for name, value in mean.items():
+                moves = name in trainable and (self.optimiser, self.lr) != ("none", 1.0)
+                new[name] = old[name] + self.lr * self._direction(name, value - old[name], after) if moves else value
+        return new, after
+
+    def _direction(self, name: str, change: Tensor, moments: Moments) -> Tensor:
+        if self.optimiser == "none":
+            return change
+        if self.optimiser == "avgm":
+            moments["momentum"][name] = self.momentum * moments["momentum"][name] + change
+            return moments["momentum"][name]
+        first = self.beta1 * moments["first"][name] + (1 - self.beta1) * change
+        second, square = moments["second"][name], change.square()
+        if self.optimiser == "adagrad":
+            second = second + square
+        elif self.optimiser == "adam":
+            second = self.beta2 * second + (1 - self.beta2) * square
+        else:
+            second = second - (1 - self.beta2) * square * torch.sign(second - square)
+        moments["first"][name], moments["second"][name] = first, second
+        return first / (second.sqrt() + self.tau)
+
+
+def refuse_server(server: ServerOptimiser, method: str) -> None:
+    """Refuse a [server] section for a method whose server averages no models.
+
+    Args:
+        server: the section.
+        method: the method's name, for the error.
+
+    Raises:
+        RecipeError: an option of the section differs from its default.
+    """
+    if server != ServerOptimiser():
+        raise RecipeError(f"[server] has no effect, because {method} averages no models at the server. Remove it")
 
 
 @dataclass(frozen=True)

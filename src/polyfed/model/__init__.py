@@ -12,7 +12,6 @@
 - `user_classes.py`: the user's own fusions and whole modules.
 - `whole_module.py`, `whole_module_checks.py`: a whole module as the model, and its checks before the run.
 - `trial_calls.py`: checks the user's own code with trial calls.
-- `names.py`: the names in a model's Tree.
 - `layer_replacement.py`: replaces layers of a PyTorch module that depend on the batch.
 - `layers.py`: the replacement layers: BatchNorm, dropout, GRU and attention.
 - `parameter_slots.py`: runs modules on the tensors of a Tree.

@@ -74,7 +74,7 @@ class SelectionProblem:
         weak: the weak modality, or empty.
         dominance_threshold: chi. A candidate k2 with a dominance ratio above chi trains only the weak modality.
         resolution: the rule, `paper` or `authors`, that decides which of the candidates k1 and k2 are selected; see
-            `CmsFedOptions`.
+            `CmsFed`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
         at_random: whether to draw k1 and k2 at random from the candidates, as a control.

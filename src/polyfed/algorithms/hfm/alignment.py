@@ -1,13 +1,16 @@
 """The devices of each silo, and the check that they hold the same samples."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm.options import Overlap
 from polyfed.core.errors import DataError, RecipeError, TooFewReplies
 from polyfed.federation.client_registry import ClientRegistry
+
+Overlap = Literal["exact", "common", "all"]
+"""Which samples of a silo take part in training; see `Vertical`."""
 
 SHOWN = 5
 """The largest number of ids that an error message lists. The message counts the remaining ids."""
@@ -18,7 +21,7 @@ def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dic
 
     Args:
         clients: the client registry.
-        overlap: the option `overlap` of `VerticalOptions`. Under `exact`, only one device of a silo may hold a
+        overlap: the option `overlap` of `Vertical`. Under `exact`, only one device of a silo may hold a
             modality.
 
     Raises:
@@ -37,6 +40,13 @@ def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dic
                 "overlap = 'common' or 'all'"
             )
     return dict(sorted(silos.items()))
+
+
+def members_of(clients: ClientRegistry, client: int) -> list[int]:
+    """Return the devices with rows in the silo of this device."""
+    assert clients.silo is not None, "there is no run without silos"
+    found: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
+    return found
 
 
 def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:

@@ -114,6 +114,25 @@ class Upload(Message):
     params: Tree = carries("parameters", partial=True, whole=True)
 
 
+@message
+class Evaluated(Message):
+    """Asks a device for embeddings of its own test rows.
+
+    `params` holds the encoders that compute the embeddings. If `params` is empty, the device uses its own encoders.
+    """
+
+    params: Tree = carries("parameters", part="encoders")
+
+
+@message
+class OwnTest(Message):
+    """Embeddings (n, E) of a device's own test rows and the ids of these samples (n,), for its edge."""
+
+    embeddings: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
+    ids: Tensor = carries("ids", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+
+
 @dataclass(frozen=True)
 class Sent:
     """The last embeddings of a device by modality (B_m, E), and the positions of their rows (B_m,)."""

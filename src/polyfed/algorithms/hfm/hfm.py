@@ -15,9 +15,8 @@ from torch import Tensor
 
 from polyfed.algorithms.hfm.exchange import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
-from polyfed.algorithms.hfm.silo_scores import may_report
 from polyfed.algorithms.hfm.state import SiloState
-from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.hfm.vertical import Vertical, may_report
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -53,7 +52,7 @@ class Adopted(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Hfm(Vertical):
-    """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
+    """HFM: training inside silos, then averaging across silos. `Vertical` lists the options."""
 
     mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm.alignment import check_aligned
-from polyfed.algorithms.hfm.options import Overlap
+from polyfed.algorithms.hfm.alignment import Overlap, check_aligned
 from polyfed.core.errors import DataError
 from polyfed.core.tree import Tree
 
@@ -44,7 +43,7 @@ class SiloSamples:
             silo: the silo's number, for errors.
             ids: the ids of the rows of each device, int64 (n,).
             owned: the modalities of each device.
-            overlap: the option `overlap` of `VerticalOptions`.
+            overlap: the option `overlap` of `Vertical`.
             labelled: the devices that hold labels.
 
         Raises:

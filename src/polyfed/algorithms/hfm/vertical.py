@@ -8,26 +8,44 @@ constant. Devices with labels also train a copy of the head. Then the edge compu
 Letters: M silos, K devices in a silo, N_m samples of silo m, B_m its mini-batch, Q local rounds between two exchanges
 (`local_rounds`), R exchanges in a round (`exchanges`). See docs/algorithms/hfm.md.
 
-This file is the server half: it runs the edges. The tasks of the devices are in `devices.py`. Requests whose replies
-only an edge may see have `scope="silo"`. A message from an edge to the server goes through the first device of its
-silo. That device's policy therefore applies, and its ledger counts the message. The vectorised engine trains all
-devices of one modality in one stack, even if these devices belong to different silos.
+The server half runs the edges. Requests whose replies only an edge may see have `scope="silo"`. A message from an edge
+to the server goes through the first device of its silo. That device's policy therefore applies, and its ledger counts
+the message. The vectorised engine trains all devices of one modality in one stack, even if these devices belong to
+different silos.
+
+On the devices, one with labels trains its encoder and a copy of the head on the exchanged embeddings (`practise`). If
+`labels_at` is set, a device without labels trains its encoder on the gradients of its embeddings (`guide`, `follow`).
+
+A silo's score comes about as its training does: the devices send embeddings of their test rows, and the first device
+that has labels and a usable sample computes the score from all of them. It covers the test samples that this device
+holds.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.hfm.alignment import Overlap, devices_of_silos, members_of
 from polyfed.algorithms.hfm.exchange import (
+    Copy,
+    Embedded,
+    Evaluated,
     Exchange,
+    Followed,
     Forward,
     Guidance,
+    Ids,
+    OwnTest,
     Question,
     Sample,
     Sent,
+    Slopes,
+    Upload,
     bytes_down,
     bytes_up,
     mean_tree,
@@ -36,30 +54,125 @@ from polyfed.algorithms.hfm.exchange import (
     whole_batch,
 )
 from polyfed.algorithms.hfm.samples import SiloSamples, no_usable_sample
-from polyfed.algorithms.hfm.silo_scores import SiloScores
 from polyfed.algorithms.hfm.state import SiloState, Turn
 from polyfed.core import keys
+from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import Message
 from polyfed.core.request import Task, names_as_sent
-from polyfed.core.tree import Tree
+from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
+from polyfed.core.tasks import task
+from polyfed.core.tree import SHARED, Tree, squared_distance
+from polyfed.evaluation.scores import OwnScore, Predictor, own_score, possible
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.model import Model
+from polyfed.model.fusion import masked
 from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.egress.policy import Policy
+from polyfed.training import ClientData, TrainingResult
+from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.kept_training import KeptTraining
+from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vertical(SiloScores):
-    """The base class of the methods that train inside silos. `VerticalOptions` lists the options."""
+class Vertical(Algorithm):
+    """The base class of the methods that train inside silos.
 
+    Attributes:
+        local_rounds: Q, local rounds between two exchanges; 5 in the report.
+        exchanges: R, exchanges in a round; 2 in the report.
+        local_unit: the unit of a local round. `epoch`: one pass over B_m in mini-batches of `inner_batch`. `step`: one
+            gradient step on the whole of B_m, which is Eq. 1 to the letter.
+        head_update: how the head is trained. `device_average`: devices train copies of the head, and the edge computes
+            their mean. `server` (C-VFL): while a device trains its encoders, the head is frozen. The head is trained
+            separately, for Q local rounds on the stale embeddings. The edge has no labels, so the silo's first device
+            with labels trains the head.
+        batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
+        resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
+        eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
+        inner_batch: rows of a step if `local_unit` is `epoch`; replaces [train] batch_size.
+        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
+        keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
+            exchange starts a fresh optimiser. The report on HFM does not say which of the two its authors use. This
+            option needs `head_update = "device_average"`.
+        overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
+            same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and
+            replaces an embedding that no device has by zeros. Under `common` and `all`, several devices may hold one
+            modality; the edge takes the mean of their embeddings of a sample.
+        labels_at: the modality whose devices hold the labels. In each exchange, these devices compute the gradients of
+            the loss with respect to the embeddings of the other devices. The other devices use these gradients instead
+            of labels in all local rounds until the next exchange (FedBCD, Liu et al., IEEE Transactions on Signal
+            Processing 70, 2022). If this option is empty, all devices hold the labels, as in the report on HFM.
+        placebo: whether to run a control experiment, which costs as much as the method, instead of the method itself.
+            `none` runs the method. `shuffled` runs the control: the embeddings that each device receives from other
+            devices come from other rows of the mini-batch, so they are unrelated to its own samples.
+    """
+
+    local_rounds: Annotated[int, AT_LEAST_ONE] = 5
+    exchanges: Annotated[int, AT_LEAST_ONE] = 2
+    local_unit: Literal["epoch", "step"] = "epoch"
+    head_update: Literal["device_average", "server"] = "device_average"
+    batch_fraction: Annotated[float, FRACTION] = 0.1
+    resample: bool = True
+    eval_embeddings: bool = True
+    inner_batch: Annotated[int, AT_LEAST_ONE] = 64
+    mu: Annotated[float, NOT_NEGATIVE] = 0.0
+    keep_optimiser: bool = False
+    overlap: Overlap = "exact"
+    labels_at: str = ""
+    placebo: Literal["none", "shuffled"] = "none"
+
+    renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
-
     aligns_rows: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
+
+    def __post_init__(self) -> None:
+        """Refuse options that are out of range, options that contradict each other, and [train] epochs and steps.
+
+        Raises:
+            RecipeError: an option is out of range, two options contradict each other, or [train] sets epochs or steps.
+                The message says what to set instead.
+        """
+        super().__post_init__()
+        if self.evaluation.clients is not None:
+            raise RecipeError(
+                f"[evaluate] clients = {self.evaluation.clients}: this method evaluates whole silos. Remove the option",
+                ("evaluate", "clients"),
+            )
+        if self.train.epochs != 1 or self.train.steps is not None:
+            raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
+        if self.keep_optimiser and self.head_update == "server":
+            raise RecipeError(
+                "keep_optimiser needs devices that train the head as well: set [algorithm] head_update = "
+                "'device_average', or keep_optimiser = false"
+            )
+        if self.keep_optimiser and self.labels_at:
+            raise RecipeError(
+                "keep_optimiser needs devices that train the head as well, and with labels_at only the devices with "
+                "labels do: remove one of the two options"
+            )
+
+    def holds_labels(self, modalities: Sequence[str]) -> bool:
+        """Return whether a device with these modalities holds labels."""
+        return not self.labels_at or self.labels_at in modalities
+
+    def devices(self, fed: Federation) -> dict[int, list[int]]:
+        """Return, for each silo, the devices that have rows; see `devices_of_silos`."""
+        return devices_of_silos(fed.clients, self.overlap)
+
+    @abstractmethod
+    def anchors(self, local: Tree, head: Tree) -> Tree:
+        """Return the values towards which the proximal term pulls, by name.
+
+        Args:
+            local: the device's local state.
+            head: the head that the device received; empty for a device without labels.
+        """
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the encoders with their common initial values and, if `keep_optimiser` is set, the moments."""
@@ -291,3 +404,235 @@ class Vertical(SiloScores):
         """Return the head with only the columns of the silo's modalities; other columns would have no input."""
         held = {modality for client in members for modality in fed.clients.owned(client)}
         return {name: params[name] for name in fed.context.model.head(held)}
+
+    # the devices
+
+    @task(scope="silo")
+    def identify(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[Ids, Tree]:
+        """Send the edge the ids of the device's samples."""
+        return Ids(data.ids, data.num_rows), local
+
+    @task(scope="silo")
+    def embed(self, context: ClientContext, data: ClientData, local: Tree, got: Sample) -> tuple[Embedded, Tree]:
+        """Compute the embeddings of B_m for the edge."""
+        return Embedded(self._embeddings(context, data, local, got.rows)), local
+
+    @task(scope="silo")
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
+        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders and a copy of the head (if not frozen)."""
+        encoders = self._encoders(context, local)
+        trained = {*encoders, *self._reached(context, got)}
+        if self.head_update == "server":
+            trained = set(encoders)
+        kept = KeptTraining.of(local).only(trained) if self.keep_optimiser else None
+        loss = self._loss(context, trained, local, got)
+        fit = self._fit(data.at(got.rows), loss, encoders | got.head, trained, kept=kept)
+        after = local | {name: fit.params[name] for name in encoders} | (kept.after(fit).state() if kept else {})
+        before = {m: got.embeddings[m] for m in context.modalities}
+        if self.overlap != "exact":  # the embeddings of a modality may be means over several devices
+            before = self._embeddings(context, data, local, got.rows)
+        copy = {name: fit.params[name] for name in got.head if self.head_update == "device_average"}
+        drift = self._drift(context, data, before, after, got.rows)
+        return Copy(copy, kept.loss(fit) if kept else fit.loss, drift), after
+
+    @task(scope="silo")
+    def fit_head(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
+        """Train only the head for Q local rounds, on the stale embeddings of all devices.
+
+        The device does this in place of the edge, because the edge has no labels.
+        """
+        trained = self._reached(context, got)
+        loss = self._loss(context, trained, local, got, fresh=False)
+        fit = self._fit(data.at(got.rows), loss, got.head, trained)
+        return Copy(fit.params, fit.loss, torch.zeros_like(fit.loss)), local
+
+    @task(scope="silo")
+    def guide(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Slopes, Tree]:
+        """Under `labels_at`, compute the gradient of each row's loss with respect to the other devices' embeddings."""
+        peers = {m: h for m, h in got.embeddings.items() if m != self.labels_at}
+
+        def slopes(batch: Batch) -> Tree:
+            own = {m: h[batch.rows] for m, h in got.embeddings.items()}
+
+            def total(z: Tree) -> Tensor:
+                return context.loss(got.head, batch, own | z) * batch.num_real  # the sum over rows, not their mean
+
+            return dict(torch.func.grad(total)({m: own[m] for m in peers}))
+
+        return Slopes(data.at(got.rows).collect(slopes) if peers else {}), local
+
+    @task(scope="silo")
+    def follow(self, context: ClientContext, data: ClientData, local: Tree, got: Guidance) -> tuple[Followed, Tree]:
+        """Under `labels_at`, train the encoders for Q local rounds without labels (FedBCD).
+
+        The loss of a row is the inner product of the row's embedding and a gradient that the device has received. A
+        device with labels has computed this gradient of the task's loss with respect to the embedding.
+        """
+        encoders = self._encoders(context, local)
+        anchors = context.model.trainable(self.anchors(local, {}))
+        pulled = {name: value for name, value in anchors.items() if name in encoders}
+        before = self._embeddings(context, data, local, got.rows)
+
+        def loss(w: Tree, batch: Batch) -> Tensor:
+            z = masked(context.model.features(w, batch), batch.present)
+            terms = [(z[m] * slope[batch.rows]).flatten(1).sum(1) for m, slope in got.gradients.items()]
+            value = batch.mean(torch.stack(terms).sum(0))
+            return self._pulled(value, pulled, w)
+
+        fit = self._fit(data.at(got.rows), loss, encoders, set(encoders))
+        after = local | {name: fit.params[name] for name in encoders}
+        return Followed(self._drift(context, data, before, after, got.rows)), after
+
+    @task()
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
+        """Send the device's encoders to the server. The first device of a silo also forwards the head of its edge."""
+        return Upload(self._encoders(context, local) | got.head), local
+
+    def _loss(
+        self, context: ClientContext, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
+    ) -> Callable[[Tree, Batch], Tensor]:
+        """Return the loss of a local round.
+
+        If `fresh`, the device computes its own embeddings in every step. Otherwise, it reads all embeddings, including
+        its own, from the exchange `got`.
+        """
+        # trainable parameters only: the term for BatchNorm statistics would only add a constant to the reported loss
+        pulled = context.model.trainable(self.anchors(local, got.head))
+        anchors = {name: value for name, value in pulled.items() if name in trained}
+
+        def loss(w: Tree, batch: Batch) -> Tensor:
+            own = context.model.features(w, batch) if fresh else {}
+            peers = {m: h[batch.rows] for m, h in got.embeddings.items() if m not in own}
+            value = context.loss(w, batch, peers | own)
+            return self._pulled(value, anchors, w)
+
+        return loss
+
+    def _pulled(self, value: Tensor, anchors: Tree, w: Tree) -> Tensor:
+        """Add the proximal term mu/2 ||w - anchors||^2 to a loss, unless mu is 0 or there are no anchors."""
+        return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
+
+    def _fit(
+        self,
+        data: ClientData,
+        loss: Callable[[Tree, Batch], Tensor],
+        params: Tree,
+        trained: set[str],
+        *,
+        kept: KeptTraining | None = None,
+    ) -> TrainingResult:
+        """Run Q local rounds on the rows of a mini-batch (Eq. 1)."""
+        train: Train = replace(self.train, steps=self.local_rounds, batch_size=0)
+        if self.local_unit == "epoch":
+            train = replace(self.train, epochs=self.local_rounds, batch_size=self.inner_batch)
+        elif kept:  # an epoch of one batch is a step; `after` continues epochs only
+            train = replace(self.train, epochs=self.local_rounds, batch_size=0)
+        after = kept.earlier() if kept else None
+        return data.minimise(loss, params, train=train, only=trained, after=after)
+
+    def _drift(self, context: ClientContext, data: ClientData, before: Tree, after: Tree, rows: Tensor) -> Tensor:
+        """Return how far the device's embeddings moved from `before`, relative to the norm of `before`, 0-dim."""
+        moved = self._embeddings(context, data, after, rows)
+        zero = {modality: torch.zeros_like(value) for modality, value in before.items()}
+        drift = squared_distance(moved, before) / squared_distance(before, zero).clamp(min=1e-12)
+        return drift.sqrt()
+
+    def _embeddings(self, context: ClientContext, data: ClientData, local: Tree, rows: Tensor) -> Tree:
+        """Compute embeddings (B_m, E) of the device's own modalities, with zeros for rows that lack one."""
+        encoders = self._encoders(context, local)
+        view = data.at(rows)
+
+        def step(parts: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
+            if not self.eval_embeddings:
+                batch = replace(batch, key=data.draw("embeddings"))
+            w = {name: value.clone() for name, value in encoders.items()}  # BatchNorm would change the originals
+            return [*parts, masked(context.model.features(w, batch), batch.present)]
+
+        # with batch statistics, B_m must be one batch, as it is in a training step
+        parts = view.fold(step, [], batch_size=FOLD_BATCH if self.eval_embeddings else len(rows))
+        return {modality: torch.cat([part[modality] for part in parts]) for modality in context.modalities}
+
+    def _encoders(self, context: ClientContext, local: Tree) -> Tree:
+        return {name: local[name] for name in context.initial if name in local}
+
+    def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
+        """Return the names of the head's parameters that the loss depends on.
+
+        Columns of the head for devices without embeddings are left out.
+        """
+        return set(context.model.head(got.embeddings)) & got.head.keys()
+
+    # the score of a silo on its own test rows
+
+    def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
+        """The modalities of all devices in the client's silo. These devices together use one model."""
+        held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
+        return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
+
+    def evaluated_in_silos(
+        self, fed: Federation, heads: Mapping[int, Tree], encoders: Tree
+    ) -> tuple[dict[str, float], dict[int, float]]:
+        """Score every silo on its own test rows. The score is listed under the number of the silo's first device.
+
+        A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
+
+        Args:
+            fed: the federation.
+            heads: the head of each silo.
+            encoders: the encoders to use; if empty, each device uses its own.
+        """
+        silos, tested = self.devices(fed), set(fed.clients.tested)
+        asked = [client for members in silos.values() for client in members if client in tested]
+        own = fed.ask(self.embed_own, asked, Evaluated(encoders), quorum=False, accept=some_rows)
+        send = {}
+        for silo, members in silos.items():
+            if not all(client in own for client in members):
+                continue
+            there = {client: own[client] for client in members}
+            owned = {client: fed.clients.owned(client) for client in members}
+            labelled = [client for client in members if self.holds_labels(owned[client])]
+            ids = {client: one.ids for client, one in there.items()}
+            samples = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+            if not samples.count:
+                continue
+            batch = torch.arange(samples.count)
+            sent = {
+                c: {m: h[samples.own_rows(batch, c).to(h.device)] for m, h in one.embeddings.items()}
+                for c, one in there.items()
+            }
+            scorer = next(client for client in labelled if samples.rows(client))
+            held = samples.held(batch, scorer)
+            known = {m: h[held.to(h.device)] for m, h in samples.pooled(batch, sent).items()}
+            send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))
+        told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
+        group, scores = self.over_clients(told, fed)
+        return group, {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
+
+    @task(scope="silo")
+    def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:
+        """Compute embeddings of the device's own test rows, for the edge."""
+        test, encoders = data.test, got.params or self._encoders(context, local)
+        found = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
+        return OwnTest(found, test.ids, test.num_rows), local
+
+    @task()
+    def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
+        """Score the silo's model on its test rows, from the embeddings of all devices."""
+        predictor = FromEmbeddings(got.embeddings)
+        return own_score(context, got.head, data.test.at(got.rows), predictor), local
+
+
+@dataclass(frozen=True)
+class FromEmbeddings(Predictor):
+    """Predicts from stored embeddings (n, E) of all rows, by modality, and does not compute new ones."""
+
+    embeddings: Tree
+
+    def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
+        """Logits (B, C) of the head with parameters `w`."""
+        return model.fuse(w, {m: h[batch.rows] for m, h in self.embeddings.items()}, batch)
+
+
+def may_report(policy: Policy) -> bool:
+    """Whether a silo may send the server its number of correct test rows."""
+    return policy.allows("statistic", SHARED, "server")

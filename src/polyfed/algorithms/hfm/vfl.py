@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from polyfed.algorithms.hfm.alignment import devices_of_silos
-from polyfed.algorithms.hfm.silo_scores import may_report, members_of
+from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
 from polyfed.algorithms.hfm.state import SiloState
-from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.hfm.vertical import Vertical, may_report
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
@@ -24,7 +23,7 @@ from polyfed.privacy.egress.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Vfl(Vertical):
-    """VFL: training inside silos only. It has the options of `VerticalOptions`; a round has R exchanges, as in HFM."""
+    """VFL: training inside silos only. It has the options of `Vertical`; a round has R exchanges, as in HFM."""
 
     mixing: ClassVar[str] = "vfl trains each device on the embeddings of others"
     model_for: ClassVar[str] = "silo"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.privacy_hooks import ALTERS
+from polyfed.algorithms.base import ALTERS, Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.registry import find
 from polyfed.core.tasks import info_of, tasks_of, types_of

@@ -11,8 +11,8 @@ from polyfed.algorithms.fedamp import FedAmp
 from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.hfl import Hfl
-from polyfed.algorithms.hfm.options import VerticalOptions
-from polyfed.algorithms.partialfl.options import PartialOptions
+from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.privacy.egress.limits import Limits
 
@@ -59,6 +59,6 @@ def _pull(method: Algorithm, rounds: int) -> tuple[str, float]:
         return "lam / alpha", method.lam / alpha if alpha else math.inf  # alpha may have decayed to zero
     if isinstance(method, FedMSplit):
         return "2 * lam", 2 * method.lam
-    if isinstance(method, FedProx | Hfl | VerticalOptions | PartialOptions):
+    if isinstance(method, FedProx | Hfl | PartialFL | Vertical):
         return "mu", method.mu
     return "0", 0.0

@@ -9,11 +9,11 @@ from polyfed.core.registry import name_of
 from polyfed.core.tree import block_of, blocks, select
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.adapters import RULES
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.model import Model
 from polyfed.model.encoders.lora import pairs
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser
 
 _TEMPLATE = ("model_spec", "round", "update", "local", "outgoing", "direction", "reply", "merge", "own_params")
 """Hooks of `Averaging`. An algorithm that overrides one of them computes with whole parameters."""

@@ -13,13 +13,14 @@ from polyfed.core.vocabulary import advice_for
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import ModelSpec
 from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.limits import Limits
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 
 SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "data": ("name",),

@@ -16,9 +16,10 @@ from polyfed.core.schema import checked, choices, key_of, ranges, sifted
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.presets import with_preset
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.selection import SELECTORS, Selector
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 
 PARTS = {
     "train": "train",

@@ -24,7 +24,7 @@ from polyfed.experiment.recipes.overrides import apply, refuse_unknown
 from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build, class_of, egress_of
 from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
-from polyfed.experiment.results.display import ShownRecipe
+from polyfed.experiment.results.display import recipe_html, recipe_line
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
@@ -40,7 +40,7 @@ ELSEWHERE = ("participation", "overselect", "train")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Recipe(ShownRecipe):
+class Recipe:
     """The description of a run, as Python objects.
 
     Data, algorithm, encoders, selector, partition and tracker may be objects of your own classes.
@@ -94,6 +94,12 @@ class Recipe(ShownRecipe):
             refuse_breaches(self.limits, self.algorithm.train, self.rounds)
         problems.raise_all()
         object.__setattr__(self, "clients", self.clients.counted())
+
+    def __repr__(self) -> str:
+        return recipe_line(self.table())
+
+    def _repr_html_(self) -> str:
+        return recipe_html(self.table())
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe as a table in the layout of the file, with every default written out."""

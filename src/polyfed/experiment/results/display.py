@@ -1,6 +1,5 @@
 """How runs and recipes look in a notebook, and the rounds of a run as data frames."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -9,20 +8,6 @@ from polyfed.report.formatting import bytes_of, number_of, seconds_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class ShownRecipe(ABC):
-    """Shows a recipe as one line, and in a notebook also as a table that can be opened."""
-
-    @abstractmethod
-    def table(self) -> dict[str, Any]:
-        """Return the resolved recipe, section by section."""
-
-    def __repr__(self) -> str:
-        return recipe_line(self.table())
-
-    def _repr_html_(self) -> str:
-        return recipe_html(self.table())
 
 
 def recipe_line(table: Mapping[str, Any]) -> str:

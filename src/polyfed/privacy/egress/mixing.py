@@ -50,7 +50,7 @@ class Trained(Protocol):
 
     @property
     def mixing(self) -> str:
-        """Why the method itself mixes modalities; see `ModelHooks.mixing`."""
+        """Why the method itself mixes modalities; see `Algorithm.mixing`."""
 
 
 @dataclass(frozen=True)
