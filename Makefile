@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-all check-trackers federation bench bench-check leaderboard docs notebooks format clean
+.PHONY: demo test check check-flower check-wheel check-all check-trackers federation bench bench-check leaderboard docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -14,10 +14,8 @@ OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 	touch $@
 
 demo: .venv/installed ## FedAvg and CMSFed side by side on the embedded digits, a report each and a table of both
-	rm -rf $(OUT) $(OUT)-cmsfed
-	$(BIN)/polyfed run recipes/fedavg-cg-digits.toml --out $(OUT)
-	$(BIN)/polyfed run recipes/cmsfed-cg-digits.toml --out $(OUT)-cmsfed
-	$(BIN)/polyfed compare $(OUT) $(OUT)-cmsfed --html $(OUT)/compare.html
+	rm -rf $(OUT)
+	$(BIN)/polyfed demo --out $(OUT)
 
 test: .venv/installed ## all tests and doctests
 	$(BIN)/pytest -n 2
@@ -38,6 +36,9 @@ check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deploymen
 		--ignore-glob='*/test_workers*' --ignore-glob='*/test_gpu_*' --ignore-glob='*/test_stack*'
 	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow tests/attacks/test_status.py \
 		'tests/engines/test_flower_processes.py::test_ray_equals_sequential[fedavg]'
+
+check-wheel: .venv/installed ## what CI runs besides: the wheel in empty environments, with the newest and the oldest allowed packages
+	$(BIN)/pytest -n 0 -m slow tests/test_wheel.py
 
 check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out

@@ -203,3 +203,50 @@ def test_a_package_that_cannot_be_imported_says_why():
 def test_the_doctor_ends_with_2_if_a_required_package_is_broken(polyfed_command, monkeypatch):
     monkeypatch.setattr("polyfed.cli.doctor.problem_of", lambda module: "broken" if module == "torch" else None)
     assert polyfed_command("doctor", "--json")[0] == 2
+
+
+def test_the_recipes_that_come_with_polyfed(polyfed_command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {path.stem: path.read_text() for path in (Path(__file__).parents[1] / "recipes").glob("*.toml")}
+    rows = json.loads(polyfed_command("recipes", "--json")[1])
+    assert [row["name"] for row in rows] == sorted(files)
+    assert all(len(row["about"]) > 10 for row in rows)
+    for name in ("cmsfed-cg-digits", "cmsfed-cg-digits.toml"):
+        assert json.loads(polyfed_command("recipes", name, "--json")[1])["recipe"] == files["cmsfed-cg-digits"]
+    assert not list(tmp_path.iterdir())
+    assert json.loads(polyfed_command("recipes", "cmsfed-cg-digits", "--copy", "--json")[1]) == {
+        "written": ["cmsfed-cg-digits.toml"]
+    }
+    assert (tmp_path / "cmsfed-cg-digits.toml").read_text() == files["cmsfed-cg-digits"]
+    assert len(json.loads(polyfed_command("recipes", "--copy", "--json")[1])["written"]) == len(files)
+    assert {path.stem: path.read_text() for path in (tmp_path / "recipes").iterdir()} == files
+
+
+def test_a_copied_recipe_overwrites_nothing(polyfed_command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fedprox-cg-digits.toml").write_text("mine")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "vfl-mfeat.toml").symlink_to(tmp_path / "nowhere")
+    for words in (("fedprox-cg-digits", "--copy"), ("--copy",)):
+        code, _, text = polyfed_command("recipes", *words)
+        assert code == 2
+        assert "exists already" in text
+    assert (tmp_path / "fedprox-cg-digits.toml").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "recipes").iterdir()] == ["vfl-mfeat.toml"]
+    for name in ("fedprox-cg-digit", "../README", "*"):
+        code, _, text = polyfed_command("recipes", name)
+        assert (code, f"no recipe '{name}' comes with polyfed" in text) == (2, True)
+
+
+def test_the_demo_compares_two_methods_and_overwrites_nothing(polyfed_command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("--set", "rounds=1", "--set", "clients.num=3", "--set", "clients.participation=2")
+    rows = json.loads(polyfed_command("demo", *small, "--json")[1])
+    assert [row["label"] for row in rows] == ["fedavg", "cmsfed"]
+    assert polyfed_command("demo", *small)[1].endswith("picture in runs/demo-2/compare.html\n")
+    for folder in (tmp_path / "runs" / "demo", tmp_path / "runs" / "demo-2"):
+        assert (folder / "compare.html").exists()
+        assert {path.parent.name for path in folder.glob("*/report.html")} == {"fedavg", "cmsfed"}
+    before = (tmp_path / "runs/demo/fedavg/result.json").read_bytes()
+    assert polyfed_command("demo", *small, "--out", "runs/demo")[0] == 2
+    assert (tmp_path / "runs/demo/fedavg/result.json").read_bytes() == before

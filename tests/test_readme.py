@@ -23,8 +23,7 @@ def test_the_lines_of_python_train_and_predict(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Run(fedavg on data, 20 rounds, accuracy " in done.stdout
-    assert "tensor([0, 1, 2, 0, 1])" in done.stdout
+    assert done.stdout == block("", "Run(fedavg on data, 20 rounds")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The verbs about recipes and runs: `run`, `check` and `report`.
+"""The verbs about recipes and runs: `run`, `demo`, `check` and `report`.
 
 Each verb parses its arguments, calls one function of the package and prints the result. If the user made an error, the
 command prints no traceback and ends with the exit code of the error's class.
@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
-from polyfed.cli.output import answer
+from polyfed.cli.output import answer, print_json
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.system.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
     from polyfed.experiment.checks.check import Check
     from polyfed.experiment.running.events import Listener
+
+DEMO = ("fedavg-cg-digits", "cmsfed-cg-digits")
+"""The recipes that `polyfed demo` compares."""
 
 STANDARD_OUTPUT = "-"
 """The argument that selects standard output instead of a file."""
@@ -91,6 +94,36 @@ def run(
         return
     where = f"files in {folder}, picture in {folder / REPORT}"
     answer(finished.result, tables.result_table(finished.result), where, as_json=as_json)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for both runs. [default: runs/demo, numbered]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train FedAvg and CMSFed on scanned digits, and compare them. The digits come with polyfed's packages."""
+    from polyfed.cli import comparison
+    from polyfed.experiment.recipes.collection import path_of
+    from polyfed.experiment.recipes.recipe import load_recipe
+    from polyfed.report import compare, evidence, write_comparison
+    from polyfed.report.progress import Progress
+    from polyfed.start import run as run_recipe
+
+    folder = out if out is not None else unused_folder(Path("runs"), "demo")
+    folders = [folder / name.partition("-")[0] for name in DEMO]
+    for name, place in zip(DEMO, folders, strict=True):
+        with Progress() as progress, handling(interrupt, signal.SIGTERM):
+            run_recipe(load_recipe(path_of(name), overrides or []), out=place, listeners=[progress])
+    compared = compare(folders)
+    proof = evidence(compared)
+    page = write_comparison(compared, folder / "compare.html", proof)
+    if as_json:
+        print_json(compared.rows())
+    else:
+        comparison.print_as(comparison.Format.table, compared, proof, [f"picture in {page}"])
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The verbs `algorithms`, `data`, `init`: the methods, the data sources, and a first recipe for your own data file."""
+"""The verbs `algorithms`, `data`, `recipes`, `init`: methods, data sources, recipes, a recipe for your own data."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -74,6 +74,32 @@ def data(
             raise RecipeError(
                 "write `polyfed data`, `polyfed data NAME`, or `polyfed data prepare NAME --from DIR --to DIR`"
             )
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy NAME into this folder, or all recipes into a new folder `recipes`.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes that come with polyfed, print one, or copy them."""
+    from polyfed.cli.printing import catalogue_pages
+    from polyfed.experiment.recipes import collection
+
+    if copy:
+        chosen, folder = ([name], Path()) if name is not None else (collection.names(), Path("recipes"))
+        written = [str(path) for path in collection.copy_recipes(chosen, folder)]
+        go_on = f". Go on with: polyfed run {written[0]}" if name is not None else ""
+        what = written[0] if name is not None else f"{len(written)} recipes in {folder}"
+        answer({"written": written}, f"wrote {what}{go_on}", as_json=as_json)
+    elif name is not None:
+        text = collection.text_of(name)
+        answer({"recipe": text}, *text.splitlines(), as_json=as_json)
+    else:
+        rows = [{"name": each, "about": collection.headline(each)} for each in collection.names()]
+        answer(rows, catalogue_pages.recipe_list(rows), as_json=as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True})  # so that the error for several files can name the cure

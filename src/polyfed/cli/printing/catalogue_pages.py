@@ -1,6 +1,6 @@
-"""The pages of `polyfed algorithms [NAME]` and `polyfed data [NAME]`."""
+"""The pages of `polyfed algorithms [NAME]`, `polyfed data [NAME]` and `polyfed recipes`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -48,6 +48,15 @@ def source_list() -> Group:
         facts = catalogue.facts_of_source(SOURCES[name])
         table.add_row(name, Text(facts.title), Text(facts.licence))
     return titled("Data sources, by the name in [data]", table)
+
+
+def recipe_list(rows: Sequence[Mapping[str, str]]) -> Group:
+    """Every recipe that comes with polyfed, and how to go on with one of them."""
+    table = plain_table("", "", left=2)
+    for row in rows:
+        table.add_row(row["name"], Text(row["about"]))
+    hint = Text("polyfed recipes NAME prints one, polyfed recipes NAME --copy copies it into this folder", "dim")
+    return stacked(titled("Recipes that come with polyfed", table), hint)
 
 
 def source_page(name: str) -> Group:
