@@ -333,7 +333,7 @@ def test_vfl_runs_under_a_policy_that_keeps_its_models_from_the_server(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_silos_judge_themselves_on_their_own_test_rows(engine: str, sent: dict[str, list[Any]]) -> None:
-    inside = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"]}}
+    inside = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"], "accept": ["parameters"]}}
     clients = ClientsSpec(partition="silos", silos=3, personal_test=0.3)
     made = recipe(method("vfl", evaluation=Evaluation(every=0)), engine, clients=clients, egress=inside)
     with pytest.warns(PolyfedWarning, match=r"silos evaluate them on their own test rows, metrics\.personal"):
