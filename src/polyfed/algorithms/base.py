@@ -250,6 +250,10 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         """
         return Broadcast({} if self.own_models == "clients" else state.params)
 
+    def may_lack(self, task: str) -> bool:
+        """Return True for the evaluation of models that clients have: `evaluation_message` then may send no model."""
+        return task == "score_own" and self.own_models == "clients"
+
     def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
         measured: dict[str, dict[str, float]] = {}

@@ -30,6 +30,14 @@ class ModelHooks:
         """Return the names, shapes and types of the parameters that a task receives. By default, those of the model."""
         return model.template
 
+    def may_lack(self, task: str) -> bool:
+        """Return whether a task may receive parameters without blocks that the client has.
+
+        A field with `carries(optional=True)` may lack blocks in every task. By default, a device refuses any other
+        message that lacks one.
+        """
+        return False
+
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""
         return frozenset()
