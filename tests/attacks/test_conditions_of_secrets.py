@@ -32,7 +32,7 @@ def test_other_files_in_the_folder_of_the_data_do_not_count(tmp_path: Path, dige
     (tmp_path / "data" / ".#a.npy.txt").symlink_to("user@host.1234")
     (tmp_path / "data" / "device.log").write_text("line")
     (tmp_path / "data" / "state").mkdir()
-    (tmp_path / "data" / "state" / "privacy-spent.json").write_text("{}")
+    (tmp_path / "data" / "state" / "device.sqlite3").write_text("{}")
     assert digest_of() == before
 
 

@@ -26,7 +26,6 @@ from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
 from polyfed.deploy.device.process import handler_for
-from polyfed.deploy.device.request_limits import REQUESTS
 from polyfed.deploy.device.state_store import JOURNAL, Store
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
@@ -218,13 +217,13 @@ def test_a_servers_words_neither_begin_a_line_of_a_devices_log_nor_steer_its_ter
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("where", [MEMBERS, HEAD, REQUESTS, JOURNAL])
+@pytest.mark.parametrize("where", [MEMBERS, HEAD, "notes.json", JOURNAL])
 def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_path: Path) -> None:
     (tmp_path / where).write_text(DEEP)
     read = {
         MEMBERS: lambda: Membership(tmp_path),
         HEAD: lambda: head_of(tmp_path),
-        REQUESTS: lambda: read_notes(tmp_path / REQUESTS, int),
+        "notes.json": lambda: read_notes(tmp_path / "notes.json", int),
         JOURNAL: lambda: Store(tmp_path)._journal(),
     }[where]
     with pytest.raises(CheckpointError, match=r"is damaged.*nested"):

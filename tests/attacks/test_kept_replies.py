@@ -12,12 +12,11 @@ import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Hostile, device, text
+from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Hostile, device, spent_by, text
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
 from polyfed.deploy.device import runtime as client_runtime
 from polyfed.deploy.device.kept_replies import unpaid_rounds
-from polyfed.deploy.device.privacy_budget import SPENT
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
 from polyfed.engines.remote import Remote
 from polyfed.federation.wire_format import Packet
@@ -59,8 +58,7 @@ def sent(devices: Devices, client: int = 1) -> list[tuple[Any, ...]]:
 
 def counted(devices: Devices, client: int = 1) -> int:
     """Number of replies in the privacy budget of a device."""
-    spent: dict[str, int] = json.loads(next(devices.places[client].rglob(SPENT)).read_text())
-    return sum(spent.values())
+    return sum(spent_by(devices.places[client]).values())
 
 
 @pytest.mark.parametrize("round", [1, 2])

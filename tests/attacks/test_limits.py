@@ -23,7 +23,8 @@ from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device.configuration import limits_on, node_from
-from polyfed.deploy.device.request_limits import REQUESTS, admit
+from polyfed.deploy.device.request_limits import admit
+from polyfed.deploy.device.store import DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
@@ -271,11 +272,16 @@ def test_a_restart_of_the_server_does_not_reset_the_count(tmp_path: Path) -> Non
     answer = parts.engine.answer
     parts.engine.answer = lambda request, *rest: (seen.append(request), answer(request, *rest))[1]  # type: ignore
     through(parts, 1)
-    admit(limits, tmp_path, seen[0], 3)
-    admit(limits, tmp_path, seen[0], 3)
+
+    def ask(run: str) -> None:
+        with DeviceStore(tmp_path).transaction(run, 3) as memory:
+            admit(memory, limits, seen[0])
+
+    ask("run")
+    ask("run")
     with pytest.raises(EgressError, match=r"client 3 refused task update: .*this is request 3 of the round"):
-        admit(limits, tmp_path, seen[0], 3)
-    assert json.loads((tmp_path / REQUESTS).read_text()) == {"1": 2}
+        ask("run")
+    ask("other")
 
 
 def test_check_node_says_which_limits_a_recipe_breaks(tmp_path: Path, capsys: Any) -> None:
@@ -428,7 +434,7 @@ def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path:
 def test_a_refusal_before_a_reply_is_in_the_log_of_the_device_and_not_in_its_ledger(
     limits: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """docs/deploy.md says so. Whoever reads only the ledger misses that a server tried."""
+    """docs/deploy-reference.md says so. Whoever reads only the ledger misses that a server tried."""
     server = Hostile(requiring(tmp_path, "", text("")))
     place = server.devices.places[1]
     assert server.ask().header["verdict"] == REPLY

@@ -22,6 +22,7 @@ from polyfed.core.tree import digest, nested
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.deploy.device.secrets_once import admit_secrets
+from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.handlers import runtime_of
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.evaluation.scores import Evaluation
@@ -236,7 +237,8 @@ def test_a_repeated_round_does_not_tell_the_update_of_the_client_that_was_lost(t
     def use(step: str, round: int, number: int, secrets: int | None) -> None:
         request = Request(getattr(secure, step), f"secure_aggregation.{step}", round, 100, number, 0, 0)
         local = {} if secrets is None else nested(SECRETS, {"seeds": torch.tensor([secrets])})
-        admit_secrets(tmp_path, request, local, Packet({}), 0)
+        with DeviceStore(tmp_path).transaction("run", 0) as memory:
+            admit_secrets(memory, request, local, Packet({}))
 
     use("advertise", 1, 0, None)
     use("unmask", 1, 4, 7)
@@ -250,7 +252,7 @@ def test_a_repeated_round_does_not_tell_the_update_of_the_client_that_was_lost(t
 def test_a_device_remembers_all_secrets_that_it_can_still_be_asked_for(tmp_path: Path) -> None:
     """A server keeps a masked state as the last one of a round, lets the device use other secrets, and comes back.
 
-    The file of used secrets forgets the oldest, so the device gives the second kind of share.
+    The store of used secrets forgets the oldest, so the device gives the second kind of share.
     """
     parts = assemble(secured(small()))
     secure = parts.algorithm.secure_aggregation
@@ -258,7 +260,8 @@ def test_a_device_remembers_all_secrets_that_it_can_still_be_asked_for(tmp_path:
     request = Request(secure.unmask, "secure_aggregation.unmask", 2, 100, 0, 0, 0)
 
     def use(secret: int, body: bytes) -> None:
-        admit_secrets(tmp_path, request, nested(SECRETS, {"seeds": torch.tensor([secret])}), Packet({}, body), 0)
+        with DeviceStore(tmp_path).transaction("run", 0) as memory:
+            admit_secrets(memory, request, nested(SECRETS, {"seeds": torch.tensor([secret])}), Packet({}, body))
 
     use(0, b"survivors: everyone")
     with pytest.raises(EgressError):

@@ -1,6 +1,8 @@
 """Further attacks on the section [require]: the recipe's [data], local state, a damaged count, and the clip norm."""
 
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,9 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hostile, device, left, text
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
-from polyfed.deploy.device.privacy_budget import SPENT, spend
-from polyfed.deploy.device.request_limits import RELEASES, REQUESTS
+from polyfed.deploy.device.privacy_budget import spend
 from polyfed.deploy.device.state_store import JOURNAL
+from polyfed.deploy.device.store import STORE, TABLES, DeviceStore
 from polyfed.engines.protocol import REFUSED, REPLY
 from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.egress.requirements import Release, Requirements
@@ -20,6 +22,11 @@ from polyfed.privacy.egress.requirements import Release, Requirements
 ROWS = 'max_epsilon = 50.0\ndelta = 1e-3\nunit = "example"'
 TOY = 'name = "toy"\nrows = 240\nclasses = 4'
 ONE = Release("client", 2.0, 1)
+
+
+def spend_one(required: Requirements, folder: Path) -> None:
+    with DeviceStore(folder).transaction("run", 0) as memory:
+        spend(memory, required, ONE)
 
 
 def of_file(recipe: str, option: str) -> str:
@@ -88,24 +95,26 @@ def test_local_state_from_before_the_section_does_not_leave_either(tmp_path: Pat
 @pytest.mark.parametrize(
     "entry",
     [
-        '{"client nan": 5}',
-        '{"client inf": 5}',
-        '{"client -2.0": 5}',
-        '{"client x": 1}',
-        '{"row 2.0": 1}',
-        '{"client 2.0": -5}',
-        '{"client 2.0": 1.9}',
-        '{"client 2.0": true}',
-        "[]",
-        "",
+        "'client', 9e999, 5",
+        "'client', -2.0, 5",
+        "'client', 0.0, 5",
+        "'client', 'x', 1",
+        "'row', 2.0, 1",
+        "'client', 2.0, -5",
+        "'client', 2.0, 1.9",
+        "'client', 2.0, 'true'",
     ],
 )
 def test_a_count_that_cannot_be_right_is_damage(entry: str, tmp_path: Path) -> None:
     """The library takes noise of NaN for epsilon 0, so the budget would never end."""
-    (tmp_path / SPENT).write_text(entry)
+    spend_one(Requirements(max_epsilon=9.0, delta=1e-3), tmp_path)
+    with closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as rows:
+        rows.execute("PRAGMA ignore_check_constraints = ON")
+        rows.execute(f"INSERT OR REPLACE INTO spent VALUES ({entry})")
+    before = (tmp_path / STORE).read_bytes()
     with pytest.raises(CheckpointError, match="is damaged"):
-        spend(Requirements(max_epsilon=9.0, delta=1e-3), ONE, tmp_path, 0)
-    assert (tmp_path / SPENT).read_text() == entry
+        spend_one(Requirements(max_epsilon=9.0, delta=1e-3), tmp_path)
+    assert (tmp_path / STORE).read_bytes() == before
 
 
 def test_replies_at_the_same_time_do_not_exceed_the_budget(tmp_path: Path) -> None:
@@ -113,7 +122,7 @@ def test_replies_at_the_same_time_do_not_exceed_the_budget(tmp_path: Path) -> No
 
     def ask() -> None:
         try:
-            spend(required, ONE, tmp_path, 0)
+            spend_one(required, tmp_path)
         except EgressError:
             return
         allowed.append(1)
@@ -148,9 +157,12 @@ def test_a_stale_request_spends_nothing(tmp_path: Path) -> None:
     server = Hostile(device(tmp_path, limits, text(LOCAL + NOISE, rounds=9)))
     assert server.ask(round=2).header["verdict"] == REPLY
     state = server.devices.places[1] / "polyfed-state"
-    names = (SPENT, REQUESTS, RELEASES, JOURNAL)
+    names = (STORE, JOURNAL)
     before = {path: path.read_bytes() for name in names for path in state.rglob(name)}
     assert {path.name for path in before} == set(names)
+    with closing(sqlite3.connect(state / STORE)) as rows:
+        counts = {table: rows.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in TABLES}
+    assert [counts[table] for table in ("requests", "releases", "spent")] == [1, 1, 1]
     for _ in range(3):
         answer = server.ask(round=1)
         assert answer.header["verdict"] == "failed"

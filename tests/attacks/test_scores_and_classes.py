@@ -25,6 +25,7 @@ from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
+from polyfed.deploy.device.request_limits import admit_today
 from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
@@ -198,14 +199,15 @@ def test_new_run_names_and_restarts_do_not_renew_a_budget(budget: str, tmp_path:
 
 def spend(folder: Path, times: int = 1, budget: str = "max_requests_per_day") -> None:
     for _ in range(times):
-        DeviceStore(folder).spend(Limits(**{budget: 5}), budget, "run", 0, "update")
+        with DeviceStore(folder).transaction("run", 0) as memory:
+            admit_today(memory, Limits(**{budget: 5}), budget, "update")
 
 
 def test_budgets_return_after_a_day_and_not_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1e9]
-    monkeypatch.setattr("polyfed.deploy.device.store.time.time", lambda: clock[0])
+    monkeypatch.setattr("polyfed.deploy.device.request_limits.time.time", lambda: clock[0])
     spend(tmp_path, 5)
     for later in (0.0, -9e8, 86_399.0):
         clock[0] = 1e9 + later
@@ -233,14 +235,70 @@ def _doubled(path: Path) -> None:
     os.link(path, path.with_name("elsewhere"))
 
 
-@pytest.mark.parametrize("damage", [_cut, _overwritten, _linked, _doubled])
+def _emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _without_tables(path: Path) -> None:
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as rows:
+        rows.execute("CREATE TABLE other (a)")
+
+
+def _dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _linked_journal(path: Path) -> None:
+    path.with_name("elsewhere").write_text("of another")
+    path.with_name(f"{path.name}-journal").symlink_to(path.with_name("elsewhere"))
+
+
+DAMAGE = [_cut, _overwritten, _linked, _doubled, _emptied, _without_tables, _dangling, _linked_journal]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_or_linked_store_refuses_and_does_not_begin_again(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    spend(tmp_path, 5)
+    spend(tmp_path)
     damage(tmp_path / STORE)
     with pytest.raises(CheckpointError, match="restore the file from a copy"):
         spend(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    assert damage is not _dangling or not elsewhere.exists()
+    assert damage is not _linked_journal or elsewhere.read_text() == "of another"
+
+
+VALUES = {"uses": "at", "requests": "times", "releases": "times", "spent": "times", "units": "unit"}
+
+
+@pytest.mark.parametrize("value", ["'many'", "-1", "x'00'"])
+@pytest.mark.parametrize("table", VALUES)
+def test_a_value_that_cannot_be_right_in_any_table_refuses_everything(table: str, value: str, tmp_path: Path) -> None:
+    spend(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as rows:
+        rows.execute("PRAGMA ignore_check_constraints = ON")
+        columns = [column for _, column, *_ in rows.execute(f"PRAGMA table_info({table})")]
+        made = [value if column == VALUES[table] else "2.0" if column == "noise" else "'client'" for column in columns]
+        rows.execute(f"INSERT INTO {table} VALUES ({', '.join(made)})")
+    with pytest.raises(CheckpointError, match="restore the file from a copy"):
+        spend(tmp_path)
+
+
+def test_a_process_that_dies_while_it_makes_the_store_leaves_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("polyfed.deploy.device.store.os.rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            spend(tmp_path)
+    assert not (tmp_path / STORE).exists()
+    spend(tmp_path, 5)
 
 
 def test_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from engines.misdeeds import with_header
 from engines.test_flower_inprocess import order, own_ledgers
 from polyfed.algorithms.averaging import Update
 from polyfed.core.masked import masked_class
-from polyfed.deploy.device.secrets_once import USED
 from polyfed.deploy.device.state_store import Store
+from polyfed.deploy.device.store import STORE
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY
 from polyfed.experiment.recipes.settings import EngineSpec
@@ -181,7 +181,7 @@ def test_a_dishonest_server_gets_neither_a_second_reply_nor_both_shares(tmp_path
     assert all("has used its secrets" in answer.header["reason"] for answer in refused)
     assert {answer.header["verdict"] for answer in asked} == {FAILED}
     assert any("Refusal" in answer.header["reason"] for answer in asked), "the type; the text stays on the device"
-    places = [*tmp_path.rglob(USED)]
+    places = [*tmp_path.rglob(STORE)]
     assert len(places) == 5
     assert all(place.stat().st_mode & 0o077 == 0 for place in places), "only the owner reads them"
 

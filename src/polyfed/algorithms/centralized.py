@@ -78,6 +78,7 @@ class Centralized(Algorithm):
             the federated model, for a comparison. The PartialFL paper also compares with a larger model.
     """
 
+    mixing: ClassVar[str] = "the server trains on the rows of all modalities"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     width: Annotated[float, POSITIVE] = 1.0

@@ -134,6 +134,7 @@ class CreamFL(Algorithm):
             is allowed.
     """
 
+    mixing: ClassVar[str] = "creamfl contrasts the embeddings of each modality with all others"
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
 
     inter: Annotated[float, NOT_NEGATIVE] = 0.5

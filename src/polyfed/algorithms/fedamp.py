@@ -112,6 +112,7 @@ class FedAmp(Algorithm):
         start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """
 
+    mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1.0

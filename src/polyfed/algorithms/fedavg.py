@@ -20,4 +20,5 @@ from polyfed.algorithms.privacy_hooks import UPDATES
 class FedAvg(Averaging):
     """Federated averaging: `Averaging` without any change."""
 
+    mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

@@ -94,6 +94,7 @@ class FedFomo(Algorithm):
         explore_decay: amount by which epsilon decreases in every round.
     """
 
+    mixing: ClassVar[str] = "fedfomo mixes each block with weights from the loss of the whole model"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1.0

@@ -121,6 +121,7 @@ class FedGKT(Algorithm):
             is allowed.
     """
 
+    mixing: ClassVar[str] = "fedgkt distils the predictions from all modalities into each of them"
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0

@@ -64,6 +64,7 @@ class FedMSplit(Averaging):
     similarity: Literal["cosine", "dot"] = "cosine"
     temperature: Annotated[float, POSITIVE] = 0.1
 
+    mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
 
     def __post_init__(self) -> None:

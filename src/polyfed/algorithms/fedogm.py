@@ -51,6 +51,7 @@ class FedOgm(Averaging):
             mean of their coefficients. No modality is then favoured. `none`, the default, is the method of the paper.
     """
 
+    mixing: ClassVar[str] = "fedogm scales the gradient of each modality by the scores of all others"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "it compares modalities by the probability of the true class"
 

@@ -51,6 +51,9 @@ class FedPmr(Averaging):
             the features longer.
     """
 
+    mixing: ClassVar[str] = (
+        "fedpmr weights the loss of each modality by the distances of all others to their prototypes"
+    )
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 

@@ -123,6 +123,7 @@ class FedProto(Averaging):
             predicts the class of the nearest global prototype, with distances summed over modalities (the paper).
     """
 
+    mixing: ClassVar[str] = "fedproto adds a loss on the embeddings of all modalities"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 

@@ -30,9 +30,11 @@ class FedProx(Averaging):
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
+    mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Return the loss of the objective plus the proximal term."""
-        distance = squared_distance(context.model.trainable(w), got.params)
-        return super().loss(context, w, batch, got, local) + self.mu / 2 * distance
+        return super().loss(context, w, batch, got, local) + self.mu / 2 * squared_distance(
+            context.model.trainable(w), got.params
+        )

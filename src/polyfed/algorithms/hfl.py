@@ -29,6 +29,7 @@ class Hfl(Averaging):
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    mixing: ClassVar[str] = "hfl stacks them into one"
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def init(self, fed: Federation, params: Tree) -> Any:

@@ -68,6 +68,7 @@ class Local(Algorithm):
             (after the last round), `always` (at every evaluation) or `never`.
     """
 
+    mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     only_evaluates: ClassVar[tuple[str, ...]] = ("upload",)
 

@@ -8,18 +8,15 @@ from polyfed.model.whole_module import require_embeddings
 
 
 class ModelHooks:
-    """The hooks `check_model`, `private_names` and `mixes_modalities`."""
+    """The hooks `check_model`, `private_names` and `mixing`."""
 
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
 
-    @property
-    def mixes_modalities(self) -> bool:
-        """Whether a loss of the method compares representations of several modalities at once.
-
-        The gradient of one modality's block can then depend on the features of another modality, with every fusion.
-        """
-        return False
+    mixing: ClassVar[str] = "the method can use them together"
+    """Why the method mixes modalities whatever the model is, and the option that avoids it. Empty if the training of a
+    modality's block reads other modalities only through the error at the model's outputs. The text counts only for the
+    class that contains it: a subclass can train in another way. See `privacy/egress/mixing.py`."""
 
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""

@@ -79,9 +79,10 @@ class Moon(Averaging):
             )
 
     @property
-    def mixes_modalities(self) -> bool:
-        """Whether the contrastive term reads several modalities at once; see `ModelHooks.mixes_modalities`."""
-        return not self.per_modality
+    def mixing(self) -> str:  # type: ignore[override]
+        """Why the contrastive term reads several modalities at once, if it does; see `ModelHooks.mixing`."""
+        why = "moon contrasts the features of all modalities together; [algorithm] per_modality = true avoids this"
+        return "" if self.per_modality else why
 
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the template of the model and, if there is a projection head, of this head."""

@@ -70,6 +70,7 @@ class Scaffold(Averaging):
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
 
+    mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -16,6 +16,8 @@ Files:
     device_check: checks a recipe on a device before a run.
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
     request_limits: on a device, limits how many requests of the server the device answers.
+    privacy_budget: on a device, counts the epsilon of all replies with noise.
+    store: what a device must not forget, in one SQLite file.
     state_store: a client's local state on its own disk.
     faults: reports errors of a device to its own log and, in short, to the server.
     run_log: writes a server's log, and a file with the status of its run.

@@ -29,7 +29,7 @@ from polyfed.privacy.egress.policy import Policy
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
 CLIENT = "polyfed.deploy.device.process:app"
-"""The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy.md)."""
+"""The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy-reference.md)."""
 
 _APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
 

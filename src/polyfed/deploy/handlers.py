@@ -239,7 +239,7 @@ def runtime_of(
     engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
     engine.limits, engine.required, engine.on_device = limits, required, own
     if recipe.privacy is not None:
-        engine.privacy = mechanism_of(recipe, model, parts[-1], None, secure=own)
+        engine.protect(mechanism_of(recipe, model, parts[-1], None, secure=own))
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     release = release_of(required, recipe)

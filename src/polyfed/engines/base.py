@@ -34,6 +34,7 @@ from polyfed.privacy.egress.gate import EgressGate
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.limit_guard import LimitGuard
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
+from polyfed.privacy.egress.mixing import mixing
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
@@ -60,8 +61,8 @@ class Method(Asking, Protocol):
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
 
     @property
-    def mixes_modalities(self) -> bool:
-        """Whether a loss of the method compares representations of several modalities at once."""
+    def mixing(self) -> str:
+        """Why the method itself mixes modalities, or an empty text."""
 
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the names, shapes and types of the parameters that a task receives."""
@@ -223,16 +224,23 @@ class Engine(ABC):
         announcement = self.announcement(context.modalities)
         return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client, self.on_device)
 
-    @property
-    def mixes(self) -> bool:
-        """Whether the model, the objective or the algorithm mixes modalities; see `Policy.for_model`."""
-        return self.algorithm.mixes_modalities or self.objective.mixes_modalities(self.model)
+    def with_model(self, policy: Policy) -> Policy:
+        """Return a policy with what the model of this run can reveal; see `Policy.for_model`."""
+        return policy.for_model(
+            self.model.modalities,
+            lambda own: mixing(self.algorithm, self.objective, self.model, own, self.privacy),
+        )
+
+    def protect(self, mechanism: Mechanism) -> None:
+        """Set how replies are protected under [privacy]. What clients announce depends on it."""
+        self.privacy = mechanism
+        self._announcements.clear()
 
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
         """Return the announcement for clients with these modalities: everything that their replies can hold."""
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
-            policy = self.policy.for_client(modalities).for_model(self.model.modalities, mixes=self.mixes)
+            policy = self.with_model(self.policy.for_client(modalities))
             parts = policy, bool(self.registry.tested), PrivateNames.of(self.algorithm, self.model)
             demand = self.required, self.privacy
             self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)

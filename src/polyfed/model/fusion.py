@@ -34,10 +34,6 @@ class Fusion(nn.Module):
     Attributes:
         linear: whether the logits are linear in the embeddings, so that they are a sum of one term per modality.
         sequential: whether the encoders must return sequences (B, T, E).
-        mixes: whether the gradient of one modality's block can hold the features of another modality. The policy then
-            protects the blocks of the modalities like the block `shared` (docs/egress.md). Write `mixes = False` only
-            if the joint representation is a sum of terms, and each term reads a single modality. The line counts only
-            for the class that contains it, and not for its subclasses.
         joint_size: J, the width of the joint representation that the head receives. 0 if the joint representation
             equals the logits.
         head: layers from the joint representation to the logits. Empty if the joint representation equals the logits.
@@ -46,7 +42,6 @@ class Fusion(nn.Module):
     head: nn.Sequential
     linear = False
     sequential = False
-    mixes = True
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__()
@@ -97,8 +92,6 @@ class Concat(Fusion):
     docs/algorithms/conventions.md).
     """
 
-    mixes = False
-
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__(embedding, head, classes, dropout)
         self.linear, self.joint_size = not head, head[0] if head else 0
@@ -131,8 +124,6 @@ class Concat(Fusion):
 
 class Sum(Fusion):
     """The sum of the embeddings, followed by the head. All modalities share all parameters of this fusion."""
-
-    mixes = False
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__(embedding, head, classes, dropout)
@@ -233,11 +224,6 @@ class Attention(Fusion):
             scores = torch.where(_steps_there(z, present).unsqueeze(-1), scores, scores.new_full((), -1e5))
         weights = torch.softmax(scores, 1)
         return (weights.transpose(1, 2) @ steps).flatten(1)
-
-
-def mixes(made: type) -> bool:
-    """Return whether a fusion or a whole module mixes modalities: True, unless its own class says `mixes = False`."""
-    return vars(made).get("mixes", True) is not False
 
 
 FUSIONS: dict[str, type[Fusion]] = {"concat": Concat, "sum": Sum, "gated": Gated, "attention": Attention}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.fusion import Fusion, masked, mixes
+from polyfed.model.fusion import Fusion, masked
 from polyfed.model.modules.layers import BatchNorm, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
@@ -55,7 +55,6 @@ class Model(Named):
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
         recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
-        mixes: whether the gradient of one modality's block can hold the features of another modality; see `Fusion`.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
         has_embeddings: whether modalities have embeddings; if not, `features` returns the samples.
     """
@@ -91,7 +90,7 @@ class Model(Named):
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)
-        self.sequential, self.mixes = self._fusion.sequential, mixes(type(self._fusion))
+        self.sequential = self._fusion.sequential
         self.has_embeddings = True
 
     # sizes

@@ -12,7 +12,7 @@ from polyfed.core.problems import Problems
 from polyfed.model import user_classes
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders.catalogue import encoder_spec
-from polyfed.model.fusion import FUSIONS, Fusion, mixes
+from polyfed.model.fusion import FUSIONS, Fusion
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
@@ -127,14 +127,6 @@ class ModelSpec:
     def modalities(self) -> tuple[str, ...]:
         """The modalities that the section names."""
         return tuple(self.encoders if self.module is None else self.blocks)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether the model mixes modalities; see `Fusion.mixes`. This imports the user's own class."""
-        if self.module is None:
-            return mixes(user_classes.fusion_class(self.fusion))
-        module = user_classes.found("[model] module", self.module, nn.Module)
-        return mixes(type(module) if isinstance(module, nn.Module) else module)
 
     @property
     def idle(self) -> dict[str, str]:

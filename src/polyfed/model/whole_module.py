@@ -29,7 +29,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.encoders.spec import Shape
-from polyfed.model.fusion import Features, Fusion, Parts, masked, mixes
+from polyfed.model.fusion import Features, Fusion, Parts, masked
 from polyfed.model.model import Block, Model
 from polyfed.model.modules.layer_replacement import adopt
 from polyfed.model.modules.layers import Rows
@@ -105,7 +105,7 @@ class WholeModel(Model):
             self._slots.own(name).requires_grad_(False)
         several = len(self.modalities) > 1  # otherwise every Tree has all blocks
         self._initial = {n: self._slots.own(n).clone() for n in self._slots.names if several and block_of(n) != SHARED}
-        self.has_embeddings, self.mixes = self._fusion.encodes, mixes(type(self._fusion.module))
+        self.has_embeddings = self._fusion.encodes
         if self.has_embeddings:
             encode: Any = self._fusion.module.encode
             self._encoders = {name: partial(encode, name) for name in read}

@@ -15,7 +15,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.schema import check_ranges
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
-from polyfed.model import Model, ModelSpec
+from polyfed.model import Model
 
 UNDEFINED = -1.0
 """Stands for an undefined exact score, such as the AUROC of a single class, because a message must not hold NaN."""
@@ -88,13 +88,6 @@ class Objective(ABC):
             features: the result of `model.features`, if you have already computed it.
         """
         return model.logits(w, batch) if features is None else model.fuse(w, features, batch)
-
-    def mixes_modalities(self, model: Model | ModelSpec) -> bool:
-        """Return whether a gradient of one modality's block can hold the features of another; see `Fusion.mixes`.
-
-        A loss that compares the embeddings of modalities has such gradients with every fusion.
-        """
-        return self.BY_MODALITY or model.mixes
 
     # loss
 

@@ -68,6 +68,7 @@ class CmsFedState(State):
 class CmsFed(CmsFedOptions):
     """CMSFed and its ablations. `CmsFedOptions` lists the options."""
 
+    mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("train_all.params", "train_alone.params")}
 

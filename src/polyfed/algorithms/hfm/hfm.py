@@ -8,6 +8,7 @@ heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class Adopted(Message):
 @dataclass(frozen=True, kw_only=True)
 class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
+
+    mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the local state of `Vertical` and, if `mu` is above 0, the values of the last broadcast."""

@@ -26,6 +26,7 @@ from polyfed.privacy.egress.policy import Policy
 class Vfl(Vertical):
     """VFL: training inside silos only. It has the options of `VerticalOptions`; a round has R exchanges, as in HFM."""
 
+    mixing: ClassVar[str] = "vfl trains each device on the embeddings of others"
     model_for: ClassVar[str] = "silo"
 
     def init(self, fed: Federation, params: Tree) -> SiloState:

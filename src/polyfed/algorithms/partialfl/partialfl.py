@@ -71,6 +71,7 @@ class PartialState(State):
 class PartialFL(PartialOptions):
     """PartialFL. `PartialOptions` lists the options."""
 
+    mixing: ClassVar[str] = "partialfl distils one modality into another"
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"

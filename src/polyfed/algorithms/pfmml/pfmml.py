@@ -116,6 +116,7 @@ class Pfmml(Algorithm):
             mixing. `none` is the method of the paper.
     """
 
+    mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1 / 3

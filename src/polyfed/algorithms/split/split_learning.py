@@ -71,6 +71,7 @@ class SplitLearning(Algorithm):
     """
 
     selector: Selector = Uniform()
+    mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
 
     u_shaped: bool = False

@@ -41,6 +41,7 @@ class SplitFed(Algorithm):
     version: Literal[1, 2] = 1
     aggregation: Literal["weighted", "uniform"] = "weighted"
     selector: Selector = Uniform()
+    mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
 
     u_shaped: bool = False

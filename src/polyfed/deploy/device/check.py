@@ -32,9 +32,9 @@ from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.requirement_checks import release_of, unmet
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble
 from polyfed.privacy.egress.announcement import Holder
+from polyfed.privacy.egress.mixing import Mixing
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.requirements import Requirements
 
@@ -118,11 +118,11 @@ def _cached_in(recipe: Recipe, folder: str) -> Recipe:
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     if not node.data:
         node = replace(node, modalities=",".join(recipe.model.modalities))
-    policy = _of_model(policy_on(node, recipe, node.held), recipe)
+    policy = policy_on(node, recipe, node.held)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
-    planned, unchecked = _planned(recipe, node, policy, population, required)
+    policy, planned, unchecked = _planned(recipe, node, policy, population, required)
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
     lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
@@ -134,15 +134,6 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
-
-
-def _of_model(policy: Policy, recipe: Recipe) -> Policy:
-    """Return the policy. If the recipe's model mixes modalities, it is stricter, as on a device during a run."""
-    spec = recipe.model
-    told = Policy.parse(recipe.egress, {**dict.fromkeys(spec.modalities), **recipe.egress})
-    read = recipe.algorithm.model_spec(spec, spec.modalities, told)[1]
-    mixes = recipe.algorithm.mixes_modalities or task_of(recipe).mixes_modalities(spec)
-    return policy.for_model(spec.modalities if read is None else read, mixes=mixes)
 
 
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
@@ -165,16 +156,17 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
 def _of_policy(path: str) -> NodeConfig:
     """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
     if not Path(path).is_file():
-        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
+        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy-reference.md")
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
 def _planned(
     recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
-) -> tuple[tuple[Planned, ...], str]:
-    """Return the parts of replies that tasks would send, and "". If they are not known, return none and the reason.
+) -> tuple[Policy, tuple[Planned, ...], str]:
+    """Return the policy, the parts of replies that tasks would send, and "".
 
-    If the shapes are not known, the model cannot be built, and the parts are not known.
+    The policy is as strict as on a device during a run. If the shapes are not known, the model cannot be built. The
+    policy then assumes that the model mixes modalities, and the function returns no parts, but the reason.
 
     Shapes come from the device's own rows or, without them, from the recipe's data. The sizes in bytes are those of a
     federation whose clients have only the modalities of this device.
@@ -183,19 +175,23 @@ def _planned(
     # the device builds its model with the recipe's policy
     told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
     mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
+    unbuilt = policy.for_model(
+        node.held, lambda own: Mixing(frozenset(own), "the built model alone shows that it does not")
+    )
     if population is None and recipe.data == ELSEWHERE:
-        return (), "the recipe's data source is code, which a device does not run"
+        return unbuilt, (), "the recipe's data source is code, which a device does not run"
     try:
         assembly = assemble(mine, population=population, one_device=True)
     except DataError as error:
         if population is not None:
             raise
-        return (), f"the recipe's data cannot be read here ({error})"
+        return unbuilt, (), f"the recipe's data cannot be read here ({error})"
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
+    policy = assembly.engine.with_model(policy)
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
     listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'
     shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
-    return tuple(shown), ""
+    return policy, tuple(shown), ""

@@ -1,34 +1,24 @@
-"""The privacy budget of a device: epsilon of everything that it has sent with noise, in all runs together.
+"""The privacy budget of a device: how many replies it has sent with noise, and the epsilon of all runs together.
 
-If the device counted each run separately, a server could start many runs, or rename a run, and get the full budget each
-time. So the device counts over all runs, in a file in its state folder. A repeated request counts again, because its
-reply has new noise.
+If the device counted epsilon for each run separately, a server could start many runs, or rename a run, and get the full
+budget each time. So it counts over all runs. Noise comes from the operating system, so a reply that is computed again
+counts again.
 """
 
-import fcntl
-import json
-import math
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
-from polyfed.core.errors import CheckpointError, EgressError
-from polyfed.core.system.files import read_notes, replace_text
+from polyfed.core.errors import EgressError
+from polyfed.core.request import Request
+from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.differential.guarantee import number
+from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.privacy.egress.requirements import Release, Requirements
 
-SPENT = "privacy-spent.json"
-"""File in the state folder of a device: `unit noise` -> number of Gaussian mechanisms with this noise."""
-
-LOCK = "privacy-spent.lock"
-"""File that a process locks while it counts, because several runs may ask the same device at once."""
-
-
-PROTECTION = "protection.json"
-"""File in the folder of a client and a run: the unit that [privacy] protected in the newest request."""
-
-UNITS = ("client", "example")
-"""The units that a count can have."""
+Spent = dict[tuple[str, float], int]
+"""(unit, noise) -> number of Gaussian mechanisms with this noise."""
 
 
 def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, rounds: int) -> None:
@@ -48,11 +38,14 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
     Raises:
         EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds the budget
             is enough.
-        CheckpointError: the file is damaged.
+        CheckpointError: the store cannot be used.
     """
     if release is None or rounds < 1:
         return
-    spent = _read(folder)
+    spent: Spent = {}
+    if DeviceStore(folder).begun:  # a check before the first run leaves no file behind
+        with DeviceStore(folder).transaction("", client) as memory:
+            spent = _read(memory)
     _checked(required, _with(spent, release), client)
     assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
     total = _epsilon(required, _with(spent, release, rounds), client)
@@ -71,86 +64,105 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
     )
 
 
-def spend(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
-    """Add the cost of one reply to the budget file, or refuse the request if the budget does not allow the reply.
+def spend(memory: Memory, required: Requirements, release: Release | None) -> None:
+    """Add the cost of one reply to the budget, or refuse the request if the budget does not allow the reply.
 
     The device calls this function before it runs the task that makes the reply. The arguments and errors are those of
     `refuse_spent`.
     """
     if release is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        spent = _with(_read(folder), release)
-        _checked(required, spent, client)
-        replace_text(folder / SPENT, json.dumps(spent))
+    spent = _with(_read(memory), release)
+    _checked(required, spent, memory.client)
+    rows = [(unit, noise, times) for (unit, noise), times in spent.items()]
+    memory.rows.executemany("INSERT OR REPLACE INTO spent VALUES (?, ?, ?)", rows)
 
 
-def admit_state(release: Release | None, folder: Path, has_state: bool, client: int) -> None:
-    """If the recipe now says `unit = "example"`, refuse local state that was trained without noise in the gradients.
+def admit_release(memory: Memory, mechanism: Mechanism | None, request: Request) -> None:
+    """Count the replies that this client protects with its own noise, and refuse replies beyond what epsilon allows.
 
-    A server may change the recipe within a run. With `unit = "client"`, the client trains its local state without noise
-    in the gradients of rows. If a later reply with `unit = "example"` depends on this state, the noise of the reply
-    does not hide the rows that the state was trained on. The check is made only if the device limits epsilon.
+    If the noise comes from the operating system, a repeated request counts again, because its reply has new noise.
 
     Args:
+        memory: what the device remembers of the client and the run.
+        mechanism: the mechanism of [privacy], or None.
+        request: the request.
+
+    Raises:
+        EgressError: the run has used up its privacy budget on this client.
+    """
+    if mechanism is None or mechanism.releases is None or request.name not in mechanism.protected:
+        return
+    this = f"{request.round} {request.number} {request.turn}"  # a text, because a turn may be any whole number
+    memory.rows.execute(
+        "INSERT INTO releases VALUES (?, ?, ?, 1) ON CONFLICT (run, client, request) DO UPDATE SET times = times + ?",
+        (memory.run, memory.client, this, int(mechanism.secure)),
+    )
+    (sent,) = memory.rows.execute(
+        "SELECT sum(times) FROM releases WHERE run = ? AND client = ?", (memory.run, memory.client)
+    ).fetchone()
+    if request.round > mechanism.releases or sent > mechanism.releases:
+        raise EgressError(
+            f"client {memory.client} refused task {request.name}: the run's [privacy] allows {mechanism.releases} "
+            "replies with noise of this client, and they have been sent. More would raise epsilon: begin a new run"
+        )
+
+
+def admit_state(memory: Memory, release: Release | None, mixed: Collection[str], has_state: bool) -> None:
+    """Refuse local state from an earlier recipe of the run if it can reveal more than the present recipe allows.
+
+    A server may change the recipe within a run. If the earlier model mixed modalities, the local state of a block can
+    hold what another modality may not send, and the present model would let this block leave.
+
+    With `unit = "client"`, the client trains its local state without noise in the gradients of rows. If a later reply
+    with `unit = "example"` depends on this state, the noise of the reply does not hide the rows that the state was
+    trained on. This second check is made only if the device limits epsilon.
+
+    Args:
+        memory: what the device remembers of the client and the run.
         release: the noise of one reply and the number of its Gaussian mechanisms. They determine how much the reply
             adds to the device's epsilon. None if the device does not limit epsilon.
-        folder: the folder of the client and the run.
-        has_state: whether the folder holds local state.
-        client: the client's number.
+        mixed: the modalities whose blocks can reveal other modalities under the present recipe.
+        has_state: whether the client has local state of this run.
 
     Raises:
-        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit.
-        CheckpointError: the file is damaged.
+        EgressError: the recipe says `unit = "example"`, and the local state is from a request without this unit. Or
+            the state is from a model that mixed a block with other modalities, and the present model does not.
     """
-    unit = "" if release is None else release.unit
-    before = read_notes(folder / PROTECTION, str).get("unit", "")
-    if unit == "example" and before != unit and has_state:
+    now, of = ("" if release is None else release.unit, " ".join(sorted(mixed))), (memory.run, memory.client)
+    found = memory.rows.execute("SELECT unit, mixed FROM units WHERE run = ? AND client = ?", of).fetchone()
+    before = ("", "") if found is None else found
+    if has_state and (apart := set(before[1].split()) - set(mixed)):
         raise EgressError(
-            f'client {client} refused: the recipe says [privacy] unit = "example", and the local state of this run was '
-            "trained without noise for single rows. Begin a new run"
+            f"client {memory.client} refused: the local state of this run was trained with a model that mixes "
+            f"modalities, so '{min(apart)}' can reveal other modalities, although the present model does not mix them. "
+            "Begin a new run"
         )
-    if unit != before:
-        replace_text(folder / PROTECTION, json.dumps({"unit": unit}))
+    if now[0] == "example" and before[0] != "example" and has_state:
+        raise EgressError(
+            f'client {memory.client} refused: the recipe says [privacy] unit = "example", and the local state of this '
+            "run was trained without noise for single rows. Begin a new run"
+        )
+    if now != before:
+        memory.rows.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", (*of, *now))
 
 
-def _read(folder: Path) -> dict[str, int]:
-    """Return the content of the budget file: `unit noise` -> number of Gaussian mechanisms with this noise.
-
-    Raises:
-        CheckpointError: the file is damaged: a unit, a noise or a count in it is not valid. A noise of NaN is not
-            valid, because the accountant would compute epsilon 0 from it.
-    """
-    path = folder / SPENT
-    counts = read_notes(path, lambda value: value)
-    for key, count in counts.items():
-        unit, _, noise = key.partition(" ")
-        if unit not in UNITS or type(count) is not int or count < 1 or not _is_noise(noise):
-            raise CheckpointError(f"{path} is damaged: '{key}' is {count!r}. Restore it from a copy")
-    return counts
+def _read(memory: Memory) -> Spent:
+    return {(unit, noise): times for unit, noise, times in memory.rows.execute("SELECT unit, noise, times FROM spent")}
 
 
-def _is_noise(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
-
-
-def _with(spent: dict[str, int], release: Release, replies: int = 1) -> dict[str, int]:
+def _with(spent: Spent, release: Release, replies: int = 1) -> Spent:
     """Return how often the device has used each Gaussian mechanism, after this number of further replies.
 
     If the task of the reply does not train, it uses no rows, and the counts stay the same.
     """
     if not release.uses:
         return spent
-    key = f"{release.unit} {release.noise!r}"
+    key = (release.unit, float(release.noise))
     return spent | {key: spent.get(key, 0) + release.uses * replies}
 
 
-def _checked(required: Requirements, spent: dict[str, int], client: int) -> None:
+def _checked(required: Requirements, spent: Spent, client: int) -> None:
     """Refuse one more reply if the counts, which include it, exceed the budget.
 
     Raises:
@@ -166,7 +178,7 @@ def _checked(required: Requirements, spent: dict[str, int], client: int) -> None
         )
 
 
-def _epsilon(required: Requirements, spent: dict[str, int], client: int) -> float:
+def _epsilon(required: Requirements, spent: Spent, client: int) -> float:
     """Return the epsilon of these counts at the delta of the device.
 
     Noise for a whole client also protects each of its rows. Noise for single rows does not protect a whole client.
@@ -176,16 +188,15 @@ def _epsilon(required: Requirements, spent: dict[str, int], client: int) -> floa
     """
     assert required.delta is not None, "max_epsilon has a delta"
     uses: Counter[float] = Counter()
-    for key, count in spent.items():
-        unit, _, noise = key.partition(" ")
+    for (unit, noise), times in spent.items():
         if required.unit == "client" and unit == "example":
             raise EgressError(
                 f'client {client} refused: [require] unit = "client" of the device, and earlier replies of the device '
                 f"protected single rows only. {_cure()}"
             )
-        uses[float(noise)] += count
+        uses[noise] += times
     return epsilon_of_all(uses, required.delta)
 
 
 def _cure() -> str:
-    return f"The owner of the device may raise max_epsilon, or remove {SPENT} of its state folder if the data is new"
+    return "The owner of the device may raise max_epsilon, or give the device a new state folder if the data is new"

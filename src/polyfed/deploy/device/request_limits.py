@@ -1,68 +1,57 @@
-"""Limits on the number of a server's requests: `max_rounds` and `max_requests` of the device's [limits]."""
+"""Limits on how often a server asks: `max_rounds`, `max_requests` and the budgets per day of the device's [limits]."""
 
-import json
-from pathlib import Path
+import time
 
-from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
-from polyfed.core.system.files import read_notes, replace_text
-from polyfed.privacy.differential.mechanism import Mechanism
+from polyfed.deploy.device.store import STORE, Memory
 from polyfed.privacy.egress.limits import Limits
 
-RELEASES = "private-releases.json"
-"""File with the requests that the client has answered with noise of its own, and how often."""
-
-REQUESTS = "requests.json"
-"""File with the number of requests in each round, next to the local state. So restarts do not reset the number."""
+DAY = 24 * 3600.0
+"""Length in seconds of the window of the limits per day. A calendar day would allow twice as many around midnight."""
 
 
-def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
-    """Count a request before it runs, and refuse the request if it exceeds a limit.
-
-    Args:
-        limits: the limits of the device.
-        folder: the folder of the client and the run.
-        request: the request.
-        client: the client's number.
+def admit(memory: Memory, limits: Limits, request: Request) -> None:
+    """Count a request and its run before it runs, and refuse the request if it exceeds a limit.
 
     Raises:
         EgressError: the request exceeds a limit.
-        CheckpointError: the count on disk is damaged.
     """
-    limits.refuse("max_rounds", request.round, client, request.name)
-    if limits.max_requests is None:
-        return
-    path = folder / REQUESTS
-    counts = read_notes(path, int)
-    number = counts.get(str(request.round), 0) + 1
-    limits.refuse("max_requests", number, client, request.name)
-    replace_text(path, json.dumps(counts | {str(request.round): number}))
+    limits.refuse("max_rounds", request.round, memory.client, request.name)
+    if limits.max_requests is not None:
+        of = (memory.run, memory.client, request.round)
+        found = memory.rows.execute("SELECT times FROM requests WHERE run = ? AND client = ? AND round = ?", of)
+        number = 1 + (found.fetchone() or (0,))[0]
+        memory.rows.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?)", (*of, number))
+        limits.refuse("max_requests", number, memory.client, request.name)
+    admit_today(memory, limits, "max_runs_per_day", request.name)
+    admit_today(memory, limits, "max_requests_per_day", request.name)
 
 
-def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, client: int) -> None:
-    """Count the replies that this client protects with its own noise, and refuse replies beyond what epsilon allows.
-
-    If the noise comes from the operating system, a repeated request counts again, because its reply has new noise.
+def admit_today(memory: Memory, limits: Limits, budget: str, task: str) -> None:
+    """Count a use of a budget, and refuse the request if more than allowed lie within the last 24 hours.
 
     Args:
-        mechanism: the mechanism of [privacy], or None.
-        folder: the folder of the client and the run.
-        request: the request.
-        client: the client's number.
+        memory: what the device remembers. The budget holds over all runs.
+        limits: the limits of the device.
+        budget: a limit, such as `max_requests_per_day`. `max_runs_per_day` counts each run once.
+        task: the task, for the message.
 
     Raises:
-        EgressError: the run has used up its privacy budget on this client.
-        CheckpointError: the count on disk is damaged.
+        EgressError: the budget is spent.
     """
-    if mechanism is None or mechanism.releases is None or request.name not in mechanism.protected:
+    if limits.value(budget) is None:
         return
-    path = folder / RELEASES
-    counts = read_notes(path, int)
-    this = f"{request.round} {request.number} {request.turn}"
-    counts[this] = counts.get(this, 0) + 1 if mechanism.secure else 1
-    if request.round > mechanism.releases or sum(counts.values()) > mechanism.releases:
-        raise EgressError(
-            f"client {client} refused task {request.name}: the run's [privacy] allows {mechanism.releases} replies "
-            "with noise of this client, and they have been sent. More would raise epsilon: begin a new run"
-        )
-    replace_text(path, json.dumps(counts))
+    rows = memory.rows
+    last, clock = rows.execute("SELECT max(at) FROM uses").fetchone()[0] or 0.0, time.time()
+    now = max(clock, last)  # a clock that is set back frees nothing
+    rows.execute("DELETE FROM uses WHERE at <= ?", (now - DAY,))
+    if budget == "max_runs_per_day":
+        begun = rows.execute("UPDATE uses SET at = ? WHERE budget = ? AND name = ?", (now, budget, memory.run))
+        if begun.rowcount:
+            return
+    count = rows.execute("SELECT count(*) FROM uses WHERE budget = ?", (budget,)).fetchone()[0]
+    if error := limits.refusal(budget, count + 1, memory.client, task):
+        if last > clock + DAY:
+            error.add_note(f"{STORE} holds a use {last - clock:.0f} s in the future. Check the clock")
+        raise error
+    rows.execute("INSERT INTO uses VALUES (?, ?, ?)", (budget, now, memory.run))

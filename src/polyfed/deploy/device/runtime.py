@@ -3,7 +3,7 @@
 It also stores the client's local state and ledger.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,11 @@ from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
 from polyfed.deploy.device.kept_replies import KeptReplies
-from polyfed.deploy.device.privacy_budget import admit_state, spend
-from polyfed.deploy.device.request_limits import admit, admit_release
+from polyfed.deploy.device.privacy_budget import admit_release, admit_state, spend
+from polyfed.deploy.device.request_limits import admit, admit_today
 from polyfed.deploy.device.secrets_once import admit_secrets, bind_secrets, digest_of_use
 from polyfed.deploy.device.state_store import Store
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.machine.gpu_determinism import deterministic
@@ -100,16 +100,18 @@ class ClientRuntime:
         self._check_held(packet, request_id.client)
         with store.alone():
             store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
-            admit(engine.limits, folder, request, request_id.client)
-            self._admit_today(request_id, request.name)
             local = self._before(store, request, request_id)
             replies = KeptReplies(folder, digest_of_use(request, local or {}, packet, self.conditions))
-            known = replies.find(request_id) if self._adds_noise(request) else None
-            if known is None:
-                self._count(store, request, request_id)
+            device = DeviceStore(self.folder)
+            with device.transaction(request_id.run, request_id.client) as memory:
+                admit(memory, engine.limits, request)
+                known = replies.find(request_id) if self._adds_noise(request) else None
+                if known is None:
+                    self._count(memory, request, store.has_state)
+                admit_secrets(memory, request, local, packet, self.conditions)
             store.prune()
             store.begin(request_id, again=known is not None)
-            admit_secrets(folder, request, local, packet, request_id.client, self.conditions)
+            engine.evaluates = self._evaluations(device, request_id)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}
@@ -120,7 +122,7 @@ class ClientRuntime:
                     content = self._released_again(request, request_id.client, got, known)
                 elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
                     content = encode(reply)
-                    bind_secrets(folder, request, engine.locals.get(request_id.client, {}), self.conditions)
+                    bind_secrets(device, request_id, request, engine.locals.get(request_id.client, {}), self.conditions)
                     kept = int(packet.header.get("kept", 0))
                     self._keep(store, request_id, local, kept)
                     if self._adds_noise(request):
@@ -134,25 +136,19 @@ class ClientRuntime:
                 return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
 
-    def _admit_today(self, request_id: RequestId, task: str) -> None:
-        """Count a request and its run in the budgets of the device, which hold over all runs.
-
-        Raises:
-            EgressError: a budget is spent.
-            CheckpointError: the store of the device cannot be used.
-        """
-        limits, client, store = self.engine.limits, request_id.client, DeviceStore(self.folder)
-        store.spend(limits, "max_runs_per_day", request_id.run, client, task)
-        store.spend(limits, "max_requests_per_day", request_id.run, client, task)
+    def _evaluations(self, device: DeviceStore, request_id: RequestId) -> Callable[[str], EgressError | None] | None:
+        """Return a function that counts an evaluation, if the device limits them, and returns the refusal or None."""
+        limits = self.engine.limits
 
         def evaluates(task: str) -> EgressError | None:
             try:
-                store.spend(limits, "max_evaluations_per_day", request_id.run, client, task)
+                with device.transaction(request_id.run, request_id.client) as memory:
+                    admit_today(memory, limits, "max_evaluations_per_day", task)
             except EgressError as error:
                 return error
             return None
 
-        self.engine.evaluates = None if limits.max_evaluations_per_day is None else evaluates
+        return None if limits.max_evaluations_per_day is None else evaluates
 
     def _refuse_made_model(self, request: Request, got: Message, client: int) -> None:
         """Refuse a model that could only read the data; see `Policy.accepts`. It costs no privacy budget.
@@ -171,13 +167,14 @@ class ClientRuntime:
             mechanism is not None and mechanism.secure and not mechanism.central and request.name in mechanism.protected
         )
 
-    def _count(self, store: Store, request: Request, request_id: RequestId) -> None:
+    def _count(self, memory: Memory, request: Request, has_state: bool) -> None:
         """Count a new reply with noise in what the run's [privacy] and the device's privacy budget allow."""
-        mechanism, client = self.engine.privacy, request_id.client
-        admit_release(mechanism, store.folder, request, client)
-        admit_state(self.release, store.folder, store.has_state, client)
+        mechanism = self.engine.privacy
+        admit_release(memory, mechanism, request)
+        mixed = self.engine.announcement(self.engine.context(memory.client).modalities).policy.mixing.blocks
+        admit_state(memory, self.release, mixed, has_state)
         if mechanism is not None and request.name in mechanism.protected:
-            spend(self.engine.required, self.release, self.folder, client)
+            spend(memory, self.engine.required, self.release)
 
     def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
         """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""

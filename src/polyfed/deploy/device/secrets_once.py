@@ -18,21 +18,14 @@ from pathlib import Path
 
 from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
-from polyfed.core.system.files import read_notes, replace_text
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
 from polyfed.deploy.device.configuration import NodeConfig
+from polyfed.deploy.device.store import DeviceStore, Memory
+from polyfed.engines.protocol import RequestId
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet
-
-USED = "used-secrets.json"
-"""File with the digests of the secrets that a client has used, of the requests for which it used them, and of the
-conditions under which it drew them."""
-
-UNMASKED = "unmasked"
-"""Key of the newest request for which the client has revealed shares, with its round and its
-number, separated by a space. The other keys are digests, or `seeds ` and a digest."""
 
 CHANGING = ("session", "kept")
 """The entries of a header that may differ if a restarted server repeats a request. No reply depends on them."""
@@ -60,66 +53,63 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def bind_secrets(folder: Path, request: Request, local: Tree, conditions: str) -> None:
+def bind_secrets(device: DeviceStore, request_id: RequestId, request: Request, local: Tree, conditions: str) -> None:
     """Record the conditions under which a client has drawn new secrets. Call this before the public keys leave.
 
     Args:
-        folder: the folder of the client and the run.
+        device: the store of the device.
+        request_id: id of the request.
         request: the request.
         local: the local state after the task.
         conditions: see `conditions_of`.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the store cannot be used.
     """
     if request.reply is PublicKeys:
-        used = read_notes(folder / USED, str)
-        used[_name_of_seeds(under(SECRETS, local))] = conditions
-        replace_text(folder / USED, json.dumps(used))
+        with device.transaction(request_id.run, request_id.client) as memory:
+            _note(memory, _name_of_seeds(under(SECRETS, local)), conditions)
 
 
-def admit_secrets(
-    folder: Path, request: Request, local: Tree | None, packet: Packet, client: int, conditions: str = ""
-) -> None:
+def admit_secrets(memory: Memory, request: Request, local: Tree | None, packet: Packet, conditions: str = "") -> None:
     """Record that a task uses the secrets in the local state, or refuse the request.
 
     Args:
-        folder: the folder of the client and the run.
+        memory: what the device remembers of the client and the run.
         request: the request.
         local: the local state before the task.
         packet: the packet that holds the request.
-        client: the client's number.
         conditions: see `conditions_of`. They are empty in a simulation.
 
     Raises:
         EgressError: the client has used the secrets for another request, or drew them under other conditions.
-        CheckpointError: the file is damaged.
     """
-    path = folder / USED
     if request.reply is PublicKeys:
-        _refuse_repetition(read_notes(path, str), request, client)
+        _refuse_repetition(memory, request)
     block = SECRETS if request.reply.masks is not None else info_of(request.task).once
     secrets = under(block, local or {}) if block else {}
     if not secrets:
         return
     use = digest_of_use(request, local or {}, packet, conditions)
-    key, seeds, used = digest(nested(block, secrets)), _name_of_seeds(secrets), read_notes(path, str)
-    if used.get(seeds, conditions) != conditions:
+    key, seeds = digest(nested(block, secrets)), _name_of_seeds(secrets)
+    if _noted(memory, seeds) not in (None, conditions):
         raise EgressError(
-            f"client {client} refused task {request.name}: it drew its keys of secure aggregation under another "
+            f"client {memory.client} refused task {request.name}: it drew its keys of secure aggregation under another "
             "recipe, policy, configuration or data, and does not use them after such a change. Begin the request with "
             "new keys"
         )
-    if used.get(key, use) != use:
+    used = _noted(memory, key)
+    if used not in (None, use):
         raise EgressError(
-            f"client {client} refused task {request.name}: it has used its secrets of secure aggregation for another "
-            "request. Keys serve once, and a server that repeats a round begins it with new keys"
+            f"client {memory.client} refused task {request.name}: it has used its secrets of secure aggregation for "
+            "another request. Keys serve once, and a server that repeats a round begins it with new keys"
         )
-    if key not in used:
-        used |= {key: use, seeds: conditions}
+    if used is None:
+        _note(memory, key, use)
+        _note(memory, seeds, conditions)
         if request.reply is RevealedShares:
-            used[UNMASKED] = f"{request.round} {request.number}"
-        replace_text(path, json.dumps(used))
+            place = (memory.run, memory.client, request.round, request.number)
+            memory.rows.execute("INSERT OR REPLACE INTO unmasked VALUES (?, ?, ?, ?)", place)
 
 
 def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str) -> str:
@@ -136,11 +126,22 @@ def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str
 
 
 def _name_of_seeds(secrets: Tree) -> str:
-    """Return the key under which the file holds the conditions of secrets. The seeds stay the same in all steps."""
+    """Return the name under which the store holds the conditions of secrets. The seeds stay the same in all steps."""
     return f"seeds {digest({name: value for name, value in secrets.items() if name == 'seeds'})}"
 
 
-def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> None:
+def _noted(memory: Memory, name: str) -> str | None:
+    found = memory.rows.execute(
+        "SELECT use FROM secrets WHERE run = ? AND client = ? AND name = ?", (memory.run, memory.client, name)
+    ).fetchone()
+    return None if found is None else str(found[0])
+
+
+def _note(memory: Memory, name: str, use: str) -> None:
+    memory.rows.execute("INSERT OR REPLACE INTO secrets VALUES (?, ?, ?, ?)", (memory.run, memory.client, name, use))
+
+
+def _refuse_repetition(memory: Memory, request: Request) -> None:
     """Refuse to begin a request again after its shares were revealed.
 
     A repeated request would give the server a second sum, perhaps over other clients. The clients would send the same
@@ -149,9 +150,12 @@ def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> N
     Raises:
         EgressError: the client has revealed shares for this request, or for a later one.
     """
-    if UNMASKED in used and (request.round, request.number) <= tuple(map(int, used[UNMASKED].split())):
+    revealed = memory.rows.execute(
+        "SELECT round, request FROM unmasked WHERE run = ? AND client = ?", (memory.run, memory.client)
+    ).fetchone()
+    if revealed is not None and (request.round, request.number) <= revealed:
         raise EgressError(
-            f"client {client} refused task {request.name}: it has already revealed the masks of this request "
+            f"client {memory.client} refused task {request.name}: it has already revealed the masks of this request "
             f"in round {request.round}. Two sums over different clients would tell single replies. Begin a new run in "
             "another folder"
         )

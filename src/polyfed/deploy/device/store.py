@@ -1,31 +1,69 @@
 """The crash-safe store of a device: what it must not forget, over all runs and restarts, in one SQLite file.
 
-It counts the requests, runs and evaluations of the last 24 hours. A server therefore gains nothing from a new run name
-or from a restart. A store that is full, damaged or a link refuses, and never begins again from zero.
+A device counts requests, runs, evaluations, replies with noise and their epsilon, and notes which secrets of secure
+aggregation it has used. A server therefore gains nothing from a new run name or from a restart. Everything that decides
+about one request is read and written in one transaction: it is on disk before the device computes a reply, and a
+refused request leaves no trace. A store that is full, damaged, emptied or a link refuses, and never begins from zero.
+
+The rows of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
 
+import fcntl
 import os
 import sqlite3
 import stat
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
-from polyfed.privacy.egress.limits import Limits
 
 STORE = "device.sqlite3"
 """File in the state folder of a device."""
 
-DAY = 24 * 3600.0
-"""Length in seconds of the window of the limits per day. A calendar day would allow twice as many around midnight."""
+_COUNT = "INTEGER NOT NULL CHECK (typeof({0}) = 'integer' AND {0} > 0)"
+_OF_CLIENT = "run TEXT NOT NULL, client INTEGER NOT NULL"
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS uses (budget TEXT NOT NULL, at REAL NOT NULL, name TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS uses_by_time ON uses (budget, at);
+TABLES = {
+    "uses": "budget TEXT NOT NULL, at REAL NOT NULL CHECK (typeof(at) = 'real' AND at >= 0), name TEXT NOT NULL",
+    "requests": f"{_OF_CLIENT}, round INTEGER NOT NULL, times {_COUNT.format('times')}, "
+    "PRIMARY KEY (run, client, round)",
+    "releases": f"{_OF_CLIENT}, request TEXT NOT NULL, times {_COUNT.format('times')}, "
+    "PRIMARY KEY (run, client, request)",
+    "spent": "unit TEXT NOT NULL CHECK (unit IN ('client', 'example')), "
+    "noise REAL NOT NULL CHECK (typeof(noise) = 'real' AND noise > 0 AND noise < 9e999), "
+    f"times {_COUNT.format('times')}, PRIMARY KEY (unit, noise)",
+    "units": f"{_OF_CLIENT}, unit TEXT NOT NULL CHECK (unit IN ('', 'client', 'example')), mixed TEXT NOT NULL, "
+    "PRIMARY KEY (run, client)",
+    "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
+    "unmasked": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, PRIMARY KEY (run, client)",
+}
+"""The tables, which the device checks whenever it opens the store:
+
+- `uses`: what was used of the budgets per day, and when
+- `requests`: how often the device was asked in a round
+- `releases`: how often it answered a request with noise of its own
+- `spent`: how many Gaussian mechanisms with this noise all runs together have used
+- `units`: the unit that [privacy] protected in the newest request, and the blocks that could reveal other modalities
+- `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
+- `unmasked`: the newest request for which the client has revealed shares
 """
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a device remembers, as one client of one run uses it within a transaction.
+
+    Attributes:
+        rows: the connection, within the transaction.
+        run: the run.
+        client: the client's number.
+    """
+
+    rows: sqlite3.Connection
+    run: str
+    client: int
 
 
 @dataclass(frozen=True)
@@ -43,8 +81,13 @@ class DeviceStore:
         """The path of the SQLite file."""
         return self.folder / STORE
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a file, or a link in its place."""
+        return os.path.lexists(self.path)
+
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, run: str, client: int) -> Iterator[Memory]:
         """Begin a transaction that no other process interrupts. It is on disk when the block ends, or undone.
 
         Raises:
@@ -52,66 +95,56 @@ class DeviceStore:
         """
         try:
             self._make()
-            connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None)
-            try:
-                connection.execute("PRAGMA synchronous = FULL")
-                connection.execute("BEGIN IMMEDIATE")
-                for statement in filter(None, map(str.strip, _TABLES.split(";"))):
-                    connection.execute(statement)
-                yield connection
-                connection.execute("COMMIT")
-            finally:
-                connection.close()  # undoes what was not committed
+            with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
+                rows.execute("PRAGMA synchronous = FULL")
+                rows.execute("BEGIN IMMEDIATE")
+                for table in TABLES:
+                    (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
+                    if found != "ok":
+                        raise sqlite3.DatabaseError(f"the table '{table}' is damaged: {found}")
+                yield Memory(rows, run, client)
+                rows.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
             raise CheckpointError(
                 f"{self.path} cannot be used: {error}. The device answers nothing before it can count. Free space on "
                 "the disk, or restore the file from a copy; if the data is new, give the device a new state folder"
             ) from error
 
-    def spend(self, limits: Limits, budget: str, name: str, client: int, task: str) -> None:
-        """Count a use of a budget, and refuse the request if more than allowed lie within the last 24 hours.
-
-        Args:
-            limits: the limits of the device.
-            budget: a limit, such as `max_requests_per_day`.
-            name: the run. `max_runs_per_day` counts each name once.
-            client: the client's number, for the message.
-            task: the task, for the message.
-
-        Raises:
-            EgressError: the budget is spent.
-            CheckpointError: the store cannot be used.
-        """
-        if limits.value(budget) is None:
-            return
-        with self.transaction() as store:
-            last, clock = store.execute("SELECT max(at) FROM uses").fetchone()[0] or 0.0, time.time()
-            now = max(clock, last)  # a clock that is set back frees nothing
-            store.execute("DELETE FROM uses WHERE at <= ?", (now - DAY,))
-            if budget == "max_runs_per_day":
-                known = store.execute("SELECT 1 FROM uses WHERE budget = ? AND name = ?", (budget, name)).fetchone()
-                if known:
-                    store.execute("UPDATE uses SET at = ? WHERE budget = ? AND name = ?", (now, budget, name))
-                    return
-            count = store.execute("SELECT count(*) FROM uses WHERE budget = ?", (budget,)).fetchone()[0]
-            if error := limits.refusal(budget, count + 1, client, task):
-                if last > clock + DAY:
-                    error.add_note(f"{self.path} holds a use {last - clock:.0f} s in the future. Check the clock")
-                raise error
-            store.execute("INSERT INTO uses VALUES (?, ?, ?)", (budget, now, name))
-
     def _make(self) -> None:
         """Make the file, which only the user of this process can read, unless it exists.
 
         Raises:
-            OSError: the file is no plain file.
+            OSError: the file is no plain file, or it is empty. SQLite would take an empty file for a new store.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        if not self.begun:
+            self._create()
+        number = os.open(self.path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
         try:
             facts = os.fstat(number)
             if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1:
                 raise OSError("it is a link or no file")
+            if not facts.st_size:
+                raise OSError("it is empty")
             os.chmod(self.path, 0o600)
         finally:
             os.close(number)
+
+    def _create(self) -> None:
+        """Put a new file in its place as a whole, so that no process, and no crash, leaves it without its tables."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft, folder = self.path.with_name(f".{STORE}.draft"), os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if self.begun:  # another process has made it meanwhile
+                return
+            draft.unlink(missing_ok=True)
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            with closing(sqlite3.connect(draft, isolation_level=None)) as rows:
+                rows.execute("PRAGMA journal_mode = MEMORY")
+                rows.execute("PRAGMA synchronous = FULL")
+                for table, columns in TABLES.items():
+                    rows.execute(f"CREATE TABLE {table} ({columns})")
+            os.rename(draft, self.path)
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -164,7 +164,7 @@ def assemble(
         ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
-    policy = policy.for_model(model.modalities, mixes=held.mixes)
+    policy = held.with_model(policy)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
@@ -176,7 +176,8 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
     if guarantee is None:
         return recipe, None
-    engine.privacy = fed.privacy = guarantee.mechanism
+    fed.privacy = guarantee.mechanism
+    engine.protect(guarantee.mechanism)
     fed.rounds = guarantee.rounds
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 

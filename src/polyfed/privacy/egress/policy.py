@@ -16,9 +16,9 @@ row, a modality may send parameters, gradients of parameters and statistics, and
 three kinds are the default for `shared`, but a kind is left out if any modality of the client may not send it. The
 reason is that the shared layers read all modalities of the client, and gradients of these layers can reveal the data.
 
-Some models mix the modalities before their shared layers (`Model.mixes`). The gradient of one modality's block then
-holds the features of other modalities. So the parameters and gradients of such a block need two permissions: what the
-modality may send, and what `shared` may send.
+Most models mix the modalities (`privacy/egress/mixing.py`): the gradient of one modality's block holds the features of
+other modalities. So the parameters and gradients of such a block need two permissions: what the modality may send, and
+what `shared` may send.
 
 A model that the server made can read a modality although none of its parameters leaves: the server sends the encoder
 and asks how many rows it predicts correctly. So a block takes parameters and prototypes from the server only if it may
@@ -31,13 +31,14 @@ send them back, or if it may send its samples or their embeddings, which reveal 
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Crossing
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
+from polyfed.privacy.egress.mixing import Mixing
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
 """Kinds that may leave if there is no row. docs/egress.md gives the reason, and what these kinds can still reveal."""
@@ -66,13 +67,13 @@ class Policy:
             policy does not name are left out.
         owned: the modalities of the client, or None for all modalities of the federation. If the policy has no row for
             `shared`, the policy rows of these modalities limit what `shared` may send.
-        mixed: the modalities that the client's model mixes. Parameters and gradients of their blocks may leave only if
-            `shared` may send them too. Empty if the model mixes none.
+        mixing: the modalities whose blocks can reveal other modalities, and why. Parameters and gradients of these
+            blocks may leave only if `shared` may send them too.
     """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     owned: frozenset[str] | None = None
-    mixed: frozenset[str] = frozenset()
+    mixing: Mixing = Mixing()
 
     @classmethod
     def parse(cls, table: Table, modalities: Iterable[str], where: str = "[egress]") -> "Policy":
@@ -113,21 +114,24 @@ class Policy:
         """
         return replace(self, owned=frozenset(modalities))
 
-    def for_model(self, modalities: Iterable[str], *, mixes: bool) -> "Policy":
+    def for_model(self, modalities: Iterable[str], mixing: Callable[[Collection[str]], Mixing]) -> "Policy":
         """Return the policy of a client whose model reads these modalities.
 
         Args:
             modalities: the modalities that the model reads. Modalities that the client lacks have no effect.
-            mixes: whether the model mixes modalities, so that the gradient of one modality's block can hold the
-                features of another modality.
+            mixing: returns which blocks can reveal another of the given modalities. It can take seconds, so it is
+                called only if `shared` may send less than a modality may send or may send by default.
         """
-        read = frozenset(modalities) if self.owned is None else self.owned.intersection(modalities)
-        return replace(self, mixed=read if mixes and len(read) > 1 else frozenset())
+        read = [name for name in modalities if self.owned is None or name in self.owned]
+        pairs = [(self._row(name, place), self._row(SHARED, place)) for name in read for place in DESTINATIONS]
+        if all((own | DEFAULT) & {*OF_THE_MODEL} <= shared for own, shared in pairs):
+            return self
+        return replace(self, mixing=mixing(read))
 
     def kinds(self, block: str, destination: str) -> frozenset[str]:
         """Return the kinds that may go from this block to this destination."""
         own = self._row(block, destination)
-        if block not in self.mixed:
+        if block not in self.mixing.blocks:
             return own
         return own - (frozenset(OF_THE_MODEL) - self._row(SHARED, destination))
 
@@ -155,12 +159,13 @@ class Policy:
         considered. If the model mixes modalities, a modality may send only the parameters and gradients that `shared`
         may send. The text then says so.
         """
-        if block in self.mixed:
+        if block in self.mixing.blocks:
             lacking = {*kinds}.intersection(OF_THE_MODEL) - self._row(SHARED, destination)
             why = self.inherited(lacking, SHARED, destination)
             return (
-                f"the model mixes the modalities, so the {' and '.join(sorted(lacking))} of '{block}' can reveal the "
-                f"other modalities: they may leave only if '{SHARED}' may send them too{why and f'; {why}'}"
+                f"the model mixes the modalities: {self.mixing.why}. So the {' and '.join(sorted(lacking))} of "
+                f"'{block}' can reveal the other modalities, and they may leave only if '{SHARED}' may send them "
+                f"too{why and f'; {why}'}"
                 if lacking
                 else ""
             )
@@ -221,7 +226,9 @@ class Policy:
         If the model mixes modalities, two lines can be necessary: one for the modality and one for `shared`.
         """
         needs = {block: {*wanted}}
-        if block in self.mixed and (also := {*wanted}.intersection(OF_THE_MODEL) - self._row(SHARED, destination)):
+        if block in self.mixing.blocks and (
+            also := {*wanted}.intersection(OF_THE_MODEL) - self._row(SHARED, destination)
+        ):
             needs = {SHARED: also} if needs[block] <= self._row(block, destination) else needs | {SHARED: also}
         return " and ".join(self._line(name, kinds, destination) for name, kinds in needs.items())
 
@@ -270,8 +277,10 @@ def rejection(crossing: Crossing, destination: str, policy: Policy, client: int 
         return ""
     kinds = policy.table((crossing.block,))[crossing.block].get(ACCEPT, [])
     listed = ", ".join(f'"{kind}"' for kind in (*kinds, crossing.kind))
+    why = policy.inherited((crossing.kind,), crossing.block, destination)
     return (
         f"client {client} refused to take {message}.{crossing.field}: {crossing.kind} of {crossing.block} may not go "
-        f"to the {destination}, so the {destination} has none to send, and a model that it made could read the data. "
-        f"It would be taken if the client's policy said: [egress.{crossing.block}] {ACCEPT} = [{listed}]"
+        f"to the {destination}{why and f' ({why})'}, so the {destination} has none to send, and a model that it made "
+        f"could read the data. It would be taken if the client's policy said: "
+        f"[egress.{crossing.block}] {ACCEPT} = [{listed}]"
     )
