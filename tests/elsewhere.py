@@ -108,10 +108,10 @@ def elsewhere(*, in_workers: bool = False) -> Iterator[torch.device]:
                 whatever_the_recipe_says.enter_context(patch(f"polyfed.experiment.{place}", value))
 
             own, gpus = (_CPU, (DEVICE, DEVICE)) if in_workers else (DEVICE, ())
-            put("assembly.device_of", lambda recipe: own)
-            put("engine_choice.device_of", lambda recipe: own)
-            put("engine_choice.gpus_of", lambda recipe: gpus)
-            put("checkpoint.load_file", load)
+            put("running.assembly.device_of", lambda recipe: own)
+            put("recipes.engine_choice.device_of", lambda recipe: own)
+            put("recipes.engine_choice.gpus_of", lambda recipe: gpus)
+            put("running.checkpoint.load_file", load)
             yield DEVICE
     finally:
         cached_model.cache_clear()  # modules that were there would be of no use here

@@ -16,7 +16,11 @@ import typer
 import yaml
 
 from polyfed.cli import app
+from polyfed.core.errors import EgressError, RecipeError
 from polyfed.deploy.device.configuration import node_from
+from polyfed.deploy.launch import SUPERNODE
+from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
+from polyfed.engines.flower.device.supernode_process import CONTACT
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -43,10 +47,9 @@ HARDENED = {
     "StateDirectoryMode": "0700",
     "UMask": "0077",
     "User": "polyfed",
-    "Restart": "always",
     "KillMode": "mixed",
 }
-"""Settings that both units have."""
+"""Settings that all units have."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -90,7 +93,7 @@ def test_the_image_has_the_pytorch_of_the_constraints_for_cpus() -> None:
     (install,) = [text for word, text in instructions() if word == "RUN" and "pip install" in text]
     assert set(re.findall(r"torch==([\w.+]+)", install)) == {f"{pinned}+cpu"}
     assert "--index-url https://download.pytorch.org/whl/cpu torch==" in install
-    assert "--constraint pinned.txt '.[flower,secure,privacy]'" in install, "everything else is pinned too"
+    assert "--constraint pinned.txt '.[server,secure,privacy]'" in install, "everything else is pinned too"
 
 
 def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggregation() -> None:
@@ -99,7 +102,33 @@ def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggre
     pages = (install, (ROOT / "docs" / "operations.md").read_text())
     for page in pages:
         (named,) = re.findall(r"'(?:\.|polyfed)\[([\w,]+)\]'", page)
-        assert {"flower", "secure", "privacy"} == set(named.split(",")) <= set(extras)
+        assert {"server", "secure", "privacy"} == set(named.split(",")) <= set(extras)
+
+
+def test_the_program_of_the_supernode_is_where_the_command_looks_for_it() -> None:
+    """It reads modules of polyfed by their paths, before it looks at its options."""
+    given = os.environ | {DEVICE_LIMIT: "1", CONTACT: "1"}
+    words = [sys.executable, "-P", str(SUPERNODE), "--help"]
+    done = subprocess.run(words, env=given, capture_output=True, text=True, check=False)
+    assert "--superlink" in done.stdout, done.stderr
+
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None  # importing it fails
+import polyfed.deploy.launch, polyfed.deploy.device.process, polyfed.deploy.submission
+import polyfed.engines.flower.device.worker, polyfed.engines.flower.server.public_port
+from polyfed.cli import main
+"""
+
+
+@pytest.mark.parametrize("extra", ["server", "device"])
+def test_a_server_and_a_device_need_no_ray(extra: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (simulated,) = (word for word in extras["flower"] if word.startswith("flwr"))
+    assert simulated.replace("[simulation]", "") in extras[extra], "the same releases of Flower"
+    assert set(extras[extra]) == {simulated.replace("[simulation]", ""), *extras["flower"]} - {simulated}
+    subprocess.run([sys.executable, "-c", WITHOUT_RAY], check=True)
 
 
 def test_the_image_holds_nothing_of_the_checkout_but_the_package() -> None:
@@ -130,6 +159,7 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(service)
     assert service["restart"] == "unless-stopped"
+    assert replaced(service["mem_limit"]) == "4g"
     writable = [volume.split(":") for volume in map(replaced, service["volumes"]) if not volume.endswith(":ro")]
     assert writable == [[name, "/var/lib/polyfed"]]
     assert not [volume for volume in service["volumes"] if "docker.sock" in volume]
@@ -141,7 +171,13 @@ def test_a_container_starts_a_command_that_exists(name: str) -> None:
     given = check_command([replaced(word) for word in service["command"]])
     assert f"127.0.0.1:{given['--metrics-port']}/health" in service["healthcheck"]["test"][-1]
     if name == "device":
-        assert node_from(given["--node-config"]).folder == Path("/var/lib/polyfed/state")
+        node = node_from(given["--node-config"])
+        assert (node.folder, node.silo, node.relay) == (Path("/var/lib/polyfed/state"), -1, "refused")
+        line = next(word for word in service["command"] if "--node-config" in word)
+        for name, value in (("POLYFED_SILO", "3"), ("POLYFED_RELAY", "server-sees")):
+            line = re.sub(rf"\$\{{{name}:-[^}}]*\}}", value, line)
+        node = node_from(replaced(line).removeprefix("--node-config="))
+        assert (node.silo, node.relay) == (3, "server-sees")
 
 
 def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
@@ -157,8 +193,8 @@ def unit(path: Path) -> ConfigParser:
     return parser
 
 
-def test_there_is_a_unit_for_the_server_and_one_for_a_device() -> None:
-    assert [path.stem for path in UNITS] == ["polyfed-superlink", "polyfed-supernode"]
+def test_there_is_a_unit_for_the_server_one_for_a_run_and_one_for_a_device() -> None:
+    assert [path.stem for path in UNITS] == ["polyfed-run", "polyfed-superlink", "polyfed-supernode"]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
@@ -168,7 +204,14 @@ def test_a_unit_is_hardened(path: Path) -> None:
     assert unit(path)["Install"]["WantedBy"] == "multi-user.target"
     words = shlex.split(service["ExecStart"])
     assert words[0] == "/opt/polyfed/bin/polyfed"
-    assert check_command(words[1:])["--metrics-port"] == "9095"
+    assert service["MemoryMax"]
+    given = check_command(words[1:])
+    if "run" in path.stem:
+        assert service["Restart"] == "on-failure", "a finished run is not submitted again"
+        assert service["RestartPreventExitStatus"] == f"{RecipeError.exit_code} {EgressError.exit_code}"
+        assert words[1:] == ["submit", "/var/lib/polyfed/app"]
+        return
+    assert (service["Restart"], given["--metrics-port"]) == ("always", "9095")
     if "supernode" in path.stem:
         assert service["LoadCredential"] == "node.key:/etc/polyfed/node.key"
         assert "--key %d/node.key" in service["ExecStart"]

@@ -153,6 +153,4 @@ def test_nobody_weighs_more_rows_than_it_registered() -> None:
     boaster = ({"a": torch.tensor([[3.0]])}, {"shared": torch.tensor([1e9])})
     assert float(prototypes.gathered({}, [honest, boaster], [10, 10])["a"].mean) == pytest.approx(2.0)
     assert float(prototypes.gathered({}, [honest, boaster])["a"].mean) == pytest.approx(3.0)
-    assert float(prototypes.gathered({}, [honest], [12])["a"].mean) == 1.0, (
-        "fewer rows than registered stay as they are"
-    )
+    assert float(prototypes.gathered({}, [honest], [12])["a"].mean) == 1.0, "fewer rows stay as they are"

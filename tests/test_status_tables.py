@@ -11,12 +11,13 @@ from polyfed.deploy.server.membership import MEMBERS
 from polyfed.deploy.server.monitor import metrics_of, status_of
 from polyfed.deploy.server.run_log import RunStatus
 
-LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": []}
+RUNS = [{"id": "8", "status": "pending"}, {"id": "7", "status": "running"}, {"id": "6", "status": "finished:completed"}]
+LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": RUNS}
 
 
 def shown(folder: Path) -> str:
     console = Console(width=120, record=True, file=StringIO())
-    console.print(status_tables(status_of(LINK, folder / "status.json")))
+    console.print(status_tables(status_of(LINK, folder)))
     return " ".join(console.export_text().split())
 
 
@@ -24,16 +25,16 @@ def test_devices_that_are_away_have_their_numbers_and_keys(tmp_path: Path) -> No
     run = tmp_path / "run"
     assert "Devices that are away" in shown(tmp_path), "before any run"
     run.mkdir()
-    status = RunStatus(tmp_path / "status.json", run)
+    status = RunStatus(tmp_path / "7", run)
     (run / MEMBERS).write_text(json.dumps({"session": 1, "clients": {"0": "SHA256:here", "1": "SHA256:one"}}))
     told = shown(tmp_path)
     assert "1 of 3 devices online" in told
     assert "1 SHA256:one" in told
-    assert "not in the current run SHA256:two" in told
+    assert "in none of these runs SHA256:two" in told
     assert "SHA256:here" not in told
-    assert b"SHA256" not in metrics_of(status_of(LINK, tmp_path / "status.json"))
+    assert b"SHA256" not in metrics_of(status_of(LINK, tmp_path))
     (run / MEMBERS).write_text("{")
-    assert "not in the current run SHA256:one" in shown(tmp_path)
+    assert "in none of these runs SHA256:one" in shown(tmp_path)
     assert "none yet: the server waits for devices to enrol" in told
     assert "0 of 0," not in told
     status("run-started", rounds=5, first_round=1)

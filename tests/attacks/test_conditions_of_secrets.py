@@ -13,7 +13,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.devices import Devices
 from polyfed.deploy import handlers
 from polyfed.deploy.device.configuration import NodeConfig
-from polyfed.deploy.device.secrets_once import conditions_of
+from polyfed.deploy.device.repeated_requests import conditions_of
 
 
 @pytest.fixture

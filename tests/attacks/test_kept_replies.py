@@ -1,9 +1,10 @@
 """A device that adds noise sends the same reply again if a request is repeated. A second reply would reveal more."""
 
 import json
+import sqlite3
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Host
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
 from polyfed.deploy.device import runtime as client_runtime
-from polyfed.deploy.device.kept_replies import unpaid_rounds
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
+from polyfed.deploy.device.repeated_requests import keep_reply, kept_reply, unpaid_rounds
+from polyfed.deploy.device.store import STORE, DeviceStore
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, RequestId, hello
 from polyfed.engines.remote import Remote
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.requirements import Release
@@ -61,6 +63,12 @@ def counted(devices: Devices, client: int = 1) -> int:
     return sum(spent_by(devices.places[client]).values())
 
 
+def replies(devices: Devices, client: int = 1) -> list[tuple[str, tuple[int, int]]]:
+    """Run and place of each reply that a device keeps."""
+    with closing(sqlite3.connect(next(devices.places[client].rglob(STORE)))) as rows:
+        return [(run, (round, at)) for run, round, at in rows.execute("SELECT run, round, request FROM replies")]
+
+
 @pytest.mark.parametrize("round", [1, 2])
 @pytest.mark.parametrize("sections", [LOCAL, EXAMPLE], ids=["client", "example"])
 def test_a_device_with_a_budget_for_exactly_the_run_stays_in_it_after_a_restart_of_the_server(
@@ -96,8 +104,7 @@ def test_all_rounds_since_the_last_checkpoint_are_sent_again(tmp_path: Path, mon
     assert counted(devices) == 3
     assert devices.serve(tmp_path / "run")["rounds"] == 4
     assert counted(devices) == 4
-    folder = next(devices.places[1].glob("polyfed-state/*/client-1"))
-    assert len([*folder.glob("reply-*")]) == 4
+    assert [place for *_, place in replies(devices)] == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 def test_a_server_that_repeats_a_request_learns_nothing_new(tmp_path: Path) -> None:
@@ -154,7 +161,7 @@ def transport(devices: Devices, handler: Any) -> Any:
     return GridTransport(DirectGrid(client_app(handler), 3))
 
 
-@pytest.mark.parametrize("kept", [0, 1, 10**6])
+@pytest.mark.parametrize("kept", [0, 1, 10**6, 10**30, -(10**30)])
 def test_a_server_cannot_have_the_newest_reply_deleted(kept: int, tmp_path: Path, monkeypatch: Any) -> None:
     """`kept` is the round up to which the server promises to repeat nothing."""
     server = Hostile(device(tmp_path, EXACTLY, text(LOCAL + NOISE)))
@@ -171,11 +178,12 @@ def test_a_server_cannot_have_the_newest_reply_deleted(kept: int, tmp_path: Path
 def test_only_the_devices_user_can_read_a_kept_reply_and_a_settled_one_is_deleted(tmp_path: Path) -> None:
     devices = device(tmp_path, EXACTLY, text(LOCAL + NOISE))
     devices.serve(tmp_path / "run")
-    folder = next(devices.places[1].glob("polyfed-state/*/client-1"))
-    assert [path.name for path in folder.glob("reply-*")] == ["reply-000002-000"]
-    found = [*folder.glob("reply-*"), *folder.glob("reply-*/**/*")]
-    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
+    assert [place for *_, place in replies(devices)] == [(2, 0)]
+    (path,) = devices.places[1].rglob(STORE)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with closing(sqlite3.connect(path)) as rows:
+        assert rows.execute("SELECT count(*) FROM bodies WHERE round < 2").fetchone() == (0,)
+        assert rows.execute("PRAGMA freelist_count").fetchone() == (0,), "the disk has its space again"
 
 
 def test_a_reply_that_cannot_be_kept_or_logged_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +192,7 @@ def test_a_reply_that_cannot_be_kept_or_logged_does_not_leave(tmp_path: Path, mo
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    for owner, name in ((client_runtime.KeptReplies, "keep"), (client_runtime, "book")):
+    for owner, name in ((client_runtime, "keep_reply"), (client_runtime, "book")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
             answer = server.ask()
@@ -200,11 +208,22 @@ def test_a_reply_that_cannot_be_kept_or_logged_does_not_leave(tmp_path: Path, mo
     assert counted(server.devices) == 3, "the kept reply is still there"
 
 
-def test_a_damaged_reply_is_not_sent_and_not_computed_again(tmp_path: Path) -> None:
+DAMAGE = [
+    "UPDATE bodies SET bytes = zeroblob(length(bytes))",
+    "UPDATE bodies SET bytes = substr(bytes, 2)",
+    "DELETE FROM bodies",
+    "UPDATE replies SET header = '{}'",
+    "UPDATE replies SET digest = ''",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_reply_is_not_sent_and_not_computed_again(damage: str, tmp_path: Path) -> None:
     server = Hostile(device(tmp_path, EXACTLY, text(LOCAL + NOISE)))
     server.ask()
-    (found,) = server.devices.places[1].glob("polyfed-state/run/client-1/reply-*/round-*/*.safetensors")
-    found.write_bytes(found.read_bytes()[:-1] + b"x")
+    (path,) = server.devices.places[1].rglob(STORE)
+    with closing(sqlite3.connect(path)) as rows, rows:
+        rows.execute(damage)
     assert server.ask().header["verdict"] == FAILED
     assert counted(server.devices) == 1
 
@@ -237,10 +256,45 @@ def test_rounds_that_are_done_or_paid_need_no_budget(tmp_path: Path) -> None:
 
     assert [unpaid(left) for left in (10, 7, 5, 1, 10**9, -3)] == [6, 3, 1, 1, 6, 1]
     assert unpaid("x") == unpaid(True) == unpaid(None) == 1
+    assert not [*tmp_path.iterdir()], "nothing is made before the first request"
     for round in (4, 5):
-        folder = tmp_path / "run" / "client-1" / f"reply-{round:06d}-000"
-        folder.mkdir(parents=True)
-        (folder / "latest.json").write_text("{}")
+        with DeviceStore(tmp_path).transaction("run", 1) as memory:
+            keep_reply(memory, RequestId("run", 1, round, 0, 1), "use", Packet({}, b"x"), 0)
     assert [unpaid(left, "run") for left in (10, 7, 6, 5)] == [4, 1, 1, 1]
     assert unpaid(7, "other") == 3
     assert unpaid_rounds({}, 10, None, tmp_path, 1) == 0
+
+
+def test_a_reply_of_many_parts_comes_back_and_only_the_newest_runs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyfed.deploy.device.repeated_requests.PART", 1000)
+    body, store = bytes(range(256)) * 40, DeviceStore(tmp_path)
+    for number in range(5):
+        with store.transaction(f"run{number}", 1) as memory:
+            keep_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "use", Packet({"n": number}, body), 0)
+    found = []
+    for number in range(5):
+        with store.transaction(f"run{number}", 1) as memory:
+            found.append(kept_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "use"))
+            assert kept_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "another") is None
+    assert found == [None, None, *(Packet({"n": number}, body) for number in (2, 3, 4))]
+
+
+def test_a_crash_while_a_reply_is_written_leaves_the_cost_and_no_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Hostile(device(tmp_path, EXACTLY, text(LOCAL + NOISE)))
+
+    def die(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client_runtime, "bind_secrets", die)
+        with pytest.raises(KeyboardInterrupt):
+            server.ask()
+    assert counted(server.devices) == 1
+    assert not replies(server.devices)
+    assert server.ask().header["verdict"] == REPLY
+    assert counted(server.devices) == 2, "the reply that was lost counts"
+    assert server.ask(round=2).header["verdict"] == REFUSED

@@ -34,7 +34,7 @@ from polyfed.deploy.local_federation import Local
 from polyfed.deploy.processes import HOST, ServerPorts, free_ports
 from polyfed.deploy.server import monitor as server_monitor
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
-from polyfed.deploy.server.run_log import RunStatus
+from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, RunStatus, remove_old
 from polyfed.deploy.server.status_client import ask
 from polyfed.engines.flower.server.public_port import PUBLIC
 
@@ -50,10 +50,10 @@ class Server:
         self.credentials = write_credentials(folder / "credentials", 0)
         self.token = token_at(self.credentials / TOKEN)
         self.port = free_ports(1)[0]
-        status = RunStatus(folder / "link.status.json", folder / "run")
+        status = RunStatus(folder / "7", folder / "run")
         status("run-started", rounds=5, first_round=1)
         status("client-missing", round=1, task="fit", client=1, reason=SECRET)
-        monitor = ServerMonitor(lambda: LINK, folder / "link.status.json", self.token)
+        monitor = ServerMonitor(lambda: LINK, folder, self.token)
         tls = {name: str(self.credentials / file) for name, file in (("ssl_keyfile", "server.key"),)}
         tls["ssl_certfile"] = str(self.credentials / "server.pem")
         config = uvicorn.Config(monitor, host=HOST, port=self.port, lifespan="off", ws="none", log_config=None, **tls)  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ def test_the_token_goes_to_no_server_that_ca_pem_does_not_vouch_for(server: Serv
 
 def test_a_status_with_control_characters_steers_no_terminal(server: Server, capsys: Any, monkeypatch: Any) -> None:
     told = ask(f"{HOST}:{server.port}", server.credentials / "ca.pem", server.credentials / TOKEN)
-    told["run"]["reasons"]["1"]["reason"] = "no\x1b[2J\nforged"
+    told["runs"][0]["progress"]["reasons"]["1"]["reason"] = "no\x1b[2J\nforged"
     told["runs"][0]["status"] = "\x1b]0;x\x07"
     monkeypatch.setattr("polyfed.deploy.server.status_client.ask", lambda *_: told)
     shown = status(server, capsys)
@@ -264,14 +264,73 @@ def test_a_device_without_contact_to_the_server_is_not_healthy() -> None:
         assert b"no contact with the server" in ask_device(monitor, b"GET /health HTTP/1.1\r\n\r\n")
 
 
-def test_a_run_whose_server_was_killed_is_not_running(tmp_path: Path) -> None:
-    status = RunStatus(tmp_path / "status.json", tmp_path)
+SERVING = """
+import sys, time
+from pathlib import Path
+from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, RunStatus, remove_old
+status = RunStatus(Path(sys.argv[1]), Path(sys.argv[1]) / "run")
+status("run-started", rounds=5, first_round=1)
+print("serves", flush=True)
+time.sleep(600)
+"""
+
+
+def serving(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that writes the status of a run and goes on."""
+    process = subprocess.Popen([sys.executable, "-c", SERVING, str(folder)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"serves\n"
+    return process
+
+
+def test_a_killed_run_has_failed_at_once_though_another_goes_on_and_the_list_knows_nothing(tmp_path: Path) -> None:
+    both = LINK | {"runs": [{"id": "8", "status": "running"}, {"id": "7", "status": "running"}]}
+    first, second = serving(tmp_path / "7"), serving(tmp_path / "8")
+    try:
+        told = server_monitor.status_of(both, tmp_path)
+        assert [run["state"] for run in told["runs"]] == ["running", "running"]
+        first.kill(), first.wait()
+        told = server_monitor.status_of(both, tmp_path)
+        assert [run["state"] for run in told["runs"]] == ["running", "failed"]
+        assert told["runs"][1]["progress"]["error"] == KILLED
+        metrics = server_monitor.metrics_of(told).decode()
+        for line in ('failed{run="7"} 1.0', 'failed{run="8"} 0.0', 'running{run="8"} 1.0', 'rounds{run="7"} 5.0'):
+            assert f"polyfed_run_{line}" in metrics
+    finally:
+        for process in (first, second):
+            process.kill(), process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [("pending", "starting"), ("finished:failed", "failed"), ("finished:completed", "finished")],
+)
+def test_a_run_without_a_status_has_the_state_of_the_list(status: str, state: str, tmp_path: Path) -> None:
+    told = server_monitor.status_of(LINK | {"runs": [{"id": "9", "status": status}]}, tmp_path)
+    assert told["runs"] == [{"id": "9", "status": status, "state": state, "progress": None}]
+
+
+def test_a_run_that_the_list_knows_to_be_over_is_not_running(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path / "7", tmp_path)
     status("run-started", rounds=5, first_round=1)
-    dead = LINK | {"runs": [{"id": "7", "status": "finished:failed"}]}
-    told = server_monitor.status_of(dead, tmp_path / "status.json")
-    assert (told["run"]["state"], told["run"]["error"]) == ("failed", server_monitor.KILLED)
-    assert b"polyfed_run_failed 1.0" in server_monitor.metrics_of(told)
-    assert server_monitor.status_of(LINK, tmp_path / "status.json")["run"]["state"] == "running"
+    dead = LINK | {"runs": [{"id": "7", "status": "finished:stopped"}]}
+    assert server_monitor.status_of(dead, tmp_path)["runs"][0]["state"] == "failed"
+    assert server_monitor.status_of(LINK, tmp_path)["runs"][0]["state"] == "running", "this process lives"
+    status.failed("no reply", 4)
+    assert server_monitor.status_of(LINK, tmp_path)["runs"][0]["progress"]["error"] == "no reply"
+
+
+def test_the_latest_statuses_are_kept_and_those_of_runs_that_go_on(tmp_path: Path) -> None:
+    going = RunStatus(tmp_path / "0", tmp_path)
+    for number in range(1, KEPT_RUNS + 5):
+        (tmp_path / str(number)).mkdir()
+        os.utime(tmp_path / str(number), (number, number))
+    os.utime(going.path.parent, (0, 0))
+    remove_old(tmp_path)
+    left = {int(path.name) for path in tmp_path.iterdir()}
+    assert left == {0, *range(5, KEPT_RUNS + 5)}
 
 
 def ask_device(monitor: DeviceMonitor, *parts: bytes) -> bytes:
@@ -323,11 +382,11 @@ def test_a_federation_tells_its_status_to_those_who_may_know(tmp_path: Path) -> 
         federation.run().wait(PATIENCE)
         until(lambda: (federation.out / "result.json").exists(), "the result", 60)
         files = (federation.credentials / "ca.pem", federation.credentials / TOKEN)
-        until(lambda: ask(f"{HOST}:{remote}", *files)["run"]["state"] == "finished", "the status", 60)
+        until(lambda: ask(f"{HOST}:{remote}", *files)["runs"][0]["state"] == "finished", "the status", 60)
         told = ask(f"{HOST}:{remote}", *files)
         assert told["nodes"] == {"registered": 3, "online": 3}
-        assert (told["run"]["round"], told["run"]["enrolled"]) == (2, 3)
-        assert "polyfed_run_round 2.0" in fetched(metrics)
+        assert (told["runs"][0]["progress"]["round"], told["runs"][0]["progress"]["enrolled"]) == (2, 3)
+        assert f'polyfed_run_round{{run="{told["runs"][0]["id"]}"}} 2.0' in fetched(metrics)
         assert 'polyfed_device_tasks_total{verdict="reply"} 2.0' in fetched(device)
         texts = federation.log("link") + federation.log("run")
         lines = [json.loads(line) for line in texts.splitlines() if line.startswith("{")]

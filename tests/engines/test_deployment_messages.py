@@ -57,9 +57,9 @@ def test_a_run_that_cannot_go_on_here_says_how_to_choose_another_folder(tmp_path
     devices.serve(tmp_path / "run")
     app = devices.app / "recipe.toml"
     app.write_text(app.read_text().replace("lr = 0.1", "lr = 0.2"))
-    with pytest.raises(RecipeError, match=r"cannot resume: .*train\.lr.*--run-config 'out=\"/another/folder\"'"):
+    with pytest.raises(RecipeError, match=r"cannot resume: .*train\.lr.*polyfed submit .* --out DIR"):
         devices.serve(tmp_path / "run")
-    assert "--run-config" in json.loads((tmp_path / "run" / "error.json").read_text())["text"]
+    assert "--out DIR" in json.loads((tmp_path / "run" / "error.json").read_text())["text"]
 
 
 def test_the_web_server_of_a_supernode_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_a_device_says_at_its_start_what_silence_of_the_server_means(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_process, "work", lambda *_: None)
-    device_process.main("127.0.0.1:1", b"", 0, 1)
+    device_process.main("127.0.0.1:1", b"", 0, 1, 0)
     said = capsys.readouterr().err
     assert "this device is ready and waits for the server" in said
     assert "a run may have begun without this device" in said
-    assert "`flwr run` again" in said
+    assert "`polyfed submit` again" in said

@@ -12,7 +12,7 @@ from engines.devices import Devices
 from polyfed.algorithms import Scaffold
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import AUDIT, EGRESS
-from polyfed.deploy.server.run_log import RunStatus
+from polyfed.deploy.server.run_log import STATUS, RunStatus
 from polyfed.deploy.server.server import ERROR, told_in
 from polyfed.experiment.running.events import INTERRUPTED
 from polyfed.report import reconcile
@@ -52,9 +52,9 @@ def test_data_that_arrives_in_a_failed_set_up_is_in_the_audit_log_and_the_folder
     ids=["unexpected", "interrupted"],
 )
 def test_an_end_that_nobody_foresaw_is_in_the_status(error: BaseException, text: str, tmp_path: Path) -> None:
-    status = RunStatus(tmp_path / "link.status.json", tmp_path)
+    status = RunStatus(tmp_path / "7", tmp_path)
     with pytest.raises(type(error)), told_in(tmp_path, status):
         raise error
-    told = json.loads((tmp_path / "link.status.json").read_text())
+    told = json.loads((tmp_path / "7" / STATUS).read_text())
     assert (told["state"], told["error"]) == ("failed", text)
     assert (tmp_path / ERROR).exists() == isinstance(error, Exception)

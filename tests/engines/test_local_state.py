@@ -75,7 +75,8 @@ class Padding(Averaging):
 
 def test_an_entry_per_row_is_not_sent_with_the_padding_of_a_stack() -> None:
     with pytest.raises(RecipeError, match=r"task update sends z.shared with an entry for each of its rows"):
-        played(recipe(Padding(train=TRAIN), "vectorised", rounds=1, egress={"shared": {"server": ["embeddings"]}}))
+        policy = {"shared": {"server": ["embeddings", "parameters"]}}
+        played(recipe(Padding(train=TRAIN), "vectorised", rounds=1, egress=policy))
 
 
 @dataclass(frozen=True, kw_only=True)

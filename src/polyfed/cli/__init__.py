@@ -5,7 +5,7 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `application`: the entry point of the command, errors as text or JSON, and exit codes.
 - `commands`: the verbs `run`, `check`, `report`. `comparison`: the verb `compare`. `sweep`: the verb `sweep`.
 - `descriptions`: the verbs `algorithms`, `data` and `init`.
-- `federation`: the verbs `app`, `superlink`, `supernode`, `status`. `audit_log`: the verb `audit-log`.
+- `federation`: the verbs `app`, `submit`, `superlink`, `supernode`, `status`. `audit_log`: the verb `audit-log`.
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`.
 

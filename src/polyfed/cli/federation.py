@@ -1,4 +1,4 @@
-"""The verbs of a deployment: write a Flower app, start a SuperLink or a SuperNode, ask a server for its status."""
+"""The verbs of a deployment: write and submit a Flower app, start a SuperLink or a SuperNode, ask for a status."""
 
 import os
 from enum import StrEnum
@@ -50,7 +50,7 @@ def write_flower_app(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Flower app for a recipe. `flwr run` starts the app; see docs/deploy.md."""
+    """Write a Flower app for a recipe. `polyfed submit` runs the app; see docs/deploy.md."""
     from polyfed.cli.printing import deployment
 
     if not local:
@@ -62,6 +62,37 @@ def write_flower_app(
     except KeyboardInterrupt:
         again = deployment.resume_command(recipe, dir)
         raise Interrupted(f"all processes have ended; resume with: {again}") from None
+    answer(result, *shown, as_json=as_json)
+
+
+@app.command()
+def submit(
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the app.", show_default=False)],
+    credentials: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The credentials of this machine's SuperLink. [default: DIR-credentials]"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the run. [default: DIR/run]")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The server's own rows. [default: those of the app]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run an app on this machine's SuperLink to its end, and show its log.
+
+    The exit code is that of the run, and 1 if the run was killed. The same command then continues the run.
+    """
+    from polyfed import deploy
+    from polyfed.cli.printing import deployment
+
+    given = {"out": out, "data": data}
+    changes = {key: str(path.expanduser().absolute()) for key, path in given.items() if path is not None}
+    beside = dir.with_name(f"{dir.name}-credentials") if credentials is None else credentials
+    try:
+        done = deploy.submit(dir, beside, changes, lambda text: typer.echo(text, nl=False, err=as_json))
+    except KeyboardInterrupt:
+        raise Interrupted("the run is stopped; the same command continues it") from None
+    result, shown = deployment.result_of(done)
     answer(result, *shown, as_json=as_json)
 
 

@@ -17,26 +17,29 @@ Files:
     client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
     request_limits: on a device, limits how many requests of the server the device answers.
     privacy_budget: on a device, counts the epsilon of all replies with noise.
+    repeated_requests: on a device, lets secrets serve once, and keeps replies with noise.
     store: what a device must not forget, in one SQLite file.
     state_store: a client's local state on its own disk.
     faults: reports errors of a device to its own log and, in short, to the server.
-    run_log: writes a server's log, and a file with the status of its run.
+    run_log: writes a server's log, and the status of each run.
     server_monitor: health, metrics and status of a server.
     status_client: gets the status of a server from another machine.
     device_monitor: health and metrics of a device.
     metrics: the text format of Prometheus.
+    submission: submits an app and waits for its end.
     local_federation: a server and its devices as processes of this machine.
     processes: process groups, signals and ports of this machine.
 
-The functions here need the extra `polyfed[flower]`. Without it, they raise an error that names the extra.
+The functions here need one of the extras `server`, `device` and `flower`. Without it, they raise an error that says so.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.deploy.metrics import INSTALL
 from polyfed.deploy.processes import ServerPorts
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "run_locally",
     "run_superlink",
     "run_supernode",
+    "submit",
     "write_app",
     "write_credentials",
     "write_nodes",
@@ -56,7 +60,7 @@ def _needing_flower(what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise RecipeError(f"{what} needs the extra: pip install 'polyfed[flower]' ({error})") from None
+        raise RecipeError(f"{what} needs an extra: {INSTALL} ({error})") from None
 
 
 def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
@@ -82,6 +86,20 @@ def run_locally(recipe_path: Path, folder: Path) -> Path:
     with _needing_flower("a local federation"):
         from polyfed.deploy import local_federation as local
     return local.run_locally(recipe_path, folder)
+
+
+def submit(app: Path, credentials: Path, changes: Mapping[str, str], show: Callable[[str], None]) -> Path:
+    """Run an app to its end; see `polyfed.deploy.submission.Submission`.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        PolyfedError: the run ended with an error, or Flower is not installed.
+    """
+    with _needing_flower("submitting an app"):
+        from polyfed.deploy.submission import Submission
+    return Submission(app, credentials, changes, show).run()
 
 
 def run_superlink(credentials: Path, ports: ServerPorts, database: Path | None) -> None:

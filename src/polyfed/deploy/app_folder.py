@@ -46,7 +46,7 @@ server = server_app(lambda transport, config: serve(RECIPE, transport, config, e
 
 
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
-    """Write an app that `flwr run` starts: the recipe, a module with the server's half, and Flower's project file.
+    """Write an app that `polyfed submit` runs: the recipe, a module with the server's half, and Flower's project file.
 
     If the recipe's [data] has a path, the server reads its own rows there. The absolute form of this path becomes the
     option `data` of the app's configuration.
@@ -102,7 +102,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     try:
         columns: Columns = stacked(recipe.data.load(), recipe.stack)
     except DataError as error:
-        place = "flwr run --run-config 'data=\"...\"'" if data_of(recipe) else "the recipe's [data]"
+        place = "polyfed submit --data FILE" if data_of(recipe) else "the recipe's [data]"
         warn(f"no global evaluation unless the server can read these rows: {error}. {place} says where they are there")
         return
     columns = task_of(recipe).prepared(columns)

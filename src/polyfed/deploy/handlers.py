@@ -24,10 +24,9 @@ from polyfed.deploy.device.configuration import (
 )
 from polyfed.deploy.device.data import population_on
 from polyfed.deploy.device.enrolment import enrolment, enrolment_refusal
-from polyfed.deploy.device.kept_replies import unpaid_rounds
 from polyfed.deploy.device.privacy_budget import refuse_spent
+from polyfed.deploy.device.repeated_requests import conditions_of, unpaid_rounds
 from polyfed.deploy.device.runtime import ClientRuntime
-from polyfed.deploy.device.secrets_once import conditions_of
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.engines import Sequential

@@ -18,9 +18,9 @@ from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at
-from polyfed.deploy.server.run_log import STATUS_FILE
-from polyfed.engines import flower
+from polyfed.deploy.server.run_log import STATUS_FOLDER, remove_old
 from polyfed.engines.flower import QUIET
+from polyfed.engines.flower.device import supernode_process
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
 from polyfed.engines.flower.device.supernode_process import CONTACT
 from polyfed.engines.flower.device.supernode_process import WORKER as WORKER_ID
@@ -28,7 +28,7 @@ from polyfed.experiment.recipes.settings import EngineSpec
 
 WORKER = "polyfed.deploy.device.process"
 
-SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
+SUPERNODE = Path(supernode_process.__file__)
 """The program that replaces this process as the SuperNode. It does not import PyTorch."""
 
 CONNECTION = "polyfed"
@@ -61,9 +61,10 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
         if listens(number) or numbers.count(number) > 1:
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --control-port, ...)")
     database = database or credentials / "link.db"
-    os.environ[STATUS_FILE] = str(database.absolute().with_suffix(".status.json"))
-    Path(os.environ[STATUS_FILE]).unlink(missing_ok=True)  # the status of a run of an earlier SuperLink
-    services = _services(credentials, ports, Path(os.environ[STATUS_FILE]))
+    statuses = statuses_of(credentials)
+    remove_old(statuses)
+    os.environ[STATUS_FOLDER] = str(statuses.absolute())
+    services = _services(credentials, ports, statuses)
     _write_connection(credentials, ports.control_port)
     os.environ.update(QUIET | {"FLWR_HOME": str((credentials / "flwr").absolute())} | dict(os.environ))
     os.environ.update(loopback_without_proxy(os.environ))
@@ -79,7 +80,12 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
     )
 
 
-def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
+def statuses_of(credentials: Path) -> Path:
+    """Return the folder with the statuses of the runs of a SuperLink; see `polyfed.deploy.server.run_log`."""
+    return credentials / "flwr" / "runs"
+
+
+def _services(credentials: Path, ports: ServerPorts, statuses: Path) -> list[Any]:
     """Return the web applications for health, metrics and status that `ports` asks for."""
     from polyfed.engines.flower.server.public_port import Service
 
@@ -87,10 +93,12 @@ def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
     if ports.metrics_port or ports.status_port:
         require_prometheus()
     if ports.metrics_port:
-        wanted.append(Service(lambda link: ServerMonitor(link, status), HOST, ports.metrics_port, tls=False))
+        wanted.append(Service(lambda link: ServerMonitor(link, statuses), HOST, ports.metrics_port, tls=False))
     if ports.status_port:
         token = token_at(credentials / TOKEN)
-        wanted.append(Service(lambda link: ServerMonitor(link, status, token), ports.host, ports.status_port, tls=True))
+        wanted.append(
+            Service(lambda link: ServerMonitor(link, statuses, token), ports.host, ports.status_port, tls=True)
+        )
     return wanted
 
 

@@ -5,6 +5,9 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 
+INSTALL = "pip install 'polyfed[server]' or 'polyfed[device]'"
+"""How a server and a device get Flower and Prometheus's client."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus's text format."""
 
@@ -18,7 +21,7 @@ def require_prometheus() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise RecipeError(f"metrics need the extra: pip install 'polyfed[flower]' ({error})") from None
+        raise RecipeError(f"metrics need an extra: {INSTALL} ({error})") from None
 
 
 def registry() -> Any:

@@ -21,7 +21,11 @@ from polyfed.report.text_layout import plain_table, stacked, titled
 
 def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     """Run a federation on this machine, and return its result and what to print."""
-    out = deploy.run_locally(recipe, folder)
+    return result_of(deploy.run_locally(recipe, folder))
+
+
+def result_of(out: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Return the result in a run folder and what to print of it."""
     result: dict[str, Any] = json.loads((out / RESULT).read_text())
     return result, [tables.result_table(result), Text(f"files in {out}, picture in {out / REPORT}")]
 
@@ -56,7 +60,7 @@ class Written:
     @property
     def start(self) -> str:
         """The command that starts the app."""
-        return f"FLWR_HOME={self.credentials}/flwr flwr run {self.folder} polyfed --stream"
+        return shlex.join(["polyfed", "submit", str(self.folder)])
 
     def facts(self) -> dict[str, Any]:
         """The content that `app --json` prints."""

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from polyfed.core.errors import PolyfedError
 from polyfed.core.system.log_lines import escaped
+from polyfed.deploy.server.run_log import UNFINISHED
 from polyfed.report.text_layout import plain_table, stacked, titled
 
 
@@ -34,20 +35,23 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
     if told.get("away"):
         away = plain_table("client", "key", left=2)
         for device in told["away"]:
-            number = "not in the current run" if device["client"] is None else str(device["client"])
+            number = "in none of these runs" if device["client"] is None else str(device["client"])
             away.add_row(Text(escaped(number)), Text(escaped(str(device["key"]))))
         parts.append(titled("Devices that are away", away))
-    runs = plain_table("run", "status", left=2)
+    runs = plain_table("run", "state", "in Flower", "round", "folder", left=2)
     for run in told["runs"]:
-        runs.add_row(*(Text(escaped(str(run[key]))) for key in ("id", "status")))
+        progress = run["progress"]
+        where = ("", "") if progress is None else (f"{progress['round']} of {progress['rounds']}", progress["run"])
+        runs.add_row(*(Text(escaped(str(word))) for word in (run["id"], run["state"], run["status"], *where)))
     if told["runs"]:
         parts.append(titled("Latest runs", runs))
-    if told["run"] is not None:
-        parts += _run(told["run"])
+    for place, run in enumerate(told["runs"]):
+        if run["progress"] is not None and (place == 0 or run["state"] in UNFINISHED):
+            parts += _run(str(run["id"]), run["progress"])
     return parts
 
 
-def _run(run: dict[str, Any]) -> list[RenderableType]:
+def _run(identity: str, run: dict[str, Any]) -> list[RenderableType]:
     facts = plain_table("", "", left=2)
     moment = datetime.fromtimestamp(run["updated"], UTC).isoformat(timespec="seconds")
     rows = {
@@ -62,7 +66,7 @@ def _run(run: dict[str, Any]) -> list[RenderableType]:
     } | ({"error": run["error"]} if run["error"] else {})
     for name, value in rows.items():
         facts.add_row(Text(name, "dim"), Text(escaped(str(value))))
-    parts: list[RenderableType] = [titled("Current run", facts)]
+    parts: list[RenderableType] = [titled(escaped(f"Run {identity}"), facts)]
     if run["reasons"]:
         table = plain_table("client", "round", "task", "why no reply", left=4)
         for client, told in run["reasons"].items():

@@ -26,7 +26,7 @@ from polyfed.federation.wire_format import Packet
 WAITS = (
     "this device is ready and waits for the server. A run asks only devices that are connected when it begins. If no "
     "task arrives, a run may have begun without this device: it takes part when the server's operator ends the run "
-    "(flwr stop) and calls `flwr run` again, which continues the run"
+    "and calls `polyfed submit` again, which continues the run"
 )
 """A device that connects after a run has begun gets no message of it, so it says in advance what silence means."""
 

@@ -14,10 +14,16 @@ from polyfed.core.request import Request
 from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
-from polyfed.deploy.device.kept_replies import KeptReplies
 from polyfed.deploy.device.privacy_budget import admit_release, admit_state, spend
+from polyfed.deploy.device.repeated_requests import (
+    admit_secrets,
+    bind_secrets,
+    digest_of_use,
+    forget_replies,
+    keep_reply,
+    kept_reply,
+)
 from polyfed.deploy.device.request_limits import admit, admit_today
-from polyfed.deploy.device.secrets_once import admit_secrets, bind_secrets, digest_of_use
 from polyfed.deploy.device.state_store import Store
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
@@ -48,7 +54,7 @@ class ClientRuntime:
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
         audit: the device's audit log, or None in a simulation.
         release: the privacy cost of one reply with noise, or None if the device does not limit epsilon.
-        conditions: digest of the recipe, policy and data of a device; see `secrets_once.conditions_of`.
+        conditions: digest of the recipe, policy and data of a device; see `repeated_requests.conditions_of`.
         rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
         ranks: the LoRA ranks of the clients.
     """
@@ -93,20 +99,21 @@ class ClientRuntime:
         check_versions(packet.header, f"client {request_id.client}")
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
+        self._check_held(packet, request_id.client)
         got = self._received(packet, request, request_id.client)
         self._refuse_made_model(request, got, request_id.client)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
-        self._check_held(packet, request_id.client)
         with store.alone():
             store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
             local = self._before(store, request, request_id)
-            replies = KeptReplies(folder, digest_of_use(request, local or {}, packet, self.conditions))
+            use, noisy = digest_of_use(request, local or {}, packet, self.conditions), self._adds_noise(request)
             device = DeviceStore(self.folder)
             with device.transaction(request_id.run, request_id.client) as memory:
                 admit(memory, engine.limits, request)
-                known = replies.find(request_id) if self._adds_noise(request) else None
+                known = kept_reply(memory, request_id, use) if noisy else None
                 if known is None:
+                    forget_replies(memory, request_id)
                     self._count(memory, request, store.has_state)
                 admit_secrets(memory, request, local, packet, self.conditions)
             store.prune()
@@ -122,11 +129,12 @@ class ClientRuntime:
                     content = self._released_again(request, request_id.client, got, known)
                 elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
                     content = encode(reply)
-                    bind_secrets(device, request_id, request, engine.locals.get(request_id.client, {}), self.conditions)
                     kept = int(packet.header.get("kept", 0))
                     self._keep(store, request_id, local, kept)
-                    if self._adds_noise(request):
-                        replies.keep(request_id, content, kept)
+                    with device.transaction(request_id.run, request_id.client) as memory:
+                        bind_secrets(memory, request, engine.locals.get(request_id.client, {}), self.conditions)
+                        if noisy:
+                            keep_reply(memory, request_id, use, content, kept)
                 sent = content is not None
             finally:
                 seal = self._book(store, request_id, sent, again=known is not None)
@@ -222,7 +230,8 @@ class ClientRuntime:
             store: the client's store.
             request_id: id of the request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
-            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted.
+            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the
+                reply is not kept.
 
         Raises:
             OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
@@ -241,6 +250,8 @@ class ClientRuntime:
         except (OSError, PolyfedError):
             if not again:
                 store.forget(request_id)
+                with DeviceStore(self.folder).transaction(request_id.run, request_id.client) as memory:
+                    forget_replies(memory, request_id)
             raise
 
     def _before(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:

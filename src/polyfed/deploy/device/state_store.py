@@ -28,11 +28,6 @@ JOURNAL = "journal.json"
 
 Place = tuple[int, int]
 
-
-STATE, REPLY = "state", "reply"
-"""The kinds of checkpoints in the folder of a client, which begin the names of their folders: local states, and replies
-that may have to be sent again (`polyfed.deploy.device.kept_replies`)."""
-
 BEFORE: Place = (-1, -1)
 """The place before every request."""
 
@@ -94,21 +89,19 @@ class Store:
             os.umask(before)
 
     def prune(self) -> None:
-        """Delete the states and replies of all runs except the `KEPT_RUNS` most recent runs of this client.
+        """Delete the states of all runs except the `KEPT_RUNS` most recent runs of this client.
 
         The ledgers of the `KEPT_LEDGERS` most recent runs stay. The client refuses later requests of these runs. Older
         folders are deleted: the audit log of the device holds all entries of their ledgers.
         """
         journals = [*self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")]
         newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
-        stores = [store for path in newest if (store := Store(path.parent))._places() or store._places(REPLY)]
+        stores = [store for path in newest if (store := Store(path.parent))._places()]
         for old in stores[KEPT_RUNS:]:
             if old.folder != self.folder:
-                if states := old._places():
-                    old._note(replace(old._journal(), floor=states[-1]))
-                for kind in (STATE, REPLY):
-                    for place in old._places(kind):
-                        shutil.rmtree(old._path(place, kind))
+                old._note(replace(old._journal(), floor=old._places()[-1]))
+                for place in old._places():
+                    shutil.rmtree(old._path(place))
         for path in newest[KEPT_LEDGERS:]:
             if path.parent != self.folder and (path.parents[2] / AUDIT).exists():
                 shutil.rmtree(path.parent)
@@ -161,10 +154,9 @@ class Store:
             CheckpointError: the journal on disk is damaged.
         """
         self.check_fresh(request_id)
-        for kind in () if again else (STATE, REPLY):
-            for place in self._places(kind):
-                if place >= request_id.place:
-                    shutil.rmtree(self._path(place, kind))
+        for place in () if again else self._places():
+            if place >= request_id.place:
+                shutil.rmtree(self._path(place))
         self._note(Journal(request_id.session, request_id.place, self._journal().floor))
 
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
@@ -197,9 +189,8 @@ class Store:
             shutil.rmtree(self._path(place))
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove the state that a task returned and its kept reply, because the reply was not sent."""
-        for kind in (STATE, REPLY):
-            shutil.rmtree(self._path(request_id.place, kind), ignore_errors=True)
+        """Remove the state that a task returned, because the reply was not sent."""
+        shutil.rmtree(self._path(request_id.place), ignore_errors=True)
 
     def _note(self, journal: Journal) -> None:
         replace_text(self.folder / JOURNAL, json.dumps(asdict(journal)))
@@ -214,26 +205,18 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error
 
-    def _places(self, kind: str = STATE) -> list[Place]:
-        return places_of(self.folder, kind)
+    def _places(self) -> list[Place]:
+        """Return the places for which the folder holds a whole state, in ascending order."""
+        found = []
+        for path in self.folder.glob("state-*-*"):
+            if (path / checkpoint.LATEST).exists():  # otherwise the process died before the checkpoint was complete
+                _, round, request = path.name.split("-")
+                found.append((int(round), int(request)))
+        return sorted(found)
 
-    def _path(self, place: Place, kind: str = STATE) -> Path:
-        return path_of(self.folder, place, kind)
-
-
-def places_of(folder: Path, kind: str) -> list[Place]:
-    """Return the places in a client's folder for which it holds a whole checkpoint of this kind, in ascending order."""
-    found = []
-    for path in folder.glob(f"{kind}-*-*"):
-        if (path / checkpoint.LATEST).exists():  # otherwise the process died before the checkpoint was complete
-            _, round, request = path.name.split("-")
-            found.append((int(round), int(request)))
-    return sorted(found)
-
-
-def path_of(folder: Path, place: Place, kind: str) -> Path:
-    """Return the folder of the checkpoint of this kind and place in a client's folder."""
-    return folder / f"{kind}-{place[0]:06d}-{place[1]:03d}"
+    def _path(self, place: Place) -> Path:
+        """Return the folder of the state of a place."""
+        return self.folder / f"state-{place[0]:06d}-{place[1]:03d}"
 
 
 def _place(pair: list[int]) -> Place:

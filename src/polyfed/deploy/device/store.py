@@ -1,11 +1,12 @@
 """The crash-safe store of a device: what it must not forget, over all runs and restarts, in one SQLite file.
 
-A device counts requests, runs, evaluations, replies with noise and their epsilon, and notes which secrets of secure
-aggregation it has used. A server therefore gains nothing from a new run name or from a restart. Everything that decides
-about one request is read and written in one transaction: it is on disk before the device computes a reply, and a
-refused request leaves no trace. A store that is full, damaged, emptied or a link refuses, and never begins from zero.
+A device counts requests, runs, evaluations, replies with noise and their epsilon. It notes which secrets of secure
+aggregation it has used, and keeps replies with noise. A server therefore gains nothing from a new run name or from a
+restart. Everything that decides about one request is read and written in one transaction: it is on disk before the
+device computes a reply, and a refused request leaves no trace. A store that is full, damaged, emptied or a link
+refuses, and never begins from zero.
 
-The rows of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
+The counts of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
 
 import fcntl
@@ -25,6 +26,8 @@ STORE = "device.sqlite3"
 _COUNT = "INTEGER NOT NULL CHECK (typeof({0}) = 'integer' AND {0} > 0)"
 _OF_CLIENT = "run TEXT NOT NULL, client INTEGER NOT NULL"
 
+BODIES = "bodies"
+
 TABLES = {
     "uses": "budget TEXT NOT NULL, at REAL NOT NULL CHECK (typeof(at) = 'real' AND at >= 0), name TEXT NOT NULL",
     "requests": f"{_OF_CLIENT}, round INTEGER NOT NULL, times {_COUNT.format('times')}, "
@@ -38,8 +41,13 @@ TABLES = {
     "PRIMARY KEY (run, client)",
     "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
     "unmasked": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, PRIMARY KEY (run, client)",
+    "replies": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, use TEXT NOT NULL, "
+    "header TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (run, client, round, request)",
+    BODIES: f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, part INTEGER NOT NULL, "
+    "bytes BLOB NOT NULL, PRIMARY KEY (run, client, round, request, part), "
+    "FOREIGN KEY (run, client, round, request) REFERENCES replies ON DELETE CASCADE",
 }
-"""The tables, which the device checks whenever it opens the store:
+"""The tables, which the device checks whenever it opens the store, except for the large bodies, which have a digest:
 
 - `uses`: what was used of the budgets per day, and when
 - `requests`: how often the device was asked in a round
@@ -48,6 +56,8 @@ TABLES = {
 - `units`: the unit that [privacy] protected in the newest request, and the blocks that could reveal other modalities
 - `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
 - `unmasked`: the newest request for which the client has revealed shares
+- `replies`: the replies with noise that may have to be sent again
+- `bodies`: their bodies, in parts
 """
 
 
@@ -97,8 +107,9 @@ class DeviceStore:
             self._make()
             with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
                 rows.execute("PRAGMA synchronous = FULL")
+                rows.execute("PRAGMA foreign_keys = ON")
                 rows.execute("BEGIN IMMEDIATE")
-                for table in TABLES:
+                for table in TABLES.keys() - {BODIES}:
                     (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
                     if found != "ok":
                         raise sqlite3.DatabaseError(f"the table '{table}' is damaged: {found}")
@@ -141,6 +152,7 @@ class DeviceStore:
             os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with closing(sqlite3.connect(draft, isolation_level=None)) as rows:
                 rows.execute("PRAGMA journal_mode = MEMORY")
+                rows.execute("PRAGMA auto_vacuum = FULL")  # deleted replies free the disk
                 rows.execute("PRAGMA synchronous = FULL")
                 for table, columns in TABLES.items():
                     rows.execute(f"CREATE TABLE {table} ({columns})")

@@ -20,32 +20,30 @@ from typing import Any
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.metrics import CONTENT_TYPE, registry
 from polyfed.deploy.server.membership import clients_of
+from polyfed.deploy.server.run_log import KILLED, UNFINISHED, read_status
 
 TOKEN = "status.token"
 """The file in the folder of the credentials that holds the token for `polyfed status`."""
 
 RUN_NUMBERS = {
-    "round": "Rounds of the current run that are done.",
-    "rounds": "Rounds that the current run is to have.",
-    "enrolled": "Clients that enrolled in the current run.",
-    "wanted": "Clients that the current run waits for.",
+    "round": "Rounds of the run that are done.",
+    "rounds": "Rounds that the run is to have.",
+    "enrolled": "Clients that enrolled in the run.",
+    "wanted": "Clients that the run waits for.",
     "cohort": "Clients asked in the latest round.",
     "round_seconds": "Duration of the latest round in seconds.",
 }
-"""Numbers in the status of a run that become gauges, `polyfed_run_<name>`."""
+"""Numbers in the status of a run that become gauges, `polyfed_run_<name>`, with the run's id as the label `run`."""
 
 RUN_COUNTS = {
-    "bytes_up": "Bytes that clients sent since the server of the current run started.",
-    "bytes_down": "Bytes sent to clients since the server of the current run started.",
+    "bytes_up": "Bytes that clients sent since the server of the run started.",
+    "bytes_down": "Bytes sent to clients since the server of the run started.",
     "missing_replies": "Times that a client gave no usable reply.",
     "late_replies": "Replies that came after their request had been closed.",
 }
-"""Numbers in the status of a run that become counters, `polyfed_run_<name>_total`."""
+"""Numbers in the status of a run that become counters, `polyfed_run_<name>_total`, with the same label."""
 
-RUN_STATES = ("enrolling", "running", "finished", "failed")
-
-KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); `flwr run` goes on"
-"""The error of a run whose status says that it goes on, although all runs of the SuperLink have ended."""
+RUN_STATES = ("starting", *UNFINISHED, "finished", "failed")
 
 Facts = Mapping[str, Any]
 
@@ -80,46 +78,58 @@ def read_token(path: Path) -> str:
     return token
 
 
-def status_of(link: Facts, path: Path) -> dict[str, Any]:
-    """Return the status of a server and its current run.
+def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
+    """Return the status of a server and its latest runs.
 
     Args:
         link: `nodes`, `away` and `runs` from the SuperLink. In the result, each device in `away` has the fingerprint
-            of its `key` and, if it has taken part in the current run, its number as `client`.
-        path: the file that the server of the current run writes; see `polyfed.deploy.server.run_log`.
+            of its `key` and, if it has taken part in one of the runs, its number as `client`. Each run has a `state`
+            and, as soon as its server has started, its `progress`.
+        statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        run = None  # no server of a run has started yet
-    over = all(str(known["status"]).startswith("finished") for known in link.get("runs", ()))
-    if run is not None and link.get("runs") and over and run.get("state") in ("enrolling", "running"):
-        run |= {"state": "failed", "error": KILLED}
-    numbers = {} if run is None else clients_of(Path(str(run.get("run", ""))))
+    runs = [_run_of(known, read_status(statuses / str(known["id"]))) for known in link.get("runs", ())]
+    numbers: dict[str, str] = {}
+    for run in reversed(runs):  # a device may have another number in a newer run
+        numbers |= clients_of(Path(str(run["progress"].get("run", "")))) if run["progress"] else {}
     away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
     known = {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr")}
-    return {**known, **link, "away": away, "run": run}
+    return {**known, **link, "away": away, "runs": runs}
+
+
+def _run_of(known: Facts, progress: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a run of the SuperLink's list with its state, which agrees with the list about whether the run is over."""
+    over, _, how = str(known["status"]).partition(":")
+    if progress is None:
+        state = "starting" if over != "finished" else "finished" if how == "completed" else "failed"
+        return {**known, "state": state, "progress": None}
+    if over == "finished" and progress.get("state") in UNFINISHED:
+        progress |= {"state": "failed", "error": KILLED}
+    return {**known, "state": progress.get("state"), "progress": progress}
 
 
 def metrics_of(status: Facts) -> bytes:
     """Return the status as Prometheus metrics, without error messages, paths and names."""
-    nodes, run = status["nodes"], status["run"] or {}
-    gauges = {
-        "polyfed_nodes_registered": ("Devices whose public key is registered.", float(nodes["registered"])),
-        "polyfed_nodes_online": ("Devices that are connected.", float(nodes["online"])),
-        "polyfed_run_updated_timestamp_seconds": ("When the current run last did something.", run.get("updated", 0.0)),
-    }
-    for state in RUN_STATES:
-        gauges[f"polyfed_run_{state}"] = (f"1 if the current run is {state}.", float(run.get("state") == state))
-    for name, text in RUN_NUMBERS.items():
-        gauges[f"polyfed_run_{name}"] = (text, float(run.get(name, 0)))
     from prometheus_client import Counter, Gauge, generate_latest
 
-    made = registry()
-    for name, (text, value) in gauges.items():
-        Gauge(name, text, registry=made).set(value)
-    for name, text in RUN_COUNTS.items():
-        Counter(f"polyfed_run_{name}", text, registry=made).inc(float(run.get(name, 0)))
+    made, nodes = registry(), status["nodes"]
+    for name, text in (("registered", "Devices whose public key is registered."), ("online", "Devices connected.")):
+        Gauge(f"polyfed_nodes_{name}", text, registry=made).set(float(nodes[name]))
+    label = ["run"]
+    gauges = {name: Gauge(f"polyfed_run_{name}", text, label, registry=made) for name, text in RUN_NUMBERS.items()}
+    counts = {name: Counter(f"polyfed_run_{name}", text, label, registry=made) for name, text in RUN_COUNTS.items()}
+    states = {
+        name: Gauge(f"polyfed_run_{name}", f"1 if the run is {name}.", label, registry=made) for name in RUN_STATES
+    }
+    updated = Gauge("polyfed_run_updated_timestamp_seconds", "When the run last did something.", label, registry=made)
+    for run in status["runs"]:
+        identity, progress = str(run["id"]), run["progress"] or {}
+        updated.labels(identity).set(float(progress.get("updated", 0.0)))
+        for name, state in states.items():
+            state.labels(identity).set(float(run["state"] == name))
+        for name, gauge in gauges.items():
+            gauge.labels(identity).set(float(progress.get(name, 0)))
+        for name, count in counts.items():
+            count.labels(identity).inc(float(progress.get(name, 0)))
     return generate_latest(made)
 
 
@@ -128,14 +138,14 @@ class ServerMonitor:
 
     Args:
         link: a function that returns the SuperLink's nodes and runs.
-        path: path of the current run's status file.
+        statuses: the folder with the statuses of the runs.
         token: if not empty, every request must carry this token in its header `Authorization: Bearer TOKEN`. The answer
             to other requests reveals nothing, not even which pages exist. If the token is empty, there is no page
             `/status`.
     """
 
-    def __init__(self, link: Callable[[], Facts], path: Path, token: str = "") -> None:
-        self.link, self.path = link, path
+    def __init__(self, link: Callable[[], Facts], statuses: Path, token: str = "") -> None:
+        self.link, self.statuses = link, statuses
         self._digest = _digest(token.encode()) if token else b""
 
     async def __call__(self, scope: Facts, receive: Any, send: Any) -> None:
@@ -174,10 +184,10 @@ class ServerMonitor:
         return "application/json", b'{"status": "ok"}'
 
     def _metrics(self) -> tuple[str, bytes]:
-        return CONTENT_TYPE, metrics_of(status_of(self.link(), self.path))
+        return CONTENT_TYPE, metrics_of(status_of(self.link(), self.statuses))
 
     def _status(self) -> tuple[str, bytes]:
-        return "application/json", json.dumps(status_of(self.link(), self.path)).encode()
+        return "application/json", json.dumps(status_of(self.link(), self.statuses)).encode()
 
 
 def _digest(token: bytes) -> bytes:

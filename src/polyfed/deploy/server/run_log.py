@@ -2,20 +2,37 @@
 
 The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
 replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
+
+Each Flower run has a folder of its own, which is named by the run's id. The server's process locks this folder until it
+ends, so a reader knows at once that the process was killed, whatever the status file says.
 """
 
 import json
 import logging
 import os
+import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.log_lines import logger_of
+from polyfed.experiment.running.lock import alone_in, is_locked
 
-STATUS_FILE = "POLYFED_STATUS_FILE"
-"""Environment variable with the path to which a server writes its status. `polyfed superlink` sets this variable."""
+STATUS_FOLDER = "POLYFED_STATUS_FOLDER"
+"""Environment variable with the folder in which each run has a folder for its status; `polyfed superlink` sets it."""
+
+STATUS = "status.json"
+
+KEPT_RUNS = 100
+"""Number of runs of which `remove_old` keeps the status."""
+
+UNFINISHED = ("enrolling", "running")
+
+KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); submit the app to go on"
+"""The error of a run whose status says that it goes on, although its process has ended."""
 
 LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output as its log
 
@@ -60,12 +77,14 @@ class RunStatus:
     """Writes the status of the run to a file. An object of this class is called with every event of the run.
 
     Args:
-        path: the file. Each write replaces the whole file atomically, so a reader never sees an incomplete file.
+        folder: the folder for the status. This process locks it until it ends. Each write replaces the whole file
+            atomically, so a reader never sees an incomplete file.
         run: the run folder.
     """
 
-    def __init__(self, path: Path, run: Path) -> None:
-        self.path, self.complained, self._crowded = path, False, -WRITE_EVERY
+    def __init__(self, folder: Path, run: Path) -> None:
+        self.path, self.complained, self._crowded = folder / STATUS, False, -WRITE_EVERY
+        self._alive = ExitStack()
         self.facts: dict[str, Any] = {
             "run": str(run.absolute()),
             "state": "enrolling",
@@ -81,7 +100,13 @@ class RunStatus:
             "late_replies": 0,
             "reasons": {},
             "error": "",
+            "exit_code": 0,
         }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._alive.enter_context(alone_in(folder, "another server has this Flower run", "Stop it", seconds=5.0))
+        except (OSError, RecipeError) as error:
+            self._complain(error)
         self._write()
 
     def __call__(self, event: str, **facts: Any) -> None:
@@ -94,9 +119,9 @@ class RunStatus:
                 self._crowded = now if event in LOGGED else self._crowded
                 self._write()
 
-    def failed(self, error: str) -> None:
+    def failed(self, error: str, exit_code: int = 1) -> None:
         """Record the error that ended the run."""
-        self.facts |= {"state": "failed", "error": error}
+        self.facts |= {"state": "failed", "error": error, "exit_code": exit_code}
         self._write()
 
     def _on_enrolling(self, enrolled: int, wanted: int) -> None:
@@ -131,17 +156,50 @@ class RunStatus:
     def _write(self) -> None:
         try:
             replace_text(self.path, json.dumps(self.facts | {"updated": time.time()}))
-        except OSError as error:  # the run does not depend on this file
-            if not self.complained:
-                LOGGER.warning("the status cannot be written: %s", error)
-            self.complained = True
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError | PolyfedError) -> None:
+        """Log that the status cannot be written. The run does not depend on it."""
+        if not self.complained:
+            LOGGER.warning("the status cannot be written: %s", error)
+        self.complained = True
 
 
-def listeners_of(run: Path) -> tuple[list[Any], RunStatus | None]:
+def listeners_of(run: Path, identity: str) -> tuple[list[Any], RunStatus | None]:
     """Return all listeners of a server's run, and the one that writes the status.
 
-    The second value is None if `STATUS_FILE` is not set.
+    The second value is None if `STATUS_FOLDER` is not set.
+
+    Args:
+        run: the run folder.
+        identity: the id of the Flower run.
     """
-    where = os.environ.get(STATUS_FILE)
-    status = RunStatus(Path(where), run) if where else None
+    where = os.environ.get(STATUS_FOLDER)
+    status = RunStatus(Path(where) / identity, run) if where else None
     return [log_run] if status is None else [log_run, status], status
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """Return what `RunStatus` wrote to a folder, or None if it wrote nothing.
+
+    If the process that wrote the status has ended although the run goes on, the run has failed.
+    """
+    alive = is_locked(folder)  # first: a process that is alive here may write its last status before the next line
+    try:
+        told = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(told, dict):
+        return None
+    if told.get("state") in UNFINISHED and not alive:
+        told |= {"state": "failed", "error": KILLED, "exit_code": 1}
+    return told
+
+
+def remove_old(folder: Path) -> None:
+    """Remove the statuses of all runs in a folder but the latest `KEPT_RUNS`."""
+    runs = sorted(folder.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)
+    for old in runs[KEPT_RUNS:]:
+        if not is_locked(old):
+            shutil.rmtree(old, ignore_errors=True)

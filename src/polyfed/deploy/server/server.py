@@ -149,8 +149,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    listeners, status = listeners_of(out)
-    gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+    listeners, status = listeners_of(out, transport.flower_run)
+    gone = TransportError("the SuperLink is gone. Start it again; `polyfed submit` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         refuse_deployed(recipe.attack)
@@ -176,7 +176,7 @@ def naming_the_option() -> Iterator[None]:
         yield
     except (RecipeError, DataError) as error:
         if "cannot resume" in str(error):
-            how = """`flwr run ... --run-config 'out="/another/folder"'` chooses another folder"""
+            how = "`polyfed submit ... --out DIR` chooses another folder"
             error.args = (f"{error}. {how}", *error.args[1:])
         raise
 
@@ -215,7 +215,7 @@ def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
     told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
     _write_error(out, told)
     if status is not None:
-        status.failed(str(error))
+        status.failed(str(error), error.exit_code)
     LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
 
 

@@ -56,6 +56,23 @@ def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterato
             os.close(lock)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a living process has locked a folder with `alone_in`. Where there are no locks, return True."""
+    if fcntl is None:
+        return True
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _locked(path: Path) -> int | None:
     """The file descriptor of the lock, or None if another process has it."""
     try:

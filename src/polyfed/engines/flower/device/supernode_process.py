@@ -30,7 +30,7 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-LOG_LINES = Path(__file__).parents[2] / "core" / "log_lines.py"
+LOG_LINES = Path(__file__).parents[3] / "core" / "system" / "log_lines.py"
 FETCH_LIMIT = Path(__file__).with_name("fetch_limit.py")
 CAREFUL_HTTP = Path(__file__).with_name("careful_http.py")
 

@@ -66,5 +66,5 @@ def _sentence(what: str) -> Iterator[None]:
     except (httpx.HTTPError, OSError) as error:
         raise TransportError(
             f"the server could not {what} ({type(error).__name__}: {error!s:.300}). The SuperLink's own log says why "
-            "(a full disk, a locked database, a message that is too large); the same `flwr run` goes on"
+            "(a full disk, a locked database, a message that is too large); `polyfed submit` goes on"
         ) from error

@@ -57,5 +57,5 @@ def database_of_this_release(path: str) -> Iterator[None]:
     except CommandError as error:
         raise RecipeError(
             f"{path} was written by another release of Flower ({error}). Move it elsewhere and start again: the "
-            "devices' keys are registered anew, and `flwr run` goes on from the run's last checkpoint"
+            "devices' keys are registered anew, and `polyfed submit` goes on from the run's last checkpoint"
         ) from None

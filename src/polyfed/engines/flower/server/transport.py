@@ -60,6 +60,7 @@ class GridTransport:
         limit: size in bytes of the largest reply that the transport fetches.
         rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
         run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
+        flower_run: the id of the Flower run.
         discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
@@ -70,6 +71,7 @@ class GridTransport:
     limit: int = 2**29
     rounds_left: int = 1
     run: str = ""
+    flower_run: str = "0"
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:

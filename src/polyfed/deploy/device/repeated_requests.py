@@ -1,4 +1,6 @@
-"""Each secret of secure aggregation is used for only one request, even if the server returns to an earlier request.
+"""What a device does if a request comes again: its secrets serve once, and a reply with noise is the one sent before.
+
+**Secrets.** Each secret of secure aggregation serves one request, even if the server returns to an earlier request.
 
 A resumed server may repeat requests, and a device then starts from the local state that it had before the repeated
 request. This state still holds the secrets of the earlier request. Without a check, a dishonest server could make
@@ -10,22 +12,40 @@ device refuses any other request that needs the same secrets.
 Everything that decides the reply belongs to a request: its whole header and body, and the *conditions* on the device,
 such as the recipe. Otherwise, a server could repeat a request under another recipe and get a second reply with the
 same masks. The difference of the two replies would have no mask.
+
+**Replies.** A resumed server repeats the requests after its last checkpoint, and sends a request again if a device was
+offline. If nothing in a reply is random, a device computes the same reply again. But noise of [privacy] comes from the
+operating system, so a second computation gives another reply, and two replies together reveal more than one of them,
+even under the same masks. A device therefore keeps each reply with noise until the server confirms that it will not
+repeat the round. The kept reply reveals nothing new, so it costs no epsilon.
 """
 
 import hashlib
 import json
+import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
+from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
 from polyfed.deploy.device.configuration import NodeConfig
+from polyfed.deploy.device.state_store import KEPT_RUNS
 from polyfed.deploy.device.store import DeviceStore, Memory
-from polyfed.engines.protocol import RequestId
+from polyfed.engines.protocol import RUN_NAME, RequestId
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.egress.requirements import Release
+
+PART = 2**28
+"""Size in bytes of the parts in which the store holds a body. SQLite holds at most 10**9 bytes in a value."""
+
+_OF = "run = ? AND client = ?"
+_AT = f"{_OF} AND round = ? AND request = ?"
 
 CHANGING = ("session", "kept")
 """The entries of a header that may differ if a restarted server repeats a request. No reply depends on them."""
@@ -53,22 +73,17 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def bind_secrets(device: DeviceStore, request_id: RequestId, request: Request, local: Tree, conditions: str) -> None:
+def bind_secrets(memory: Memory, request: Request, local: Tree, conditions: str) -> None:
     """Record the conditions under which a client has drawn new secrets. Call this before the public keys leave.
 
     Args:
-        device: the store of the device.
-        request_id: id of the request.
+        memory: what the device remembers of the client and the run.
         request: the request.
         local: the local state after the task.
         conditions: see `conditions_of`.
-
-    Raises:
-        CheckpointError: the store cannot be used.
     """
     if request.reply is PublicKeys:
-        with device.transaction(request_id.run, request_id.client) as memory:
-            _note(memory, _name_of_seeds(under(SECRETS, local)), conditions)
+        _note(memory, _name_of_seeds(under(SECRETS, local)), conditions)
 
 
 def admit_secrets(memory: Memory, request: Request, local: Tree | None, packet: Packet, conditions: str = "") -> None:
@@ -112,6 +127,88 @@ def admit_secrets(memory: Memory, request: Request, local: Tree | None, packet: 
             memory.rows.execute("INSERT OR REPLACE INTO unmasked VALUES (?, ?, ?, ?)", place)
 
 
+def kept_reply(memory: Memory, request_id: RequestId, use: str) -> Packet | None:
+    """Return the reply that the client has sent to the same request, or None.
+
+    Args:
+        memory: what the device remembers of the client and the run.
+        request_id: id of the request.
+        use: digest of everything that decides the reply; see `digest_of_use`.
+
+    Raises:
+        sqlite3.DatabaseError: the reply on disk is damaged.
+    """
+    place = (memory.run, memory.client, *request_id.place)
+    found = memory.rows.execute(f"SELECT use, header, digest FROM replies WHERE {_AT}", place).fetchone()
+    if found is None or found[0] != use:
+        return None
+    parts = memory.rows.execute(f"SELECT bytes FROM bodies WHERE {_AT} ORDER BY part", place)
+    body = b"".join(part for (part,) in parts)
+    if _digest_of_reply(found[1], body) != found[2]:
+        raise sqlite3.DatabaseError(f"the kept reply of round {request_id.round} is damaged")
+    return Packet(parse_json(found[1]), body)
+
+
+def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, kept: int) -> None:
+    """Write a reply before it leaves. Delete replies that no request can need any more, and those of old runs.
+
+    Args:
+        memory: what the device remembers of the client and the run.
+        request_id: id of the request.
+        use: digest of everything that decides the reply.
+        reply: the reply, without a request id.
+        kept: the newest round that the server will never repeat.
+    """
+    of, header, body = (memory.run, memory.client), json.dumps(reply.header), memoryview(reply.body)
+    place, digest = (*of, *request_id.place), _digest_of_reply(header, body)
+    memory.rows.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)", (*place, use, header, digest))
+    for start in range(0, len(body), PART):
+        memory.rows.execute("INSERT INTO bodies VALUES (?, ?, ?, ?, ?, ?)", (*place, start, body[start : start + PART]))
+    memory.rows.execute(  # the server can always repeat its newest request
+        f"DELETE FROM replies WHERE {_OF} AND round <= ? AND (round, request) < (?, ?)",
+        (*of, max(0, min(kept, request_id.round)), *request_id.place),
+    )
+    memory.rows.execute(
+        "DELETE FROM replies WHERE client = ? AND run NOT IN "
+        "(SELECT run FROM replies WHERE client = ? GROUP BY run ORDER BY max(rowid) DESC LIMIT ?)",
+        (memory.client, memory.client, KEPT_RUNS),
+    )
+
+
+def forget_replies(memory: Memory, request_id: RequestId) -> None:
+    """Delete the kept replies to this request and to later ones of the run."""
+    of = (memory.run, memory.client)
+    memory.rows.execute(f"DELETE FROM replies WHERE {_OF} AND (round, request) >= (?, ?)", (*of, *request_id.place))
+
+
+def unpaid_rounds(hello: Mapping[str, Any], rounds: int, release: Release | None, folder: Path, client: int) -> int:
+    """Return in how many rounds a run may still ask a device for a reply that adds to the epsilon of the device.
+
+    The result counts every coming round, except those whose reply the device has kept. If the server lies about the
+    coming rounds, it gains nothing, because the device also checks its budget before every single reply.
+
+    Args:
+        hello: the header of the request to enrol. It has the number of coming rounds and, if the run goes on, its name.
+        rounds: number of rounds of the recipe.
+        release: the noise of a reply, and the number of rounds that ask for one. None if the device limits no epsilon.
+        folder: the state folder of the device.
+        client: the client's number.
+
+    Raises:
+        CheckpointError: the store cannot be used.
+    """
+    if release is None:
+        return 0
+    left, run = hello.get("rounds_left"), hello.get("run")
+    done = max(rounds - (left if type(left) is int else 1), 0)
+    last = max(release.rounds, done + 1)
+    kept = set[int]()
+    if isinstance(run, str) and RUN_NAME.fullmatch(run) and DeviceStore(folder).begun:
+        with DeviceStore(folder).transaction(run, client) as memory:
+            kept = {round for (round,) in memory.rows.execute(f"SELECT round FROM replies WHERE {_OF}", (run, client))}
+    return last - done - sum(done < round <= last for round in kept)
+
+
 def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str) -> str:
     """Return the digest of everything that decides the reply to a request.
 
@@ -130,9 +227,13 @@ def _name_of_seeds(secrets: Tree) -> str:
     return f"seeds {digest({name: value for name, value in secrets.items() if name == 'seeds'})}"
 
 
+def _digest_of_reply(header: str, body: bytes | memoryview) -> str:
+    return hashlib.sha256(hashlib.sha256(header.encode()).digest() + hashlib.sha256(body).digest()).hexdigest()
+
+
 def _noted(memory: Memory, name: str) -> str | None:
     found = memory.rows.execute(
-        "SELECT use FROM secrets WHERE run = ? AND client = ? AND name = ?", (memory.run, memory.client, name)
+        f"SELECT use FROM secrets WHERE {_OF} AND name = ?", (memory.run, memory.client, name)
     ).fetchone()
     return None if found is None else str(found[0])
 
@@ -151,7 +252,7 @@ def _refuse_repetition(memory: Memory, request: Request) -> None:
         EgressError: the client has revealed shares for this request, or for a later one.
     """
     revealed = memory.rows.execute(
-        "SELECT round, request FROM unmasked WHERE run = ? AND client = ?", (memory.run, memory.client)
+        f"SELECT round, request FROM unmasked WHERE {_OF}", (memory.run, memory.client)
     ).fetchone()
     if revealed is not None and (request.round, request.number) <= revealed:
         raise EgressError(
