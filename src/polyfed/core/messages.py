@@ -156,19 +156,17 @@ def carries(
         stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
-        optional: for a tree, whether a client may receive it without a block that the client has. By default, a device
-            refuses a message that lacks one.
-        dtype: for a statistic, the type of its tensors; `float32` includes the floating-point type of the model. Both
-            sides refuse any other type. Default: any of the four types.
+        optional: for a tree, whether a client may receive it without a block that the client has.
+        dtype: for a statistic, its type; `float32` includes the model's floating-point type. Default: any of the four.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
-    assert kind == "statistic" or not dtype, "dtype= is for statistics; the model or the kind decides for other fields"
+    assert kind == "statistic" or not dtype, "dtype= is for statistics"
     shape = () if shape is None and kind == "statistic" else shape
-    flags = {"sum_only": sum_only, "weight": weight, "random": random, "stacked": stacked, "part": part}
-    flags |= {"optional": optional, "dtype": dtype}
-    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **flags)  # type: ignore[arg-type]
+    form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
+    form |= {"random": random, "stacked": stacked}
+    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 
 

@@ -50,14 +50,12 @@ class Receiver:
         modalities: the modalities of the client.
         num_rows: the number of its rows. No position of a row may be this or more.
         shapes: parameter name -> shape, for parameters that are smaller than in the model.
-        private: the parameters that the client keeps. A message may lack them.
         may_lack: whether the task may receive parameters without blocks that the client has.
     """
 
     modalities: tuple[str, ...]
     num_rows: int
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    private: frozenset[str] = frozenset()
     may_lack: bool = False
 
 
@@ -179,7 +177,7 @@ class ReplyValidator:
             elif receiver.may_lack:
                 continue
             else:
-                expected = {n for n in self._part(said) if said.whole or block_of(n) in has} - receiver.private
+                expected = {n for n in self._part(said) if said.whole or block_of(n) in has}
                 if said.kind == "gradients":
                     expected = {n for n in expected if not self.model.is_buffer(n)}
             if missing := sorted(expected - {*getattr(msg, name)}):

@@ -12,11 +12,11 @@ class Assignment(Message):
     """The message to a client: the model, global prototypes (C, D) by modality, and a flag.
 
     A class without a prototype has a row of zeros. The flag is stored under the modality whose PCE is added to the
-    loss.
+    loss. A client that trains one modality alone receives only the blocks of this modality.
     """
 
-    params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    params: Tree = carries("parameters", optional=True)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), optional=True)
     target: Tree = carries("statistic", dtype="float32", within=FLAG, optional=True)
 
 

@@ -203,14 +203,15 @@ class ClientRuntime:
         """
         got: Message = decode(packet, request.got, limit=self.limit)
         engine = self.engine
-        template = engine.algorithm.received_template(request.name, engine.model)
+        method, private = engine.algorithm, engine.algorithm.private_names(engine.model)
+        template = method.received_template(request.name, engine.model)
+        template = {name: value for name, value in template.items() if name not in private}
         classes = engine.population.columns.num_classes
         everyone = tuple(engine.model.shapes)
         validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
         num_rows = max(len(engine.rows(client)), len(engine.test_rows(client)))
-        method, shapes = engine.algorithm, self.ranks.shapes(client)
-        private, may_lack = method.private_names(engine.model), method.may_lack(request.name)
-        receiver = Receiver(engine.registry.owned(client), num_rows, shapes, private, may_lack)
+        shapes, may_lack = self.ranks.shapes(client), method.may_lack(request.name)
+        receiver = Receiver(engine.registry.owned(client), num_rows, shapes, may_lack)
         validator.check_received(got, request.got, receiver)
         return got
 
