@@ -14,9 +14,9 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.direct import grid_of, joined, played
 from laws.rows import PROTOTYPES, ROWS
 from laws.test_laws import world
-from polyfed.core.messages import OF_THE_MODEL
+from polyfed.core.messages import OF_THE_MODEL, Declared
 from polyfed.core.tasks import tasks_of, types_of
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, block_of
 from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.engines.protocol import FAILED
 from polyfed.evaluation.scores import Evaluation
@@ -34,6 +34,8 @@ def floats(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     return entries(lambda t: change(t) if t.is_floating_point() else t)
 
 
+TYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool, "uint8": torch.uint8, "": torch.float32}
+
 CORRUPT: dict[str, Callable[[Any], Any]] = {
     "an extra axis": entries(lambda t: t.unsqueeze(0)),
     "a row for each sample": floats(lambda t: t.expand(5, *t.shape).clone()),
@@ -42,6 +44,9 @@ CORRUPT: dict[str, Callable[[Any], Any]] = {
     "float16": floats(Tensor.half),
     "NaN": floats(lambda t: t * torch.nan),
     "infinity": floats(lambda t: t + torch.inf),
+    "int32": entries(lambda t: t.to(torch.int32)),
+    "int64": entries(lambda t: t.to(torch.int64)),
+    "truth values": entries(Tensor.bool),
     "an extra name": lambda v: v if isinstance(v, Tensor) or not v else v | {"stranger": next(iter(v.values()))},
 }
 
@@ -49,6 +54,28 @@ CORRUPT: dict[str, Callable[[Any], Any]] = {
 def lacking(value: Tree) -> Tree:
     """A tree without one tensor of a block that has others."""
     return {name: t for name, t in value.items() if not name.endswith("encoder.0.bias")}
+
+
+def without_a_block(value: Tree) -> Tree:
+    """A tree without the block of its first tensor."""
+    return {name: t for name, t in value.items() if block_of(name) != block_of(next(iter(value)))}
+
+
+def corruptions(said: Declared, whole: bool) -> dict[str, Callable[[Any], Any]]:
+    """The corruptions that a field of this declaration must not have; `whole` if it must hold every block."""
+    found = dict(CORRUPT)
+    if said.kind == "raw":  # the samples of some modalities are whole numbers
+        del found["int64"]
+    if said.kind in OF_THE_MODEL and (whole or not said.partial):
+        found["a missing name"] = lacking
+    if whole and not said.bare:
+        found |= {"a missing block": without_a_block, "no block": lambda value: {}}
+    if said.within is not None:
+        for word, number in (("a number below its range", -1), ("a number above its range", 2**62)):
+            outside = torch.tensor(number, dtype=TYPES[said.dtype])
+            if not bool(said.within.holds(outside)):
+                found[word] = entries(lambda t, number=number: torch.full_like(t, number))
+    return found
 
 
 def unlike(one: Any, other: Any) -> bool:
@@ -63,6 +90,7 @@ def test_a_device_refuses_each_corrupt_message_of_each_method(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = replace(world(name), rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
+    made = replace(made, clients=replace(made.clients, personal_test=0.2))
     faults, tried, work = list[str](), set[tuple[str, str, str]](), ClientRuntime._work
 
     def attacked(self: ClientRuntime, packet: Packet, request_id: Any) -> Packet:
@@ -72,8 +100,8 @@ def test_a_device_refuses_each_corrupt_message_of_each_method(
         msg = decode(packet, got, limit=2**30)
         before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
         for field, said in got.declared.items():
-            bends = CORRUPT | ({"a missing name": lacking} if said.kind in OF_THE_MODEL and not said.partial else {})
-            for how, change in bends.items():
+            whole = not said.optional and not (said.kind in OF_THE_MODEL and made.algorithm.may_lack(task))
+            for how, change in corruptions(said, whole).items():
                 value = getattr(msg, field)
                 if (task, field, how) in tried or not unlike(value, changed := change(value)):
                     continue
@@ -91,7 +119,8 @@ def test_a_device_refuses_each_corrupt_message_of_each_method(
 
     monkeypatch.setattr(ClientRuntime, "_work", attacked)
     parts = joined(made, grid_of(made, tmp_path))
-    played(made, parts)
+    state, _ = played(made, parts)
+    made.algorithm.evaluate(state, parts.fed)
     assert not faults, "\n".join(faults)
     assert tried or name in ("centralized", "local"), "the server sent nothing"
 

@@ -55,8 +55,8 @@ class Update(Message):
     """A client's trained parameters, its mean training loss and its number of training rows."""
 
     params: Tree = carries("parameters", sum_only=True, weight="num_rows")
-    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
+    loss: Tensor = carries("statistic", dtype="float32", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
 
 
 @message

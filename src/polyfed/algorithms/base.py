@@ -416,6 +416,10 @@ class Algorithm(ABC):
         got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
         return self.own_params(got, local(client))
 
+    def may_lack(self, task: str) -> bool:
+        """Return True for the evaluation of models that clients have: `evaluation_message` then may send no model."""
+        return task == "score_own" and self.own_models == "clients"
+
     # evaluation
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:

@@ -16,6 +16,7 @@ from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept
+from polyfed.core.schema import FLAG
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -26,14 +27,14 @@ from polyfed.model import Model
 class Wanted(Message):
     """A request for blocks. It holds one flag under the name of each block that the server wants."""
 
-    blocks: Tree = carries("statistic")
+    blocks: Tree = carries("statistic", dtype="float32", within=FLAG, optional=True)
 
 
 @message
 class Blocks(Message):
-    """The blocks that the server asked for."""
+    """Some blocks of a model: those that the server asked for, or those that it has for a client."""
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", optional=True)
 
 
 @message

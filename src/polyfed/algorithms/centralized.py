@@ -47,7 +47,7 @@ class AllRows(Message):
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
     present: Tree = carries("raw", rows="num_rows", shape=())
     labels: Tensor = carries("labels", rows="num_rows", shape=("label",))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

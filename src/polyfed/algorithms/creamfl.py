@@ -29,7 +29,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION
@@ -61,7 +61,7 @@ class PublicSet(Message):
 
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
     labels: Tensor = carries("labels", rows="num_rows", shape=())
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -69,14 +69,14 @@ class PublicSamples(Message):
     """The public samples (P, ...) by modality, which every client receives once."""
 
     samples: Tree = carries("raw", rows="num_public", shape=("sample",))
-    num_public: Tensor = carries("statistic")
+    num_public: Tensor = carries("statistic", dtype="int64", within=AT_LEAST_ONE)
 
 
 @message
 class Stored(Message):
     """Confirms that the client has stored the public samples."""
 
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -89,7 +89,7 @@ class GlobalRepresentations(Message):
 
     own: Tree = carries("embeddings", rows="num_public", shape=("features",))
     other: Tree = carries("embeddings", rows="num_public", shape=("features",))
-    num_public: Tensor = carries("statistic")
+    num_public: Tensor = carries("statistic", dtype="int64", within=AT_LEAST_ONE)
 
 
 @message
@@ -97,9 +97,9 @@ class LocalRepresentations(Message):
     """The client's representations of the public set, (P, E) by modality."""
 
     representations: Tree = carries("embeddings", rows="num_public", shape=("features",))
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
-    num_public: Tensor = carries("statistic")
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    num_public: Tensor = carries("statistic", dtype="int64", within=AT_LEAST_ONE)
 
 
 @dataclass(frozen=True)

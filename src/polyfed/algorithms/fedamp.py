@@ -222,7 +222,7 @@ class FedAmp(Algorithm):
         return times.chains(state.waited_for)
 
     @task()
-    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
+    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Blocks) -> tuple[Installed, Tree]:
         """Store new cloud blocks."""
         return Installed(), {**local, **nested(CLOUD, got.params)}
 
@@ -244,14 +244,14 @@ class FedAmp(Algorithm):
         """Send the blocks that the server asked for."""
         return exchange.pick(own_model(local), got), local
 
-    def _downloads(self, state: FedAmpState, fed: Federation) -> dict[int, Broadcast]:
+    def _downloads(self, state: FedAmpState, fed: Federation) -> dict[int, Blocks]:
         trees: dict[int, Tree] = {}
         for block, form in layouts(fed, state.params).items():
             if block in state.clouds:
                 clouds = state.clouds[block]
                 for client, row in zip(clouds.members.tolist(), clouds.rows, strict=True):
                     trees.setdefault(client, {}).update(form.tree(row))
-        return {client: Broadcast(tree) for client, tree in trees.items()}
+        return {client: Blocks(tree) for client, tree in trees.items()}
 
 
 def own_model(local: Tree) -> Tree:

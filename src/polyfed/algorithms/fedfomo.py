@@ -50,14 +50,14 @@ TABLE_CLIENTS = 64
 class Candidates(Message):
     """Blocks of other clients. Every tensor has a leading axis of length N, which may differ from block to block."""
 
-    params: Tree = carries("parameters", stacked=True)
+    params: Tree = carries("parameters", stacked=True, optional=True)
 
 
 @message
 class Weights(Message):
     """The weights (N,) of the received candidates, by block. The client's own block has the remaining weight."""
 
-    weights: Tree = carries("statistic", shape=(None,), within=NOT_NEGATIVE)
+    weights: Tree = carries("statistic", dtype="float32", shape=(None,), within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ TOP = "top"
 class ServerLogits(Message):
     """The server's logits (n, C) for the client's rows, under `shared`; empty in a client's first round."""
 
-    logits: Tree = carries("predictions", rows="num_rows", shape=("classes",), blocks=(SHARED,))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    logits: Tree = carries("predictions", rows="num_rows", shape=("classes",), blocks=(SHARED,), optional=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -59,8 +59,8 @@ class Extract(Message):
     features: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     logits: Tensor = carries("predictions", rows="num_rows", shape=("classes",))
     labels: Tensor = carries("labels", rows="num_rows", shape=())
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,10 @@ class FedGKT(Algorithm):
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the template of the server's network for the evaluation, which is the only task that receives one."""
         return self.top(model).template if task == "score_own" else super().received_template(task, model)
+
+    def may_lack(self, task: str) -> bool:
+        """Return False: the server sends its whole network for the evaluation."""
+        return False
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """Return the client's model together with the server's network.

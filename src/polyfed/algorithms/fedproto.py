@@ -48,7 +48,7 @@ class Shared(Message):
     """
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), optional=True)
 
 
 @message
@@ -57,9 +57,11 @@ class Learned(Message):
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
-    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    rows_per_class: Tree = carries(
+        "statistic", dtype="float32", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM
+    )
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,10 @@ class FedProto(Averaging):
         """Return the predictor that `predict_by` names: the nearest global prototype, or the model's logits."""
         by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the template of the model, or an empty tree if clients receive only prototypes."""
+        return super().received_template(task, model) if self.mode == "mm_fedavg" else {}
 
     def evaluation_message(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
         """Return the message for evaluation. It is the message that the clients of a round receive for training."""

@@ -46,8 +46,8 @@ class Start(Message):
 class Done(Message):
     """Training loss and number of rows."""
 
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message

@@ -49,8 +49,8 @@ class ControlledUpdate(Message):
 
     params: Tree = carries("parameters", sum_only=True, weight="num_rows")
     control: Tree = carries("gradients", sum_only=True)
-    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
+    loss: Tensor = carries("statistic", dtype="float32", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
 
 
 @dataclass(frozen=True)

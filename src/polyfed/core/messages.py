@@ -102,6 +102,8 @@ class Declared:
     random: bool = False
     stacked: bool = False
     part: str = ""
+    optional: bool = False
+    dtype: str = ""
 
 
 def carries(
@@ -120,6 +122,8 @@ def carries(
     random: bool = False,
     stacked: bool = False,
     part: Literal["", "encoders", "head"] = "",
+    optional: bool = False,
+    dtype: Literal["", "float32", "int64", "bool", "uint8"] = "",
 ) -> Any:
     """Declare a field of a message.
 
@@ -152,13 +156,17 @@ def carries(
         stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
+        optional: for a tree, whether a client may receive it without a block that the client has.
+        dtype: for a statistic, its type; `float32` includes the model's floating-point type. Default: any of the four.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
+    assert kind == "statistic" or not dtype, "dtype= is for statistics"
     shape = () if shape is None and kind == "statistic" else shape
-    flags = {"sum_only": sum_only, "weight": weight, "random": random, "stacked": stacked, "part": part}
-    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **flags)  # type: ignore[arg-type]
+    form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
+    form |= {"random": random, "stacked": stacked}
+    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 
 

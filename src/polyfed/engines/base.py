@@ -67,6 +67,12 @@ class Method(Asking, Protocol):
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the names, shapes and types of the parameters that a task receives."""
 
+    def may_lack(self, task: str) -> bool:
+        """Return whether a task may receive parameters without blocks that the client has."""
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """Return the names of tensors that clients keep."""
+
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state. `key` seeds the random numbers."""
 

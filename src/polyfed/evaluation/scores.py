@@ -36,8 +36,8 @@ class ModelToEvaluate(Message):
     """
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
-    known: Tree = carries("statistic", shape=("classes",))
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), optional=True)
+    known: Tree = carries("statistic", dtype="bool", optional=True, shape=("classes",))
 
 
 @message
@@ -51,7 +51,7 @@ class ClassMeans(Message):
 
     prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))
     rows_per_class: Tree = carries(
-        "statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM, blocks=(READ, SHARED)
+        "statistic", dtype="float32", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM, blocks=(READ, SHARED)
     )
 
 
@@ -63,9 +63,9 @@ class Scores(Message):
     `unimodal` holds, for each modality, the sums for predictions from only this modality.
     """
 
-    sums: Tensor = carries("statistic", shape=(None,))
-    exact: Tensor = carries("statistic", shape=(None,))
-    unimodal: Tree = carries("statistic", shape=(None,))
+    sums: Tensor = carries("statistic", dtype="float32", shape=(None,))
+    exact: Tensor = carries("statistic", dtype="float32", shape=(None,))
+    unimodal: Tree = carries("statistic", dtype="float32", shape=(None,))
 
 
 SCORED = "how well a model that the server chooses predicts the test rows: each request can tell about a bit of any row"
@@ -79,8 +79,8 @@ class OwnScore(Message):
     In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
-    sums: Tensor = carries("statistic", shape=("own",), sum_only=True, tells=SCORED)
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
+    sums: Tensor = carries("statistic", dtype="float32", shape=("own",), sum_only=True, tells=SCORED)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,8 @@ REAL = ("embeddings", "prototypes", "predictions")
 Shape = tuple[int, ...]
 _NO_SHAPES: Mapping[str, Shape] = {}
 
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""The tensor types that are allowed for a field that holds a number of rows."""
-
-NUMBERS = (torch.int64, torch.uint8, torch.bool)
-"""The types of statistics of the server that are not floating-point."""
+NUMBERS = {"int64": torch.int64, "uint8": torch.uint8, "bool": torch.bool}
+"""The types of statistics that are not floating-point, by the word in the declaration."""
 
 OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
 """Words in a declared shape. Each stands for a size that depends on the modality."""
@@ -53,11 +50,13 @@ class Receiver:
         modalities: the modalities of the client.
         num_rows: the number of its rows. No position of a row may be this or more.
         shapes: parameter name -> shape, for parameters that are smaller than in the model.
+        may_lack: whether the task may receive parameters without blocks that the client has.
     """
 
     modalities: tuple[str, ...]
     num_rows: int
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    may_lack: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ class ReplyValidator:
             for key, tensor in value.items():
                 self._check_tensor(name, key, tensor, said, shapes)
         for count in msg.counts.values():
-            if (kind := getattr(msg, count).dtype) not in WHOLE:
-                raise BadReply(f"{count} is {kind}, expected whole numbers")
+            if (kind := getattr(msg, count).dtype) != torch.int64:
+                raise BadReply(f"{count} is {kind}, expected torch.int64")
 
     def check_received(self, msg: Message, expected: type[Message], receiver: Receiver) -> None:
         """Check a message of the server on a device, before the task runs and before anything is spent or counted.
@@ -130,6 +129,7 @@ class ReplyValidator:
         try:
             self.check(part.message, expected, receiver.shapes)
             self._check_owned(msg, receiver)
+            self._check_complete(msg, receiver)
             self._check_lengths(msg)
             reason = self.unusable(part)[0].get(0, "")
         except BadReply as error:
@@ -144,24 +144,44 @@ class ReplyValidator:
             raise BadReply(f"from the server is refused: {expected.__name__}.{reason}")
 
     def _check_owned(self, msg: Message, receiver: Receiver) -> None:
-        """Refuse blocks that the client does not have, numbers of another type, and rows that it does not have.
+        """Refuse blocks that the client does not have, and rows that it does not have.
 
         Raises:
             BadReply: the message holds one of them.
         """
-        numbers = (*self.floats, torch.float32, *NUMBERS)
         for name, key, value in tensors(msg):
             said, where = msg.declared[name], _at(name, key)
             if key is not None and not said.whole and block_of(key) not in {*receiver.modalities, SHARED, LABELS}:
                 raise BadReply(f"{where} is of a modality that this client does not have")
-            if said.kind in ("statistic", "raw") and value.dtype not in numbers:
-                raise BadReply(f"{where} is {value.dtype}, expected float32 or whole numbers")
             if said.kind == "ids" and value.numel():
                 if not 0 <= int(value.min()) <= int(value.max()) < receiver.num_rows:
                     raise BadReply(f"{where} must be from 0 to {receiver.num_rows - 1}, the rows of this client")
                 # many copies of one row would be a batch of one row
                 if len(set(value.flatten().tolist())) < value.numel():
                     raise BadReply(f"{where} names a row twice")
+
+    def _check_complete(self, msg: Message, receiver: Receiver) -> None:
+        """Refuse a message that lacks a block which the client has and the field must hold.
+
+        Training would go on from the client's old values, or the missing blocks would be frozen.
+
+        Raises:
+            BadReply: a block is missing.
+        """
+        has, everyone = {*receiver.modalities, SHARED}, Holder(receiver.modalities, self.modalities, self.modalities)
+        for name, said in msg.declared.items():
+            if said.bare or said.optional:
+                continue
+            if said.kind not in OF_THE_MODEL:
+                expected = self._blocks(said, everyone.names(said)) & {*self.modalities}
+            elif receiver.may_lack:
+                continue
+            else:
+                expected = {n for n in self._part(said) if said.whole or block_of(n) in has}
+                if said.kind == "gradients":
+                    expected = {n for n in expected if not self.model.is_buffer(n)}
+            if missing := sorted(expected - {*getattr(msg, name)}):
+                raise BadReply(f"{_at(name, missing[0])} is missing")
 
     def _check_lengths(self, msg: Message) -> None:
         """Refuse a message in which two fields disagree about a number of rows.
@@ -238,6 +258,17 @@ class ReplyValidator:
         targets = said.shape == ("label",) and self.objective.label_shape(1) != ()
         return torch.float32 if targets else None
 
+    def _numbers(self, said: Declared) -> frozenset[torch.dtype]:
+        """Return the types that a statistic or a raw sample may have; empty for other kinds."""
+        reals = self.floats | {torch.float32}
+        if said.kind == "raw":  # samples may be whole numbers, and a table of what is there holds truth values
+            return reals | {torch.int64 if said.shape else torch.bool}
+        if said.kind != "statistic":
+            return frozenset()
+        if said.dtype:
+            return reals if said.dtype == "float32" else frozenset({NUMBERS[said.dtype]})
+        return reals.union(NUMBERS.values())
+
     def _known(self, part: ReplyStack, field: str, value: Tensor) -> Tensor:
         """Return the tensor. If it holds targets, the unknown targets, which are NaN, become 0."""
         targets = part.message.declared[field].shape == ("label",)
@@ -269,6 +300,9 @@ class ReplyValidator:
         where = field if key is None else f"{field}.{key}"
         if said.kind in REAL and value.dtype not in self.floats and not said.masked:
             raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
+        allowed = self._numbers(said)
+        if allowed and value.dtype not in allowed and not said.masked:
+            raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, allowed)))}")
         wanted_type = self._exact_type(said)
         if wanted_type is not None and value.dtype != wanted_type:
             raise BadReply(f"{where} is {value.dtype}, expected {wanted_type}")
@@ -315,13 +349,16 @@ class ReplyValidator:
         return self._named[place]
 
     def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
-        sizes = {*(said.shape or ())}
-        blocks = Holder(self.modalities, self.modalities, self.model.modalities).names(said)
-        if OF_A_MODALITY & sizes:
-            has_one = self.model.modalities if "encoded" in sizes else self.model.shapes
-            blocks = tuple(block for block in blocks if block in has_one)
+        blocks = self._blocks(said, Holder(self.modalities, self.modalities, self.model.modalities).names(said))
         strange = [name for name in names if name not in blocks]
-        return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
+        return f"{field} holds '{strange[0]}', expected are {', '.join(sorted(blocks))}" if strange else ""
+
+    def _blocks(self, said: Declared, names: tuple[str, ...]) -> set[str]:
+        """Return those names that have the size of a modality which the shape of the field needs."""
+        sizes = {*(said.shape or ())}
+        if not OF_A_MODALITY & sizes:
+            return {*names}
+        return {*names} & {*(self.model.modalities if "encoded" in sizes else self.model.shapes)}
 
     def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         ours = self._part(said)
@@ -341,9 +378,8 @@ class ReplyValidator:
         if not said.part:
             return tuple(self.template)
         head = self.model.head()  # a method's own parameters, which `received_template` adds, are in neither part
-        return (
-            head if said.part == "head" else tuple(n for n in self.model.names(self.model.modalities) if n not in head)
-        )
+        ours = head if said.part == "head" else (n for n in self.model.names(self.model.modalities) if n not in head)
+        return tuple(name for name in ours if name in self.template)
 
     def _group(self, name: str) -> tuple[str, bool]:
         """Return the group of a name: its block, and whether the tensor is a buffer.

@@ -39,7 +39,7 @@ class Candidate(Message):
 class OwnLoss(Message):
     """Mean loss of the global model on the client's training rows."""
 
-    loss: Tensor = carries("statistic")
+    loss: Tensor = carries("statistic", dtype="float32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import FLAG, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import Tree
 
 
@@ -12,12 +12,12 @@ class Assignment(Message):
     """The message to a client: the model, global prototypes (C, D) by modality, and a flag.
 
     A class without a prototype has a row of zeros. The flag is stored under the modality whose PCE is added to the
-    loss.
+    loss. A client that trains one modality alone receives only the blocks of this modality.
     """
 
-    params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
-    target: Tree = carries("statistic")
+    params: Tree = carries("parameters", optional=True)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), optional=True)
+    target: Tree = carries("statistic", dtype="float32", within=FLAG, optional=True)
 
 
 @message
@@ -28,13 +28,15 @@ class Report(Message):
     ratio of the first modality over every other modality. Trees that the options do not use are empty.
     """
 
-    cross_entropy: Tensor = carries("statistic")
-    prototype_loss: Tensor = carries("statistic")
+    cross_entropy: Tensor = carries("statistic", dtype="float32")
+    prototype_loss: Tensor = carries("statistic", dtype="float32")
     params: Tree = carries("parameters")
     gradient: Tree = carries("gradients")
     encoder_gradient: Tree = carries("gradients", partial=True, blocks=(MODALITIES,))
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
-    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
-    ratio: Tree = carries("statistic", within=POSITIVE, blocks=(MODALITIES,))
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    rows_per_class: Tree = carries(
+        "statistic", dtype="float32", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM
+    )
+    ratio: Tree = carries("statistic", dtype="float32", within=POSITIVE, blocks=(MODALITIES,))
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)

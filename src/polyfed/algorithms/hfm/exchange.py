@@ -29,7 +29,7 @@ class Ids(Message):
     """Sample ids of all rows of a device, in the order of the rows, int64 (N_m,)."""
 
     ids: Tensor = carries("ids", rows="num_rows", shape=())
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -67,8 +67,8 @@ class Copy(Message):
     """
 
     head: Tree = carries("parameters", partial=True, whole=True)
-    loss: Tensor = carries("statistic")
-    drift: Tensor = carries("statistic")
+    loss: Tensor = carries("statistic", dtype="float32")
+    drift: Tensor = carries("statistic", dtype="float32", within=NOT_NEGATIVE)
 
 
 @message
@@ -93,7 +93,7 @@ class Guidance(Message):
 class Followed(Message):
     """The reply of a device without labels: the drift of its own embeddings, as in `Copy`."""
 
-    drift: Tensor = carries("statistic")
+    drift: Tensor = carries("statistic", dtype="float32", within=NOT_NEGATIVE)
 
 
 @message
@@ -104,7 +104,7 @@ class Forward(Message):
     empty message.
     """
 
-    head: Tree = carries("parameters", whole=True, part="head")
+    head: Tree = carries("parameters", whole=True, part="head", optional=True)
 
 
 @message

@@ -40,14 +40,14 @@ class Adopt(Message):
     """
 
     params: Tree = carries("parameters", part="encoders")
-    head: Tree = carries("parameters", whole=True, part="head")
+    head: Tree = carries("parameters", whole=True, part="head", optional=True)
 
 
 @message
 class Adopted(Message):
     """The reply to the broadcast: how many rows the device has."""
 
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

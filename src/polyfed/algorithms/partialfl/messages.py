@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tree import Tree
 
 
@@ -27,8 +27,8 @@ class Deposit(Message):
         tells="the rows as the data holds them: inputs = 'embeddings' says that they are embeddings",
     )
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
-    there: Tree = carries("statistic", rows="num_rows", shape=(None,))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    there: Tree = carries("statistic", dtype="float32", within=PROBABILITY, rows="num_rows", shape=(None,))
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -36,8 +36,8 @@ class Guided(Message):
     """The global model, and the server model's embeddings z_T (n, d) of the client's own rows, by modality."""
 
     params: Tree = carries("parameters")
-    teacher: Tree = carries("embeddings", rows="num_rows", shape=("joint",))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    teacher: Tree = carries("embeddings", optional=True, rows="num_rows", shape=("joint",))
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -49,8 +49,8 @@ class GuidedUpdate(Message):
 
     params: Tree = carries("parameters")
     student: Tree = carries("embeddings", rows="num_rows", shape=("joint",))
-    loss: Tensor = carries("statistic")
-    local_loss: Tensor = carries("statistic")
-    alignment: Tensor = carries("statistic")
-    probe: Tree = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    loss: Tensor = carries("statistic", dtype="float32")
+    local_loss: Tensor = carries("statistic", dtype="float32")
+    alignment: Tensor = carries("statistic", dtype="float32")
+    probe: Tree = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.blocks import Layout
+from polyfed.algorithms.blocks import Blocks, Layout
 from polyfed.algorithms.pfmml.coefficients import BlockState
 from polyfed.core.tree import Tree
 
@@ -34,7 +33,7 @@ class Deliveries:
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
-    def messages(self, laid: Mapping[str, Layout], clients: Collection[int] | None = None) -> dict[int, Broadcast]:
+    def messages(self, laid: Mapping[str, Layout], clients: Collection[int] | None = None) -> dict[int, Blocks]:
         """Return the copies to send, by device. If `clients` is given, return only the copies for these devices.
 
         Args:
@@ -49,7 +48,7 @@ class Deliveries:
                 copy = self.blocks[block].copy_of(client)
                 assert copy is not None, "a copy is due that was never built"
                 trees.setdefault(client, {}).update(layout.tree(copy))
-        return {client: Broadcast(tree) for client, tree in trees.items()}
+        return {client: Blocks(tree) for client, tree in trees.items()}
 
     def lost(self, asked: Collection[int], installed: Collection[int]) -> dict[str, Tensor]:
         """Return, by block, the devices that did not confirm the copy sent to them, bool (K,).

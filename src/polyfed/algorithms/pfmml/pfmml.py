@@ -182,7 +182,7 @@ class Pfmml(Algorithm):
     def evaluation_message(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the copies that the server still has to send."""
         arriving = state.deliveries.messages(layouts(fed, state.params), {*clients})
-        return {client: arriving.get(client, Broadcast({})) for client in clients}
+        return {client: Broadcast(arriving[client].params if client in arriving else {}) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """Return the device's model, in which the personalised copies that it received replace its own blocks."""
@@ -223,7 +223,7 @@ class Pfmml(Algorithm):
         return tables | {"uploads": [entry.sent.double().tolist() for entry in state.blocks.values()]}
 
     @task()
-    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
+    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Blocks) -> tuple[Installed, Tree]:
         """Replace blocks of the device's model by personalised copies (step 7)."""
         return Installed(), {**local, **got.params}
 

@@ -94,6 +94,10 @@ class Cut:
         low = self.lower(tree)
         return {n: v for n, v in tree.items() if n not in low}
 
+    def template(self, task: str, whole: Tree) -> Tree:
+        """Return the part of the model that a task receives: the client's half, or the whole model for others."""
+        return self.lower(whole) if task == "cut.start" else whole
+
     def check(self, model: Model) -> None:
         """Check that both halves of a model have parameters.
 

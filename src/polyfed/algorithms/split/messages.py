@@ -18,14 +18,14 @@ class Half(Message):
 class StepNumber(Message):
     """The number of a training step, from 1."""
 
-    step: Tensor = carries("statistic")
+    step: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
 class Ready(Message):
     """Confirms that the client has carried out the request."""
 
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -34,7 +34,7 @@ class Smashed(Message):
 
     activations: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     labels: Tree = carries("labels", rows="num_rows", shape=(), blocks=(LABELS,))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -42,8 +42,8 @@ class CutGradients(Message):
     """Gradients of the loss with respect to the activations at the cut, (B, ...) by modality."""
 
     gradients: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
-    step: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    step: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -51,8 +51,8 @@ class HeadInput(Message):
     """Only for U-shaped models: the joint representation (B, J), which is the input of the client's head."""
 
     joint: Tensor = carries("embeddings", rows="num_rows", shape=("joint",))
-    step: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    step: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
@@ -60,5 +60,5 @@ class HeadGradient(Message):
     """Only for U-shaped models: the loss, and its gradient (B, J) with respect to the input of the client's head."""
 
     gradient: Tensor = carries("embeddings", rows="num_rows", shape=("joint",))
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)

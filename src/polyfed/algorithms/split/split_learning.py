@@ -24,6 +24,7 @@ from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
+from polyfed.model import Model
 from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training.optimisers import Moments
@@ -85,6 +86,10 @@ class SplitLearning(Algorithm):
         super().__post_init__()
         must_be_uniform(self.selector, "split learning")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the template of the client's half for the task that receives it, and of the model for others."""
+        return self.cut.template(task, model.template)
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """Return the first state; see `first_state`."""

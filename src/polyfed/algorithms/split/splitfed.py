@@ -19,6 +19,7 @@ from polyfed.algorithms.split.split_learning import SplitState, first_state, shu
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.model import Model
 from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 
@@ -55,6 +56,10 @@ class SplitFed(Algorithm):
         super().__post_init__()
         must_be_uniform(self.selector, "splitfed")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
+
+    def received_template(self, task: str, model: Model) -> Tree:
+        """Return the template of the client's half for the task that receives it, and of the model for others."""
+        return self.cut.template(task, model.template)
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """Return the first state; see `split_learning.first_state`."""

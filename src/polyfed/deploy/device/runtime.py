@@ -29,7 +29,7 @@ from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.machine.gpu_determinism import deterministic
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Facts, RequestId, check_versions, reason
+from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.reply_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -203,12 +203,15 @@ class ClientRuntime:
         """
         got: Message = decode(packet, request.got, limit=self.limit)
         engine = self.engine
-        template = engine.algorithm.received_template(request.name, engine.model)
+        method, private = engine.algorithm, engine.algorithm.private_names(engine.model)
+        template = method.received_template(request.name, engine.model)
+        template = {name: value for name, value in template.items() if name not in private}
         classes = engine.population.columns.num_classes
         everyone = tuple(engine.model.shapes)
         validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
         num_rows = max(len(engine.rows(client)), len(engine.test_rows(client)))
-        receiver = Receiver(engine.registry.owned(client), num_rows, self.ranks.shapes(client))
+        shapes, may_lack = self.ranks.shapes(client), method.may_lack(request.name)
+        receiver = Receiver(engine.registry.owned(client), num_rows, shapes, may_lack)
         validator.check_received(got, request.got, receiver)
         return got
 
@@ -320,7 +323,10 @@ class ClientRuntime:
             EgressError: the reply would pass through the server, and this client does not allow the server to see it.
         """
         match packet.header:
-            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)} if all(
+                type(n) is int and 0 <= n < LARGEST_NUMBER
+                for n in (seed, rounds, turn, packet.header.get("kept", 0))  # a truth value is an int too
+            ):
                 task = tasks_of(self.engine.algorithm).get(name)
             case _:
                 raise BadReply("is not a request that can be read")

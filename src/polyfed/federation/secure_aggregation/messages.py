@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.core.messages import Message, carries, message, tensors
 from polyfed.core.request import Accept
+from polyfed.core.schema import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 
 TELLS = "nothing about data: random keys and shares"
@@ -17,29 +18,29 @@ TELLS = "nothing about data: random keys and shares"
 class Opening(Message):
     """Opens a request and asks for new public keys. `number`, int64 (), is different for every request of a round."""
 
-    number: Tensor = carries("statistic")
+    number: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @message
 class PublicKeys(Message):
     """A client's two public keys, uint8 (2, 32): for the encryption of shares, and for masks."""
 
-    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+    keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
 class Roster(Message):
     """The cohort of n clients: their public keys, uint8 (n, 2, 32), and the members of each block, bool (n,)."""
 
-    keys: Tensor = carries("statistic", shape=(None, None, None))
-    members: Tree = carries("statistic", shape=(None,), whole=True)
+    keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None, None))
+    members: Tree = carries("statistic", dtype="bool", shape=(None,), whole=True)
 
 
 @message
 class EncryptedShares(Message):
     """A client's shares, each encrypted to its receiver, uint8 (n, S). The client's own row is zero."""
 
-    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+    sealed: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
@@ -50,9 +51,9 @@ class Delivery(Message):
     `weight_bits`, int64 (), is the bound: the weights add up to at most 2^`weight_bits`.
     """
 
-    senders: Tensor = carries("statistic", shape=(None,))
-    sealed: Tensor = carries("statistic", shape=(None, None))
-    weight_bits: Tensor = carries("statistic")
+    senders: Tensor = carries("statistic", dtype="bool", shape=(None,))
+    sealed: Tensor = carries("statistic", dtype="uint8", shape=(None, None))
+    weight_bits: Tensor = carries("statistic", dtype="int64", within=between(0, 62))
 
 
 @message
@@ -68,8 +69,8 @@ class Unmasking(Message):
     sent shares earlier (`senders` of `Delivery`), but whose masked reply did not arrive.
     """
 
-    survivors: Tensor = carries("statistic", shape=(None,))
-    dropped: Tensor = carries("statistic", shape=(None,))
+    survivors: Tensor = carries("statistic", dtype="bool", shape=(None,))
+    dropped: Tensor = carries("statistic", dtype="bool", shape=(None,))
 
 
 @message
@@ -79,8 +80,8 @@ class RevealedShares(Message):
     All other rows are zero.
     """
 
-    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
-    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+    of_keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
+    of_self_masks: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
 
 
 def bytes_of_shape(*shape: int) -> Accept:
