@@ -417,7 +417,11 @@ class Algorithm(ABC):
         return self.own_params(got, local(client))
 
     def may_lack(self, task: str) -> bool:
-        """Return True for the evaluation of models that clients have: `evaluation_message` then may send no model."""
+        """Return whether a task may receive parameters without blocks that the client has.
+
+        A field with `carries(optional=True)` may lack blocks in every task. A device refuses any other message that
+        lacks one. By default, only the evaluation of models that clients have may receive no model.
+        """
         return task == "score_own" and self.own_models == "clients"
 
     # evaluation

@@ -121,7 +121,7 @@ class Evaluated(Message):
     `params` holds the encoders that compute the embeddings. If `params` is empty, the device uses its own encoders.
     """
 
-    params: Tree = carries("parameters", part="encoders")
+    params: Tree = carries("parameters", part="encoders", optional=True)
 
 
 @message
@@ -130,7 +130,7 @@ class OwnTest(Message):
 
     embeddings: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     ids: Tensor = carries("ids", rows="num_rows", shape=())
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
