@@ -127,12 +127,11 @@ def carries(
 ) -> Any:
     """Declare a field of a message.
 
-    The egress gate refuses to send a reply that holds undeclared names. The server drops a reply that differs from its
-    declaration in any other way (shape, range, type).
+    The egress gate refuses a reply with undeclared names. The server drops one of another shape, range or type.
 
     Args:
         kind: one of `KINDS`.
-        of: for a tensor, the modality that it describes. Default: the tensor belongs to no modality.
+        of: for a tensor, the modality that it describes. Default: none.
         rows: the name of another field of the message, which holds the number of rows without padding (0-dim). Needed
             if the tensors of this field have one entry per row.
         whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
@@ -143,7 +142,7 @@ def carries(
             class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
-        tells: what the field reveals in addition to what its kind suggests. `polyfed check` prints this text.
+        tells: what the field reveals beyond its kind. `polyfed check` prints this text.
         blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all modalities of the client or,
             if `whole` is set, all modalities of the federation), `read` (only the modalities that the model reads),
             `shared` and `labels`. Default: `HELD_BY_DEFAULT`.
@@ -157,7 +156,7 @@ def carries(
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
-        dtype: for a statistic, its type; `float32` includes the model's floating-point type. Default: any of the four.
+        dtype: for a statistic, its type; `float32` includes that of the model. Default: any of the four.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
