@@ -333,7 +333,7 @@ def test_a_row_numbered_file_of_a_recipe_is_refused_with_the_line_to_add(tmp_pat
 
 def test_vfl_warns_and_runs_with_personal_rows_and_labels_at_one_party() -> None:
     clients = ClientsSpec(partition="silos", silos=2, personal_test=0.3)
-    rules = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"]}}
+    rules = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"], "accept": ["parameters"]}}
     made = recipe(method("vfl", labels_at="b", **PERSONAL), clients=clients, egress=rules)
     with pytest.warns(PolyfedWarning, match="silos evaluate them"):
         run = polyfed.run(made)

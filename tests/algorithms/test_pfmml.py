@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oracles import pfmml as oracle
+from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.blocks import Layout, layouts
 from polyfed.algorithms.pfmml import Pfmml
 from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
@@ -310,7 +311,8 @@ def test_own_model_is_judged_with_what_arrives_and_as_trained() -> None:
     assert len(measured.personal) == 6
     arriving = state.deliveries.messages(layouts(parts.fed, state.params))
     parts.fed.ask(parts.algorithm.install, list(arriving), arriving)
-    installed = parts.algorithm.evaluate_personally(parts.fed, arriving)
+    sent = {client: Broadcast(copies.params) for client, copies in arriving.items()}
+    installed = parts.algorithm.evaluate_personally(parts.fed, sent)
     assert installed[1] == measured.personal
     assert furthest(parts.engine.locals[0], {**parts.engine.locals[0], **arriving[0].params}) == 0.0
 

@@ -171,6 +171,9 @@ def test_a_server_cannot_have_the_newest_reply_deleted(kept: int, tmp_path: Path
         return call(self, Packet(packet.header | {"kept": kept}, packet.body), config)
 
     monkeypatch.setattr(Devices, "__call__", promising)
+    if not 0 <= kept < 2**63:  # no round has such a number: nothing is drawn, spent or deleted
+        assert server.ask().header["verdict"] == FAILED
+        return
     assert server.ask().body == server.ask().body
     assert counted(server.devices) == 1
 

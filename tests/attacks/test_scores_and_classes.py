@@ -126,7 +126,7 @@ def test_the_owner_may_let_such_encoders_in(tmp_path: Path) -> None:
 
 
 def test_prototypes_of_the_server_are_no_way_round(tmp_path: Path) -> None:
-    device = Device(tmp_path, NO_GRAY, "fedproto")
+    device = Device(tmp_path, NO_GRAY, 'fedproto"\nmode = "original')  # in which no parameters are sent
     got = Shared({}, {"gray": torch.ones(3, 4)})
     assert "refused to take Shared.prototypes: prototypes of gray" in device.ask("score_own", got)
 

@@ -28,6 +28,7 @@ from polyfed.evaluation.scores import Evaluation, ModelToEvaluate
 from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.selection import Uniform
+from polyfed.training.prototypes import Encoders
 from world import recipe, through
 
 
@@ -149,7 +150,11 @@ class Examining(Averaging):
     asked: str = "score"
 
     def round(self, state: State, fed: Any) -> Any:
-        send = ModelToEvaluate(state.params, {}, {}) if self.asked == "score" else Broadcast(state.params)
+        names = {name for name in state.params if ".encoder." in name}
+        send = {
+            "score": ModelToEvaluate(state.params, {}, {}),
+            "class_means": Encoders({name: state.params[name] for name in names}),
+        }.get(self.asked, Broadcast(state.params))
         fed.ask(getattr(self, self.asked), list(fed.clients.eligible), send)
         return state
 

@@ -123,7 +123,7 @@ def carries(
     stacked: bool = False,
     part: Literal["", "encoders", "head"] = "",
     optional: bool = False,
-    dtype: Literal["", "float32", "int64", "bool", "uint8"] = "",
+    dtype: Literal["", "float32", "sums", "int64", "bool", "uint8"] = "",
 ) -> Any:
     """Declare a field of a message.
 
@@ -156,7 +156,8 @@ def carries(
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
-        dtype: for a statistic, its type; `float32` includes that of the model. Default: any of the four.
+        dtype: for a statistic, its type; `float32` includes that of the model, and `sums` that of the
+            task's metric. Default: any.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"

@@ -63,9 +63,9 @@ class Scores(Message):
     `unimodal` holds, for each modality, the sums for predictions from only this modality.
     """
 
-    sums: Tensor = carries("statistic", dtype="float32", shape=(None,))
-    exact: Tensor = carries("statistic", dtype="float32", shape=(None,))
-    unimodal: Tree = carries("statistic", dtype="float32", shape=(None,))
+    sums: Tensor = carries("statistic", dtype="sums", shape=(None,))
+    exact: Tensor = carries("statistic", dtype="sums", shape=(None,))
+    unimodal: Tree = carries("statistic", dtype="sums", shape=(None,))
 
 
 SCORED = "how well a model that the server chooses predicts the test rows: each request can tell about a bit of any row"
@@ -79,7 +79,7 @@ class OwnScore(Message):
     In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
-    sums: Tensor = carries("statistic", dtype="float32", shape=("own",), sum_only=True, tells=SCORED)
+    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED)
     num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
 
 

@@ -4,6 +4,7 @@ The check runs before every rule of `[server] aggregate`, `mean` included, and f
 messages and not models. docs/robustness.md states what it bounds.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -192,7 +193,10 @@ def _of(msg: Message, block: Block) -> dict[str, Tensor]:
 
 
 def _norm(tree: Mapping[str, Tensor]) -> float:
-    return float(torch.stack(torch._foreach_norm([*tree.values()])).norm()) if tree else 0.0
+    by_device: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors on the CPU and on a GPU
+    for value in tree.values():
+        by_device.setdefault(value.device, []).append(value)
+    return math.hypot(*(float(torch.stack(torch._foreach_norm(values)).norm()) for values in by_device.values()))
 
 
 def _square(value: Tensor, sent: Tensor | None) -> float:
