@@ -265,8 +265,8 @@ class ReplyValidator:
             return reals | {torch.int64 if said.shape else torch.bool}
         if said.kind != "statistic":
             return frozenset()
-        if said.dtype == "sums":  # sums of squares need the precision, counts of classes do not
-            return reals if self.objective.OF_CLASSES else reals | {torch.float64}
+        if said.dtype == "sums":  # sums of squares and of levels need the precision
+            return reals | {torch.float64}
         if said.dtype:
             return reals if said.dtype == "float32" else frozenset({NUMBERS[said.dtype]})
         return reals.union(NUMBERS.values())
