@@ -75,7 +75,7 @@ def audited(noise: float) -> float:
             trained[key][position].view(-1)[place] += 100.0  # clipped to the clip norm
         zeros = torch.zeros(len(clients))
         missing = {client: "outside" for client in asked if not inside[client]}
-        return Answer([ReplyStack(tuple(clients), Update(trained, zeros, zeros))], missing)
+        return Answer([ReplyStack(tuple(clients), Update(trained, zeros, zeros.to(torch.int64)))], missing)
 
     parts.engine.answer = answer  # type: ignore[method-assign]
     params = through(parts, ROUNDS).params

@@ -156,8 +156,7 @@ def carries(
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
-        dtype: for a statistic, its type; `float32` includes that of the model, `sums` of metrics may
-            be float64 too. Default: any.
+        dtype: for a statistic, its type; `float32` includes that of the model, and `sums` float64. Default: any.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
