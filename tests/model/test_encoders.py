@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
-from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model
-from polyfed.model.encoders.catalogue import spec as encoder_spec
+from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model, encoder_spec
 from polyfed.model.encoders.images import NormalisedInput
 from polyfed.model.encoders.spectrograms import Conv2dGru
 from polyfed.model.modules.layer_replacement import adopt
