@@ -115,7 +115,5 @@ def test_a_run_without_files_needs_a_folder_for_its_curves() -> None:
 def test_something_else_than_a_tracker_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"\[tracking\] name = 'tensorbord' is unknown.*tensorboard"):
         parse_recipe(tracked(1).table() | {"tracking": {"name": "tensorbord"}})
-    with pytest.raises(
-        RecipeError, match=r"must be a class that extends polyfed\..*\.tracking\.Tracker"
-    ):
+    with pytest.raises(RecipeError, match=r"must be a class that extends polyfed\..*\.tracking\.Tracker"):
         parse_recipe(tracked(1).table() | {"tracking": {"name": "polyfed.training.optimisers:Train"}})
