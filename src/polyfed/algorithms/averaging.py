@@ -235,7 +235,7 @@ class Averaging(Algorithm):
         merged = prototypes.gathered(
             {},
             [(reply.prototypes, reply.rows_per_class) for reply in replies.values()],
-            [fed.clients[client].num_rows for client in replies],
+            [*fed.clients.rows_of(replies).values()],
             robust=self.server.aggregate != "mean",
         )
         return {m: near for m, near in merged.items() if bool(near.active.any())}

@@ -174,7 +174,7 @@ class FedProto(Averaging):
         new = prototypes.gathered(
             state.prototypes,
             reports,
-            [fed.clients[client].num_rows for client in replies],
+            [*fed.clients.rows_of(replies).values()],
             uniform=self.proto_weight == "uniform",
             robust=self.server.aggregate != "mean",
         )

@@ -280,7 +280,7 @@ class CmsFed(Averaging):
             prototypes=prototypes.gathered(
                 state.prototypes,
                 [(r.prototypes, r.rows_per_class) for r in reports.values()],
-                [fed.clients[client].num_rows for client in reports],
+                [*fed.clients.rows_of(reports).values()],
                 robust=self.server.aggregate != "mean",
             ),
             ratios=state.ratios.reported({client: report.ratio for client, report in reports.items()}),
