@@ -1,7 +1,7 @@
 """The model that is trained: an encoder for each modality, and a fusion of their embeddings into logits.
 
-`model.py` has `Model`, a pure function of a Tree and a batch, and `build.py` makes it from `[model]`. `encoders` holds what a
-recipe can name; `modules` runs PyTorch modules on a Tree; `whole_module.py` takes the user's own module instead.
+`model.py` has `Model`, a pure function of a Tree and a batch, and `build.py` makes it from `[model]`. `encoders` holds
+what a recipe can name; `modules` runs PyTorch modules on a Tree; `whole_module.py` takes the user's own module.
 """
 
 from polyfed.model.build import build_model

@@ -1,7 +1,7 @@
 """How a client trains: a client's dataset, the loop of optimiser steps over it, optimisers and losses.
 
-`client_data.py` has `ClientData`, the dataset as a task sees it; `single.py` and `stacked.py` are its two implementations,
-for one client and for many under `torch.func.vmap`. `programs` makes the steps of a stack faster.
+`client_data.py` has `ClientData`, the dataset as a task sees it; `single.py` and `stacked.py` implement it for one
+client and for many under `torch.func.vmap`. `programs` makes the steps of a stack faster.
 """
 
 from polyfed.training.client_data import ClientData, TrainingResult
