@@ -213,6 +213,31 @@ def test_functions_stay_short(path: Path) -> None:
             assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
+OURS = {"algorithm", "assembly", "clock", "engine", "fed", "federation", "gate", "ledger", "parts", "policy", "recipe"}
+"""Names under which the objects of a run go from hand to hand: those of `Assembly`, and the `Assembly` itself."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nobody_sets_attributes_of_a_run_from_outside(path: Path) -> None:
+    """What the objects of a run need is given when they are made, and only their own methods change it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for target in targets_of(node):
+            if isinstance(target, ast.Attribute):
+                holder = ast.unparse(target.value).rpartition(".")[2]
+                assert holder not in OURS, f"{path.name}:{target.lineno} sets {ast.unparse(target)} from outside"
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to, with the parts of tuples."""
+    if isinstance(node, ast.Assign):
+        found = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        found = [node.target]
+    else:
+        return []
+    return [part for target in found for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+
+
 def test_flower_is_imported_in_one_place() -> None:
     for path in FILES:
         names = {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}

@@ -30,11 +30,9 @@ def joined(recipe: Recipe, grid: DirectGrid, run: str = "run") -> Assembly:
 def played(recipe: Recipe, parts: Assembly) -> tuple[Any, list[dict[str, Any]]]:
     """All rounds: the final state, and the server's ledger."""
     fed, method = parts.fed, recipe.algorithm
-    fed.begin(0)
-    state = method.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
+    state: Any = parts.start()
     for round in range(1, recipe.rounds + 1):
         fed.begin(round)
         state = method.round(state, fed)
-        parts.engine.kept = round
+        parts.engine.saved(round)
     return state, list(parts.ledger.rows())

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import polyfed
 from polyfed.deploy.app_folder import node_config
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 
 DEMO = Path(__file__).resolve().parents[2] / "recipes" / "federation-demo.toml"
 METHODS = {"fedavg": "", "fedprox": "mu = 0.1", "scaffold": "", "moon": "mu = 1.0\nprojection = 8"}
@@ -53,15 +53,15 @@ def until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> Non
         time.sleep(0.2)
 
 
-def said(federation: Local, text: str, times: int = 1) -> Callable[[], bool]:
+def said(federation: LocalFederation, text: str, times: int = 1) -> Callable[[], bool]:
     return lambda: federation.log("run").count(text) >= times
 
 
-class Surrounded(Local):
+class Surrounded(LocalFederation):
     """A local federation in which processes of some nodes have an environment and a place for their state of their own.
 
     Args:
-        recipe_path, folder: see `Local`.
+        recipe_path, folder: see `LocalFederation`.
         environments: variables of a node's processes, by client.
         states: folder for a client's state.
     """
@@ -77,7 +77,7 @@ class Surrounded(Local):
         self.environments, self.states = environments, states
 
     def start_node(self, client: int, **changes: str) -> None:
-        """See `Local`."""
+        """See `LocalFederation`."""
         if client in self.states:
             config = node_config(self.nodes[client], client, self.held[client])
             changes = {"node_config": f'{config} state="{self.states[client]}"'} | changes

@@ -218,7 +218,7 @@ def test_a_server_that_died_after_clients_had_answered_gets_the_same_answers_aga
     again = joined(made, grid)
     assert isinstance(again.engine, Remote)
     again.engine.terms = replace(again.engine.terms, session=again.engine.terms.session + 10**6)
-    again.engine.kept = 1
+    again.engine.saved(1)
     state = half
     for round in (2, 3):
         again.fed.begin(round)

@@ -184,13 +184,12 @@ def test_a_method_cannot_read_single_replies_of_a_sum() -> None:
 
 
 def test_two_runs_draw_the_same_secrets_in_a_simulation_and_a_device_draws_new_ones() -> None:
-    def advertised(parts: Assembly, on_device: bool) -> list[bytes]:
-        parts.engine.on_device = on_device
+    def advertised(parts: Assembly) -> list[bytes]:
         parts.fed.begin(1)
         replies = parts.fed.ask(parts.algorithm.secure_aggregation.advertise, [0, 1], sent.Opening(torch.tensor(0)))  # type: ignore[union-attr]
         return [reply.keys.numpy().tobytes() for reply in replies.values()]
 
-    first, again, device = (advertised(assemble(secured(small())), on) for on in (False, False, True))
+    first, again, device = (advertised(world.on_device(secured(small()), on_device=on)) for on in (False, False, True))
     assert first == again
     assert len({*first, *device}) == 4
 

@@ -168,10 +168,8 @@ class Deployed:
             return enrolment(population, policy, node.client, limits, task_of(recipe))
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
-            runtime = runtime_of(
-                recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
-            )
-            runtime.conditions = conditions
+            terms: dict[str, Any] = {"relay": relay, "limits": limits, "required": required, "conditions": conditions}
+            runtime = runtime_of(recipe, population, facts, policy, node.folder, **terms)
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
@@ -214,6 +212,7 @@ def runtime_of(
     relay: bool | None = None,
     limits: Limits = NO_LIMITS,
     required: Requirements = NO_REQUIREMENTS,
+    conditions: str = "",
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
 
@@ -227,21 +226,39 @@ def runtime_of(
             simulation, the recipe's setting applies.
         limits: the limits that a device sets.
         required: the protection that a device demands.
+        conditions: see `ClientRuntime`.
     """
     recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
     own = relay is not None
     emit = Emitter([log_event] if own else [])
-    parts = (population, model, recipe.algorithm, initial_of(recipe, model))
-    objective, ledger = task_of(recipe), Ledger("none")
-    engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
-    engine.limits, engine.required, engine.on_device = limits, required, own
-    if recipe.privacy is not None:
-        engine.protect(mechanism_of(recipe, model, parts[-1], None, secure=own))
-    relay = relay if relay is not None else recipe.engine.relay == "server-sees"
-    limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
-    release = release_of(required, recipe)
-    runtime = ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
-    runtime.rounds, runtime.ranks = recipe.rounds, client_ranks(recipe, model, None)
-    return runtime
+    initial = initial_of(recipe, model)
+    private = recipe.privacy is not None
+    engine = Sequential(
+        population,
+        model,
+        recipe.algorithm,
+        initial,
+        policy=policy,
+        ledger=Ledger("none"),
+        device=device_of(recipe),
+        emit=emit,
+        objective=task_of(recipe),
+        privacy=mechanism_of(recipe, model, initial, None, secure=own) if private else None,
+        limits=limits,
+        required=required,
+        on_device=own,
+    )
+    return ClientRuntime(
+        engine,
+        folder,
+        relay if relay is not None else recipe.engine.relay == "server-sees",
+        recipe.engine.message_megabytes * MEGABYTE,
+        discreet=own,
+        audit=AuditLog(folder) if own else None,
+        release=release_of(required, recipe),
+        conditions=conditions,
+        rounds=recipe.rounds,
+        ranks=client_ranks(recipe, model, None),
+    )

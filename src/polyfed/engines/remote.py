@@ -126,7 +126,7 @@ class Remote(Engine):
                 refused = refused or error
                 continue
             if reply is not None:
-                replies[client] = self._to_device(reply)
+                replies[client] = self.to_device(reply)
         if refused is not None:  # raised only now, so that the ledger also records the replies of the other clients
             raise refused
         return replies

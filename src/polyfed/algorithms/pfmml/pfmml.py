@@ -84,7 +84,7 @@ class PfmmlState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pfmml(Algorithm):
+class Pfmml(Algorithm[PfmmlState]):
     """Personalised aggregation.
 
     Without a [network] section, messages take no time, and the score of a device is 1 - xi.
@@ -177,7 +177,7 @@ class Pfmml(Algorithm):
         if "personal" not in own.metrics:
             return own
         trained, _ = self.evaluate_personally(fed, Broadcast({}))
-        return Measured(own.metrics | {"trained": trained}, own.personal)
+        return replace(own, metrics=own.metrics | {"trained": trained})
 
     def evaluation_message(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the copies that the server still has to send."""

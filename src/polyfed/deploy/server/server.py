@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,6 @@ from polyfed.experiment.running.events import INTERRUPTED, Emitter
 from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.attack import refuse_deployed
 from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.ledger import Ledger
 
 ERROR = "error.json"
 """The file in a run folder with the error that ended the run. It is removed when the run resumes."""
@@ -57,9 +57,7 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
     )
 
 
-def engine_by(
-    transport: Any, spec: EngineSpec, session: int | None = None, *, deployed: bool = False
-) -> Callable[..., Engine]:
+def engine_by(transport: Any, spec: EngineSpec, session: int | None = None) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
     Args:
@@ -67,18 +65,8 @@ def engine_by(
         spec: the section [engine].
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
-        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
-            for the audit log, and noise comes from the operating system's generator.
     """
-    terms = reply_terms_of(spec, session)
-
-    def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
-        ledger.hashing = deployed
-        engine = Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
-        engine.deployed = deployed
-        return engine
-
-    return build
+    return partial(Remote, transport=transport, terms=reply_terms_of(spec, session))
 
 
 _T = TypeVar("_T")
@@ -164,9 +152,9 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             population = enrolled(recipe, transport, emit, members.left_out)
             recipe = without_absent(recipe, population.columns.modalities)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
-            engine = engine_by(transport, recipe.engine, members.session, deployed=True)
+            engine = engine_by(transport, recipe.engine, members.session)
             with naming_the_option():
-                execute(recipe, records, emit, population=population, engine=engine)
+                execute(recipe, records, emit, population=population, engine=engine, deployed=True)
 
 
 @contextmanager

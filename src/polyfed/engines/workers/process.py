@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar, Protocol, TextIO, cast
+from typing import Any, ClassVar, Protocol, Self, TextIO, cast
 
 import torch
 
@@ -49,8 +49,16 @@ class Served(Protocol):
     locals: dict[int, Tree]
     ledger: Ledger
     clock: Clock | None
+    kept: int
     emit: Callable[..., None]
-    pool: Any
+
+    def in_worker(self, emit: Callable[..., None]) -> Self:
+        """Return this engine for a worker process."""
+        ...
+
+    def resume(self, locals: Mapping[int, Tree], round: int) -> None:
+        """Take these local states of clients."""
+        ...
 
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
@@ -129,22 +137,29 @@ def serve(
         other.close()
     if threads:
         torch.set_num_threads(threads)
-    engine.pool = None
-    engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
+    events: list[tuple[str, dict[str, Any]]] = []
+    engine = engine.in_worker(lambda name, **facts: events.append((name, facts)))
     own_streams()
     with deterministic(device):
         while True:
             try:
                 job = connection.recv()
-                connection.send(_run(engine, job, *memory, device))
+                events.clear()
+                connection.send(_run(engine, job, *memory, device, events))
             except (EOFError, ConnectionError):
                 return
 
 
-def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, device: torch.device) -> Done:
-    """Run a job with the worker's copy of the engine, on this device."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    engine.emit = lambda name, **facts: events.append((name, facts))
+def _run(
+    engine: Served,
+    job: Job,
+    broadcast: Arena,
+    down: Arena,
+    up: Arena,
+    device: torch.device,
+    events: list[tuple[str, dict[str, Any]]],
+) -> Done:
+    """Run a job with the worker's copy of the engine, on this device. Its events are added to `events`."""
     try:
         _move(engine, device)
         return _done(engine, job, broadcast, down, up, events)
@@ -191,7 +206,7 @@ def _done(
         c: dict(zip([n for n, _ in tree], [v.to(engine.device) for v in down.read(p for _, p in tree)], strict=True))
         for c, tree in job.locals.items()
     }
-    engine.locals = dict(before)
+    engine.resume(before, engine.kept)
     error: BaseException | None = None
     answer = Answer([], {})
     try:

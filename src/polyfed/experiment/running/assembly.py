@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, select, size_bytes
@@ -22,11 +22,14 @@ from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
-from polyfed.federation.client_registry import TEST
+from polyfed.experiment.running.run_state import checked_state
+from polyfed.federation.client_ranks import ClientRanks
+from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
 from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
+from polyfed.privacy.egress.announcement import Announcer
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.policy import Policy
 
@@ -48,6 +51,7 @@ class Assembly:
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
+        deployed: whether this is the server of a deployment.
     """
 
     recipe: Recipe
@@ -61,11 +65,24 @@ class Assembly:
     was_guessed: bool = False
     guesses: tuple[str, ...] = ()
     guarantee: Guarantee | None = None
+    deployed: bool = False
 
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm of the recipe."""
         return self.recipe.algorithm
+
+    def start(self) -> ServerState:
+        """Run the method's `init` as round 0, and return the state before round 1."""
+        self.fed.begin(0)
+        state = checked_state(self.algorithm, self.algorithm.init(self.fed, self.initial), "init")
+        self.fed.expect(state.params)
+        return state
+
+    def resume(self, state: ServerState, locals: Mapping[int, Tree], round: int) -> None:
+        """Continue after a round, with the state and the local states that the run had then."""
+        self.engine.resume(locals, round)
+        self.fed.expect(state.params)
 
 
 ENGINES = ("sequential", "vectorised", "flower")
@@ -113,6 +130,7 @@ def assemble(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
     one_device: bool = False,
+    deployed: bool = False,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -123,6 +141,8 @@ def assemble(
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
         one_device: whether `population` has only one device. Checks that need all clients are then skipped.
+        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
+            for the audit log, and noise comes from the operating system's generator.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -132,9 +152,13 @@ def assemble(
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     model = model_of(recipe, shapes, population.columns.num_classes, policy)
     check_model(recipe.algorithm, model)
-    initial, ledger = initial_of(recipe, model), Ledger(run)
+    initial, objective = initial_of(recipe, model), task_of(recipe)
+    announcer = Announcer(recipe.algorithm, model, objective, policy, bool(registry_of(population).tested))
+    recipe, guarantee = _protected(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
+    mechanism = None if guarantee is None else guarantee.mechanism
+    ledger = Ledger(run, hashing=deployed)
     clock = clock_of(recipe, population.num_clients, ledger)
-    held = (engine or engine_of(recipe))(
+    built = (engine or engine_of(recipe))(
         population,
         model,
         recipe.algorithm,
@@ -145,40 +169,47 @@ def assemble(
         emit=emit,
         debug=recipe.engine.debug,
         clock=clock,
-        objective=task_of(recipe),
+        objective=objective,
+        privacy=mechanism,
     )
-    fed = Federation(
-        clients=held.registry,
-        engine=held,
+    ranks = client_ranks(recipe, model, None if one_device else population.num_clients)
+    fed = _federation(recipe, built, ranks, emit)
+    policy = built.announcer.with_model(policy)
+    parts = population, model, policy, initial, ledger, built, fed
+    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, deployed)
+
+
+def _federation(recipe: Recipe, engine: Engine, ranks: ClientRanks, emit: Emitter) -> Federation:
+    return Federation(
+        clients=engine.registry,
+        engine=engine,
         owner=recipe.algorithm,
-        context=held.context(TEST),
-        template=initial,
+        context=engine.context(TEST),
+        template=engine.initial,
         seed=recipe.seed,
         rounds=recipe.rounds,
-        evaluation_clients=held.evaluation_clients,
+        evaluation_clients=engine.evaluation_clients,
         min_replies=recipe.engine.min_replies,
         outlier_factor=recipe.engine.outlier_factor,
         emit=emit,
-        clock=clock,
+        clock=engine.clock,
         attack=recipe.attack,
-        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
+        ranks=ranks,
+        privacy=engine.privacy,
     )
-    recipe, guarantee = _protected(recipe, fed, held, one_device)
-    policy = held.with_model(policy)
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
-def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts and apply [privacy]. The returned recipe has no more rounds than the budget allows."""
+def _protected(
+    recipe: Recipe, population: Population, announcer: Announcer, initial: Tree, *, deployed: bool, one_device: bool
+) -> tuple[Recipe, Guarantee | None]:
+    """Check the cohorts and derive the guarantee. The returned recipe has no more rounds than its budget allows."""
     if not one_device:
-        refuse_small_cohorts(recipe, fed)
-        refuse_few_replies(recipe, fed)
-    guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
+        clients = registry_of(population)
+        refuse_small_cohorts(recipe, clients)
+        refuse_few_replies(recipe, clients)
+    guarantee = guarantee_of(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
     if guarantee is None:
         return recipe, None
-    fed.privacy = guarantee.mechanism
-    engine.protect(guarantee.mechanism)
-    fed.rounds = guarantee.rounds
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
@@ -39,7 +39,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.events import Emitter
-from polyfed.experiment.running.run_state import TOTALS, kept_facts, load_content, num_kept, returned_state
+from polyfed.experiment.running.run_state import TOTALS, checked_state, kept_facts, load_content, num_kept
 from polyfed.report import write_report
 
 
@@ -50,6 +50,7 @@ def execute(
     *,
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
+    deployed: bool = False,
 ) -> Run:
     """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
 
@@ -59,6 +60,7 @@ def execute(
         emit: called with every event.
         population: the clients, if they are not those of the recipe's data; see `assemble`.
         engine: the engine's constructor, if it is not the recipe's; see `assemble`.
+        deployed: whether this is the server of a deployment; see `assemble`.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
@@ -66,7 +68,8 @@ def execute(
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
     with pytorch_settings(recipe), ExitStack() as stack:
-        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        parts: dict[str, Any] = {"population": population, "engine": engine, "deployed": deployed}
+        assembly = assemble(recipe, run_id(recipe.seed), emit, **parts)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
         for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
@@ -91,7 +94,6 @@ class _Loop:
         self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
-        self.confusion: torch.Tensor | None = None
         self.updates = ClientUpdates()
         self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
         emit.listeners.append(self._note)
@@ -109,7 +111,7 @@ class _Loop:
             self._book(round)
             raise
 
-    def finish(self, state: Any) -> Run:
+    def finish(self, state: ServerState) -> Run:
         """Write the result and the report, and return the finished run."""
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
@@ -131,25 +133,23 @@ class _Loop:
             again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
             self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
 
-    def start(self) -> tuple[int, Any]:
+    def start(self) -> tuple[int, ServerState]:
         """The first round to run and the state before it.
 
         A folder that holds a run is changed only after everything in it has been checked.
         """
-        algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
+        records = self.records
         table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
         if records is not None and records.begun:
             facts = records.check(table, facts)
-            self.ledger.run = facts["run"]  # a resumed run continues the ledger under the same name
+            self.ledger.resume(facts["run"])
         checkpointed = self._checkpointed()
         if records is None or checkpointed is None:
             if records is not None and records.resume:
                 records.refuse_lost_checkpoint()
                 self.emit("note", text=f"{records.folder} has no checkpoint to resume from: the run starts at round 1")
-            self.fed.begin(0)
             with self.repeated.set_up():
-                state = algorithm.init(self.fed, self.assembly.initial)
-            self.fed.template = getattr(state, "params", self.assembly.initial)
+                state = self.assembly.start()
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
                 self.repeated.rewound(records, {}, 0)
@@ -160,9 +160,8 @@ class _Loop:
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
-        engine.locals, state = content["locals"], content["state"]
-        engine.kept = round
-        self.fed.template = getattr(state, "params", self.assembly.initial)
+        state = content["state"]
+        self.assembly.resume(state, content["locals"], round)
         self.emit("note", text=f"resumed after round {round}")
         self._announce(round + 1)
         return round + 1, state
@@ -184,18 +183,17 @@ class _Loop:
             raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
         return found
 
-    def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
+    def train(self, round: int, state: ServerState) -> tuple[ServerState, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.repeated.begin(round)
         self.fed.begin(round)
         algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
         before = algorithm.global_params(state)
-        if algorithm.evaluation.due(round, self.recipe.rounds):
-            self.fed.watch = self.updates.watch
+        due = algorithm.evaluation.due(round, self.recipe.rounds)
         started = time.perf_counter()
-        state = returned_state(algorithm, algorithm.round(state, self.fed))
+        with self.fed.watched(self.updates.watch) if due else nullcontext():
+            state = checked_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
-        self.fed.watch = lambda *_: None
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
@@ -204,10 +202,10 @@ class _Loop:
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
 
-    def summarise(self, row: dict[str, Any], state: Any) -> None:
+    def summarise(self, row: dict[str, Any], state: ServerState) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
-        row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
+        row |= {"train_loss": state.train_loss, "logged": algorithm.observe(state)}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
@@ -217,18 +215,18 @@ class _Loop:
             for text in row["concerns"]:
                 self.emit("note", text=f"WARNING: {text}")
 
-    def evaluate(self, row: dict[str, Any], state: Any) -> None:
+    def evaluate(self, row: dict[str, Any], state: ServerState) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
         algorithm: Algorithm = self.recipe.algorithm
         if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
             return
-        started, self.confusion = time.perf_counter(), None
-        self.fed.evaluating = True
+        started = time.perf_counter()
+        self.fed.begin_evaluation()
         measured = algorithm.evaluate(state, self.fed)
         row["metrics"] = measured.metrics
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
-        if self.confusion is not None and row["round"] == self.recipe.rounds:
-            row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if measured.confusion is not None and row["round"] == self.recipe.rounds:
+            row["confusion"] = measured.confusion.to(torch.int64).tolist()
         if measured.personal:
             name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
             row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
@@ -236,7 +234,7 @@ class _Loop:
         booked = self._book(row["round"], counted=False)
         row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
 
-    def save(self, row: dict[str, Any], state: Any) -> None:
+    def save(self, row: dict[str, Any], state: ServerState) -> None:
         """Write the round's row, and a checkpoint if one is due."""
         self.totals["seconds"] += time.perf_counter() - self._started
         self._write(row["round"], state, row)
@@ -262,11 +260,11 @@ class _Loop:
             self.totals["bytes_down"] += row["bytes_down"]
         return row
 
-    def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
+    def _write(self, round: int, state: ServerState, row: dict[str, Any]) -> None:
         """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
         self.rounds.append(row)
         if self.records is None:
-            self.assembly.engine.kept = round
+            self.assembly.engine.saved(round)
             return
         self.records.append(row)
         if self.recipe.checkpoint.due(round, self.recipe.rounds):
@@ -280,15 +278,12 @@ class _Loop:
                 "places": self.records.places(),
             }
             checkpoint.save(self.records.checkpoints, round, content, checkpoint.modules_of(self.recipe.algorithm))
-            self.assembly.engine.kept = round
+            self.assembly.engine.saved(round)
 
     def _note(self, event: str, **facts: Any) -> None:
         """Collect facts from an event for this round's row in rounds.jsonl."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
-        if event == "evaluated":  # an algorithm without a global model evaluates several models: add their matrices
-            more = facts["confusion"]
-            self.confusion = more if self.confusion is None else self.confusion + more
 
     def _headline(self) -> dict[str, Any]:
         """The facts that the progress display shows first."""
@@ -303,7 +298,7 @@ class _Loop:
             "task": headline_of(self.recipe),
         }
 
-    def _result(self, state: Any, models: Models) -> dict[str, Any]:
+    def _result(self, state: ServerState, models: Models) -> dict[str, Any]:
         """The content of `result.json`."""
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()
