@@ -20,7 +20,7 @@ from polyfed.core.tree import Tree, block_of
 from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.engines.protocol import FAILED
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipes.recipe import EngineSpec
+from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec
 from polyfed.federation.wire_format import Packet, decode, encode
 
 
@@ -89,7 +89,9 @@ def unlike(one: Any, other: Any) -> bool:
 def test_a_device_refuses_each_corrupt_message_of_each_method(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = replace(world(name), rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
+    made = replace(
+        world(name), rounds=2, engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees")
+    )
     made = replace(made, clients=replace(made.clients, personal_test=0.2))
     faults, tried, work = list[str](), set[tuple[str, str, str]](), ClientRuntime._work
 
@@ -132,7 +134,13 @@ def test_an_honest_evaluation_is_not_refused(name: str, unimodal: Any, tmp_path:
         pytest.skip("its clients send no class means")
     made = world(name, evaluation=Evaluation(every=0, unimodal=unimodal))
     clients = replace(made.clients, personal_test=0.2)
-    made = replace(made, rounds=1, clients=clients, engine=EngineSpec(name="flower", relay="server-sees"))
+    made = replace(
+        made,
+        rounds=1,
+        clients=clients,
+        engine=EngineSpec(name="flower"),
+        deployment=DeploymentSpec(relay="server-sees"),
+    )
     if unimodal == "prototype":
         made = replace(made, egress=PROTOTYPES | {"shared": {"server": ["parameters", "statistic"]}})
     parts, missing = joined(made, grid_of(made, tmp_path)), list[str]()

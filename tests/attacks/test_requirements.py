@@ -58,7 +58,7 @@ lr = 0.1
 [algorithm]
 name = "fedavg"
 aggregation = "uniform"
-[engine]
+[deployment]
 enrol_seconds = 2.0
 """
 LOCAL = '[privacy]\nunit = "client"\nnoise_at = "client"\ndelta = 0.01\nclip_norm = 0.5\n'

@@ -24,7 +24,7 @@ def joined(recipe: Recipe, grid: DirectGrid, run: str = "run") -> Assembly:
     transport = GridTransport(grid)
     answers = transport.enrol(grid.clients, 30)
     assert len(answers) == grid.clients
-    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe.engine))
+    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe))
 
 
 def played(recipe: Recipe, parts: Assembly) -> tuple[Any, list[dict[str, Any]]]:

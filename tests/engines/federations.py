@@ -19,11 +19,11 @@ PATIENCE = 400.0
 
 
 def recipe_for(method: str, folder: Path, rounds: int = 2, reply_seconds: float = PATIENCE, more: str = "") -> Path:
-    """The demonstration's recipe for another method, without what that method does not have; `more` is of [engine]."""
+    """The demonstration's recipe for another method, without what that method lacks; `more` is of [deployment]."""
     text = DEMO.read_text().replace('name = "fedavg"', f'name = "{method}"\n{METHODS[method]}')
     text = text.replace("rounds = 3", f"rounds = {rounds}").replace("momentum = 0.9\n", "")
     path = folder / f"{method}.toml"
-    path.write_text(text + f"\nreply_seconds = {reply_seconds}\naway_seconds = {reply_seconds}\n{more}\n")
+    path.write_text(text + f"\n[deployment]\nreply_seconds = {reply_seconds}\naway_seconds = {reply_seconds}\n{more}\n")
     return path
 
 

@@ -36,6 +36,7 @@ name = "fedavg"
 every = 0
 [engine]
 name = "flower"
+[deployment]
 reply_seconds = 1200
 """
 

@@ -577,7 +577,7 @@ def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
         r"given up: the clients' weights \(num_rows\) add up to (\d+), and those of the client", summed.missing[0]
     )
     secure.fed.clients = replace(secure.fed.clients, limited=frozenset({3}))
-    with pytest.raises(RecipeError, match=r"where \[engine\] rows_cap limits client 3\. .*: set it to 0") as error:
+    with pytest.raises(RecipeError, match=r"where \[deployment\] rows_cap limits client 3\. .*: set it to 0") as error:
         updates(secure)
     assert error.value.key == ("engine", "rows_cap")
 

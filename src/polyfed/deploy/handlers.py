@@ -253,8 +253,8 @@ def runtime_of(
     return ClientRuntime(
         engine,
         folder,
-        relay if relay is not None else recipe.engine.relay == "server-sees",
-        recipe.engine.message_megabytes * MEGABYTE,
+        relay if relay is not None else recipe.deployment.relay == "server-sees",
+        recipe.deployment.message_megabytes * MEGABYTE,
         discreet=own,
         audit=AuditLog(folder) if own else None,
         release=release_of(required, recipe),

@@ -228,7 +228,7 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
 
 
 def finished(recipe: Recipe, out: Path) -> bool:
-    """Return whether a folder holds the result of this recipe. Engine and checkpoint settings may differ."""
+    """Return whether a folder holds the result of this recipe. How it ran and wrote checkpoints may differ."""
     if (out / ERROR).exists() or not (out / RESULT).exists():
         return False
     if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
@@ -236,7 +236,7 @@ def finished(recipe: Recipe, out: Path) -> bool:
     before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
     if "task" not in now:  # a run adds the [task] section that it infers from the data
         before.pop("task", None)
-    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "checkpoint"})
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
 def _show(federation: LocalFederation) -> None:

@@ -141,7 +141,6 @@ class CmsFed(Averaging[CmsFedState]):
     }
     reads_replies: ClassVar[tuple[str, ...]] = ("train_chosen", "learned", "_gradients")
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
-    renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True

@@ -133,7 +133,6 @@ class Pfmml(Algorithm[PfmmlState]):
     placebo: Literal["none", "uniform", "shuffled"] = "none"
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"scale": "raw", "coefficient_lr": 0.01}}
-    renamed: ClassVar[Mapping[str, str]] = {"alpha": "price_per_second"}
 
     def __post_init__(self) -> None:
         """Refuse options that are out of range, and a value of `uploads` that is neither a share nor a count."""

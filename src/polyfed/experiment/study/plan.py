@@ -18,6 +18,7 @@ from polyfed.data import Columns
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.study.conditions import holds, unknown_keys
 from polyfed.experiment.study.metric_checks import (
@@ -35,7 +36,7 @@ from polyfed.experiment.study.study_schema import Study
 
 T = TypeVar("T")
 
-WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
+WITHOUT_EFFECT = (*(name for name, section in SECTIONS.items() if not section.result), "versions")
 """Sections of a recipe that do not change a result."""
 
 
