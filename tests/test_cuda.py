@@ -20,7 +20,7 @@ from laws.test_laws import NAMES, params, world
 from polyfed.core.tree import Tree
 from polyfed.data import Column, Columns
 from polyfed.data.sources import Toy
-from polyfed.engines.machine.gpu_memory import free_bytes, with_rows
+from polyfed.engines.machine.gpu import free_bytes, with_rows
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.start import run
 from polyfed.training.optimisers import Train
@@ -131,7 +131,7 @@ def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_
 def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:
     made = many_steps()
     resident = model_of(made)
-    with patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: 0.0):
+    with patch("polyfed.engines.machine.gpu.free_bytes", lambda device: 0.0):
         assert furthest(resident, model_of(made)) < 1e-6
 
 

@@ -46,7 +46,7 @@ from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 
 @dataclass(frozen=True)

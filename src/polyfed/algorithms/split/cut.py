@@ -36,7 +36,7 @@ from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 STEP = 1.0
 """An optimiser step that moves the server's half by more than this many times its norm follows from false activations.
