@@ -1,4 +1,4 @@
-"""The rows that every client of a stack takes in every step of its local training.
+"""How many steps a local training has, and the rows that every client of a stack takes in each.
 
 Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the client with the most rows.
 """

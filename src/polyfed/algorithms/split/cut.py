@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.split.local_state import (
+from polyfed.algorithms.split.messages import (
+    CutGradients,
+    Half,
+    HeadGradient,
+    HeadInput,
+    Ready,
+    Smashed,
+    StepNumber,
     client_half,
     fresh_local,
     last_loss,
@@ -20,7 +27,6 @@ from polyfed.algorithms.split.local_state import (
     padded,
     steps_before,
 )
-from polyfed.algorithms.split.messages import CutGradients, Half, HeadGradient, HeadInput, Ready, Smashed, StepNumber
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

@@ -1,6 +1,7 @@
 """What a run does on a GPU: deterministic algorithms, and where its data set lies.
 
-The data set is on the GPU or, if the features need too much of its memory, in main memory; then `with_rows` copies the features of a task's rows to the GPU before the task.
+The data set is on the GPU or, if its features need too much of the memory, in main memory; `with_rows` then copies the
+features of a task's rows to the GPU before the task.
 """
 
 import os
