@@ -232,7 +232,7 @@ class Polyfed:
     """Rounds of federated averaging on an engine of polyfed. All clients take part."""
 
     def __init__(self, case: Case, clients: int, engine: str, device: torch.device, **changes: Any) -> None:
-        from polyfed.algorithms.fedavg import FedAvg
+        from polyfed.algorithms import ALGORITHMS
         from polyfed.core import keys
         from polyfed.data import Population
         from polyfed.data.columns import Column, Columns
@@ -270,7 +270,7 @@ class Polyfed:
         net = build_model(spec, case.shapes, case.classes, key=keys.key(1, "init"))
         self.looped: list[str] = []
         self.ledger, replay = Ledger("gpu"), {key: changes.pop(key) for key in ("replay",) if key in changes}
-        algorithm = FedAvg(
+        algorithm = ALGORITHMS["fedavg"](
             train=Train(lr=case.lr, batch_size=case.batch_size, **changes), selector=Uniform(participation=clients)
         )
         first = {name: value.to(device) for name, value in net.init(keys.key(1, "init")).items()}

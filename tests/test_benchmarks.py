@@ -225,7 +225,7 @@ def pretended(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def test_the_gpu_script_goes_on_after_items_that_fail_hang_or_die(tmp_path: Path) -> None:
-    only = "^(machine|fedavg|fedavg, vectorised|small, float32, (5|10) clients, (polyfed .*|bare loop))$"
+    only = "^(machine|fedavg|fedavg, vectorised|small, float32, 5 clients, (polyfed .*|bare loop))$"
     with pretended(tmp_path, "--misbehave", "--only", only) as running:
         assert running.wait(240) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
@@ -236,8 +236,8 @@ def test_the_gpu_script_goes_on_after_items_that_fail_hang_or_die(tmp_path: Path
     assert items["die"]["failure"] == "its process ended with exit status -9"
     assert all(items[how]["facts"] == {"so far": 1} for how in ("fail", "hang", "die"))
     good = [entry for name, entry in items.items() if name not in ("fail", "hang", "die")]
-    assert len(good) == 9
-    assert not any("failure" in entry for entry in good)
+    assert len(good) == 6
+    assert [entry["failure"] for entry in good if "failure" in entry] == []
     assert items["fedavg"]["facts"]["vectorised, plain"] == {"model": 0.0, "local_states": 0.0, "ledgers_equal": True}
     assert items["fedavg, vectorised"]["facts"] == {"equal": True}
     times = {name: entry["facts"] for name, entry in items.items() if name.startswith("small")}
