@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.core.schema import (
@@ -17,7 +17,6 @@ from polyfed.core.schema import (
     check_ranges,
     check_shares,
 )
-from polyfed.data.checks import require
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.iid import SILOS, Sized
 
