@@ -120,6 +120,7 @@ class Enrolment:
         modalities: the modalities of the client.
         silo: number of the client's silo, or None.
         tested: whether the client has test rows of its own.
+        validated: whether the client has validation rows of its own.
         shapes: shape of a sample by modality.
         num_classes: the client's largest label plus one, or the number of targets of a row.
     """
@@ -131,6 +132,7 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    validated: bool = False
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -260,6 +262,7 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
             the server.
     """
     about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    about["held_out"] = request.held_out
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
     return Packet(header | content.header, content.body)
 

@@ -27,13 +27,12 @@ from polyfed.experiment.results.records import Records
 from polyfed.experiment.results.saved_model import save
 from polyfed.experiment.running.assembly import model_of
 from polyfed.experiment.running.constants import constant_facts, refuse_changes
-from polyfed.experiment.running.run_state import load_content
+from polyfed.experiment.running.run_state import kept_best, load_content
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
-from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.egress.policy import Policy
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Run:
         model: the model, as functions of a Tree of parameters.
         folder: the folder of the run's files, or None if it wrote none.
         models: the trained models; `params`, `personal`, `predict` and `export` use them.
+        best: the models of the best round (`[stop] metric`), or None without validation rows.
     """
 
     result: dict[str, Any]
@@ -59,6 +59,7 @@ class Run:
     model: Model
     folder: Path | None
     models: Models = field(repr=False)
+    best: Models | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """A short text, without the many numbers of `state` and `model`."""
@@ -145,11 +146,12 @@ class Run:
             )
         return logits
 
-    def export(self, folder: str | Path, *, onnx: bool = False) -> Path:
+    def export(self, folder: str | Path, *, onnx: bool = False, best: bool = False) -> Path:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
         Args:
             folder: the folder.
+            best: whether to write the models of the best round instead of the last one.
             onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
 
         Returns:
@@ -161,28 +163,14 @@ class Run:
             ModelError: a model cannot be written as ONNX.
             DataError: the folder cannot be written.
         """
-        return save(self.models, folder, onnx=onnx)
+        if best and self.best is None:
+            raise RecipeError("the run has no best round, because it measured nothing on validation rows: best=False")
+        return save(self.best if best and self.best is not None else self.models, folder, onnx=onnx)
 
     @cached_property
     def _participants(self) -> set[int]:
         """The clients that were in the cohort of any round."""
         return {client for row in self.rounds for client in row.get("cohort", ())}
-
-
-def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES) -> dict[str, Any] | None:
-    """Return the first round with the best validation score, and its metrics. None if there is no such score.
-
-    Args:
-        rounds: rows of rounds.jsonl.
-        objective: the task. Its attribute `BEST` is the name of the score.
-    """
-    metric = objective.BEST
-    evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
-    if not evaluated:
-        return None
-    choose = max if objective.RISING else min
-    best = choose(evaluated, key=lambda row: row["metrics"]["validation"][metric])
-    return {"round": best["round"], "metrics": best["metrics"]}
 
 
 def models_of(
@@ -316,4 +304,8 @@ def load_run(folder: str | Path) -> Run:
     elif scaling is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
     models = models_of(recipe, fed, content["state"], locals, facts["class_names"], scaling)
-    return Run(records.result(), records.rounds(), content["state"], model, folder, models)
+    kept, best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm), None
+    if kept is not None:
+        own = None if recipe.engine.name == "flower" else kept["locals"]
+        best = models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling)
+    return Run(records.result(), records.rounds(), content["state"], model, folder, models, best)
