@@ -177,16 +177,20 @@ class Federation:
         missing = dict(answer.missing)
         stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
         parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
-        broken = self._broken(peak) if peak > HUGE else ""
-        missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
+        replies = Replies(parts, self._missing(request, missing, peak))
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
-        for client, reason in sorted(missing.items()):
-            self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
-        replies = Replies(parts, missing)
         if quorum:
             self.require_quorum(replies, request.name)
         self.watch(send, replies)
         return replies
+
+    def _missing(self, request: Request, missing: dict[int, str], peak: float) -> dict[int, str]:
+        """Emit an event for each client without a usable reply, and return the clients with the reasons."""
+        broken = self._broken(peak) if peak > HUGE else ""
+        told = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
+        for client, reason in sorted(told.items()):
+            self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
+        return told
 
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""

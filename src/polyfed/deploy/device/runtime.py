@@ -322,19 +322,14 @@ class ClientRuntime:
             BadReply: the header is malformed, or the algorithm has no such task.
             EgressError: the reply would pass through the server, and this client does not allow the server to see it.
         """
+        own = packet.header.get("held_out", HELD_OUT[0])
         match packet.header:
-            case {
-                "task": str(name),
-                "seed": int(seed),
-                "rounds": int(rounds),
-                "turn": int(turn),
-                "held_out": held_out,
-            } if (
-                all(
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)} if (
+                own in HELD_OUT
+                and all(
                     type(n) is int and 0 <= n < LARGEST_NUMBER
                     for n in (seed, rounds, turn, packet.header.get("kept", 0))  # a truth value is an int too
                 )
-                and held_out in HELD_OUT
             ):
                 task = tasks_of(self.engine.algorithm).get(name)
             case _:
@@ -342,7 +337,7 @@ class ClientRuntime:
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
         self._check_rounds(request_id.round, rounds)
-        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn, held_out=held_out)
+        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn, held_out=own)
         if request.scope == "silo" and not self.relay:
             raise EgressError(
                 f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through "

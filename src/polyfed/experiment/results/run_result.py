@@ -278,7 +278,25 @@ def load_run(folder: str | Path) -> Run:
     policy = Policy.parse(recipe.egress, shapes)
     model = model_of(recipe, shapes, facts["classes"], policy)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
-    initial = model.init(keys.key(recipe.seed, "init"))
+    fed = _facts_of(recipe, model, facts, policy)
+    elsewhere = recipe.engine.name == "flower"
+    if (scaling := facts.get("scaling")) is None and not elsewhere:
+        warn_unscaled(folder)
+    elif scaling is not None:
+        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
+
+    def models(kept: Mapping[str, Any]) -> Models:
+        own = None if elsewhere else kept["locals"]
+        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling)
+
+    best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
+    last = records.result(), records.rounds(), content["state"], model, folder, models(content)
+    return Run(*last, None if best is None else models(best))
+
+
+def _facts_of(recipe: Recipe, model: Model, facts: Mapping[str, Any], policy: Policy) -> Federation:
+    """Return the federation of a run that has ended: facts about its clients and its model, and nobody to ask."""
+    shapes, initial = model.shapes, model.init(keys.key(recipe.seed, "init"))
     context = ClientContext(
         model,
         tuple(shapes),
@@ -288,7 +306,7 @@ def load_run(folder: str | Path) -> Run:
         policy=policy,
         objective=task_of(recipe),
     )
-    fed = Federation(
+    return Federation(
         clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
         engine=_NoClients(),
         owner=recipe.algorithm,
@@ -297,15 +315,3 @@ def load_run(folder: str | Path) -> Run:
         seed=recipe.seed,
         rounds=recipe.rounds,
     )
-    locals = None if recipe.engine.name == "flower" else content["locals"]
-    scaling = facts.get("scaling")
-    if scaling is None and recipe.engine.name != "flower":
-        warn_unscaled(folder)
-    elif scaling is not None:
-        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
-    models = models_of(recipe, fed, content["state"], locals, facts["class_names"], scaling)
-    kept, best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm), None
-    if kept is not None:
-        own = None if recipe.engine.name == "flower" else kept["locals"]
-        best = models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling)
-    return Run(records.result(), records.rounds(), content["state"], model, folder, models, best)

@@ -153,7 +153,8 @@ def refuse_unmeasured(stop: StopSpec, choice: Choice, measured: Mapping[str, set
     if choice.group == "validation":
         raise RecipeError(
             f"{where}: the server has no validation rows. Set [clients] validation, as in validation = 0.2, or mark "
-            'rows with split 2; or use the clients\' own validation rows: [stop] metric = "personal_validation.weighted"',
+            "rows with split 2; or use the clients' own validation rows: [stop] metric = "
+            '"personal_validation.weighted"',
             ("stop", "metric"),
         )
     raise RecipeError(
