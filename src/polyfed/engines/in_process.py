@@ -243,6 +243,7 @@ def _refuse_missing_rows(population: Population, algorithm: Method) -> None:
     if lacking:
         raise RecipeError(
             f"data '{population.columns.name}': some rows of a client lack {', '.join(lacking)} "
-            f"('{lacking[0]}_present'), and {type(algorithm).__name__} takes every row of a client for complete. Leave "
-            "such rows out, or give them to clients of their own, which [clients] missing or holdings says lack it"
+            f"('{lacking[0]}_present', or [clients] missing_rows), and {type(algorithm).__name__} takes every row of a "
+            "client for complete. Leave such rows out, or give them to clients of their own, which [clients] missing "
+            "or holdings says lack it. Test rows may lack modalities, as with [clients] missing_rows_test"
         )

@@ -19,11 +19,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import Algorithm, Broadcast
-from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
+from polyfed.algorithms.personal import blocks as exchange
+from polyfed.algorithms.personal.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.pfmml.coefficients import (
     BlockState,
     Step,

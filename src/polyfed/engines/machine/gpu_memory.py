@@ -92,7 +92,8 @@ def _with_entries(column: Column, rows: Tensor, entries: Tensor, device: torch.d
         start += len(part)
     index = torch.full((len(column),), -1, device=device)  # -1, so that PyTorch refuses to read other rows
     index[rows.to(device)] = places.to(device)
-    return replace(column, values=values, index=index)
+    blank = None if column.blank is None else column.blank.to(device)
+    return replace(column, values=values, index=index, blank=blank)
 
 
 def _room(num: int) -> int:
