@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
-from polyfed.data.checks import require
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.iid import SILOS, Sized
 
