@@ -127,7 +127,7 @@ def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]
             for name, value in values.items():
                 own[name].copy_(value)
         module.requires_grad_(False).eval()
-        module.train = lambda mode=True: module  # type: ignore[assignment,method-assign]  # stays in evaluation mode
+        module.train = lambda mode=True: module  # type: ignore[method-assign]  # stays in evaluation mode
         return module
 
     return made

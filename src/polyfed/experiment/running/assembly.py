@@ -159,26 +159,31 @@ def assemble(
         clock=clock,
         objective=task_of(recipe),
     )
-    fed = Federation(
-        clients=held.registry,
-        engine=held,
-        owner=recipe.algorithm,
-        context=held.context(TEST),
-        template=initial,
-        seed=recipe.seed,
-        rounds=recipe.rounds,
-        evaluation_clients=held.evaluation_clients,
-        min_replies=recipe.engine.min_replies,
-        outlier_factor=recipe.engine.outlier_factor,
-        emit=emit,
-        clock=clock,
-        attack=recipe.attack,
-        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
-    )
+    fed = _federation(recipe, held, initial, None if one_device else population.num_clients)
     recipe, guarantee = _protected(recipe, fed, held, one_device)
     policy = held.with_model(policy)
     parts = (recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee, given)
     return Assembly(*parts)
+
+
+def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int | None) -> Federation:
+    """Return the federation of a run. The number of clients is None if only one of them is known."""
+    return Federation(
+        clients=engine.registry,
+        engine=engine,
+        owner=recipe.algorithm,
+        context=engine.context(TEST),
+        template=initial,
+        seed=recipe.seed,
+        rounds=recipe.rounds,
+        evaluation_clients=engine.evaluation_clients,
+        min_replies=recipe.engine.min_replies,
+        outlier_factor=recipe.engine.outlier_factor,
+        emit=engine.emit,
+        clock=engine.clock,
+        attack=recipe.attack,
+        ranks=client_ranks(recipe, engine.model, num_clients),
+    )
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
