@@ -37,6 +37,7 @@ def enrolment(
         tested=client in registry.tested and _enough_tests(population, client, limits, objective),
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
+        uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
     )
     return Packet(told.header())
 
