@@ -104,8 +104,8 @@ def _refuse_collapsed(array: NDArray[Any], where: str) -> None:
         low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
         if 0 < high - low < TARGET_STEPS * np.finfo(np.float32).eps * max(-low, high):
             raise DataError(
-                f"{where}: target {place} (counted from 0) lies from {low!r} to {high!r}, where float32 cannot tell its "
-                "values apart. Subtract a constant, as in values - values.min()"
+                f"{where}: target {place} (counted from 0) lies from {low!r} to {high!r}, where float32 cannot tell "
+                "its values apart. Subtract a constant, as in values - values.min()"
             )
 
 
