@@ -17,7 +17,7 @@ from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population
 from polyfed.engines.machine.allocator import keep_freed_memory
-from polyfed.engines.machine.gpu_memory import placed, with_rows
+from polyfed.engines.machine.gpu import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData

@@ -23,7 +23,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.in_process import InProcess
-from polyfed.engines.machine.gpu_memory import with_rows
+from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local

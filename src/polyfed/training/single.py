@@ -16,7 +16,6 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, clone, like
 from polyfed.data import Columns
 from polyfed.model import Model
-from polyfed.training.accumulation import added, parts_of, refuse_aux
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -30,10 +29,11 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
+from polyfed.training.gradients import added, parts_of, refuse_aux
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.programs.tensor_memory import apart_from, snapshot
-from polyfed.training.step_counts import steps_trained, usable_rows
+from polyfed.training.step_plan import steps_trained, usable_rows
 
 
 @dataclass

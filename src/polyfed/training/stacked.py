@@ -33,12 +33,12 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
+from polyfed.training.gradients import accumulating, gradient_of
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.programs import replay
 from polyfed.training.programs.source import Source, Unreadable
 from polyfed.training.programs.tensor_memory import apart_from, snapshot
-from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]

@@ -14,6 +14,7 @@ from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.missing_rows import lost_rows
 from polyfed.data.population.modality_assignment import assign, devices_per_silo
 from polyfed.data.population.silo_devices import dealt_to_devices, of_clients
 
@@ -62,8 +63,8 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     Args:
         columns: The table. This function checks its features for NaN and infinity.
         clients: The schema of `[clients]`.
-        key: Key of the run. There is a separate random stream for each of four steps: the partition, the validation
-            split, the choice of own test rows and the assignment of modalities.
+        key: Key of the run. There is a separate random stream for each of five steps: the partition, the validation
+            split, the choice of own test rows, the assignment of modalities and the rows that lose a modality.
 
     Raises:
         DataError: A feature is not finite, or a client has no row or no modality.
@@ -81,16 +82,21 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         device_key = keys.key(key, "devices of silos")
         train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
         own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
+    if len(test_rows) == 0 and own_test is not None:
+        test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
+    if clients.loses_rows:
+        rows = torch.cat([test_rows, pooled])
+        lost = lost_rows(columns, clients, holds, train, own_test, rows, keys.key(key, "missing rows"))
+        columns = columns.without(lost)
+        holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
     if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
         # a silo without any modality stays, for the check below
         kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
         own_test = None if own_test is None else of_clients(own_test, kept)
         silo, holds = silo[kept], holds[kept]
-    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
-    if len(test_rows) == 0 and own_test is not None:
-        test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     population = Population(
         columns=columns,
         train=train,
@@ -263,7 +269,8 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     if len(bare):
         raise DataError(
             f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack the modalities "
-            "that it may hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
+            "that it may hold. Change clients.missing, only, keep_both, holdings or missing_rows, or the arrays of "
+            "present rows"
         )
     for name, held in zip(population.columns.modalities, population.holds.any(0).tolist(), strict=True):
         there = population.columns.present.get(name)

@@ -28,7 +28,7 @@ from polyfed.deploy.device.state_store import Store
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
-from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.reply_validation import Receiver, ReplyValidator

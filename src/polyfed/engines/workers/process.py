@@ -18,7 +18,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
-from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Place, copied
 from polyfed.federation.clock import Clock
 from polyfed.federation.replies import Answer

@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from polyfed.algorithms import private_blocks
+from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
