@@ -201,7 +201,7 @@ def _kind(annotation: Any) -> str:
         base, *ranges = get_args(annotation)
         return ", ".join([_kind(base), *(entry.words for entry in ranges)])
     if get_origin(annotation) is Union:  # a union of types with a Literal
-        return " | ".join(map(_kind, get_args(annotation)))
+        return " | ".join(_kind(part) if part is not type(None) else "None" for part in get_args(annotation))
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     text = re.sub(r"\b(?:typing|collections\.abc)\.", "", text)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | ").replace("'", '"'), text)
