@@ -85,7 +85,7 @@ class Simulated:
         if self.token not in _RUNTIMES:
             torch.set_num_threads(1)  # each client has one CPU, so more threads per process would slow each other down
             population = population_of(self.recipe)
-            recipe = with_task(self.recipe, population.columns)
+            recipe = with_task(self.recipe, population.columns, population.train.rows)
             policy = Policy.parse(recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.problems import Problems
@@ -15,7 +17,7 @@ from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
-from polyfed.experiment.recipes.defaults import guesses_of, with_encoders
+from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import check_model
@@ -78,10 +80,11 @@ ENGINES = ("sequential", "vectorised", "flower")
 
 
 def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
-    """Load the recipe's data, unless they are given, and divide them among the clients."""
+    """Load the recipe's data, unless they are given, divide them among the clients, and scale the features."""
     columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
@@ -209,7 +212,7 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
-    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
         problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
