@@ -13,16 +13,17 @@ from typing_extensions import override
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
-from polyfed.core.request import Request, Send, client_key, noise_key
+from polyfed.core.request import HeldOut, Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
-from polyfed.data import Population
+from polyfed.data import Population, Shards
 from polyfed.engines.machine.allocator import keep_freed_memory
-from polyfed.engines.machine.gpu_memory import placed, with_rows
+from polyfed.engines.machine.gpu import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
-from polyfed.federation.client_registry import TEST, VALIDATION, registry_of
+from polyfed.evaluation.scores import Evaluation
+from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer
@@ -49,6 +50,10 @@ Evaluates = Callable[[str], EgressError | None]
 
 class Method(Asking, Protocol):
     """The part of an algorithm that an engine uses."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The [evaluate] section: when and how models are evaluated."""
 
     @property
     def secure_aggregation(self) -> SecureAggregation | None:
@@ -120,8 +125,8 @@ class Engine(ABC):
         self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device
         self.columns = placed(population.columns, self.device, emit)
         self.registry = registry_of(population)
-        tested = bool(self.registry.tested)
-        self.announcer = Announcer(algorithm, model, objective, policy, tested, required, privacy)
+        asked = asks_own(algorithm, self.registry)
+        self.announcer = Announcer(algorithm, model, objective, policy, asked, required, privacy)
         self.locals: dict[int, Tree] = {}
         self._start_empty: set[int] = set()  # clients whose first local state is empty, so that it is made only once
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
@@ -222,9 +227,9 @@ class Engine(ABC):
         evaluated = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
         return evaluated[client] if client < 0 else self.population.train[client]
 
-    def test_rows(self, client: int) -> Tensor:
-        """Return the indices of the client's own test rows. Evaluation clients have none."""
-        own = self.population.test
+    def own_rows(self, client: int, held_out: HeldOut) -> Tensor:
+        """Return the indices of the client's own test or validation rows. Evaluation clients have none."""
+        own = held_out_of(self.population, held_out)
         return self.population.test_rows[:0] if own is None or client < 0 else own[client]
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
@@ -256,7 +261,11 @@ class Engine(ABC):
 
     def view(self, request: Request, client: int) -> SingleClientData:
         """Return the dataset on which this client runs a task alone."""
-        rows, tests, modalities = self.rows(client), self.test_rows(client), self.context(client).modalities
+        rows, tests, modalities = (
+            self.rows(client),
+            self.own_rows(client, request.held_out),
+            self.context(client).modalities,
+        )
         return SingleClientData(
             columns=with_rows(self.columns, [rows, tests], modalities, self.device),
             index=rows.to(self.device),
@@ -296,6 +305,11 @@ class Engine(ABC):
     def to_device(self, msg: Any) -> Any:
         """Return a message with its tensors on the device of this engine."""
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
+
+
+def asks_own(method: Method, clients: ClientRegistry) -> bool:
+    """Return whether the server may ask for scores on own test rows or on own validation rows of a client."""
+    return bool(clients.tested) or (method.evaluation.own_validation and bool(clients.validated))
 
 
 class Exchange(ABC):
@@ -402,6 +416,11 @@ class ClientExchange(Exchange):
     def keep(self) -> None:
         if not same_tensors(self.left, self.engine.locals.get(self.client, {})):
             self.engine.keep({self.client: clone(self.left)})
+
+
+def held_out_of(population: Population, held_out: HeldOut) -> Shards | None:
+    """Return the own test rows or the own validation rows of all clients, or None if no client has any."""
+    return population.test if held_out == "test" else population.own_validation
 
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:

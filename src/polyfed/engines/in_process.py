@@ -23,7 +23,7 @@ from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 UNIT_FLOPS = 1e8
 """Floating-point operations of local training that justify a worker process. They take about 20 ms of one core for the

@@ -22,9 +22,9 @@ from polyfed.data import PARTITIONS, ClientsSpec
 from polyfed.experiment.recipes.line_numbers import in_file
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.parts import algorithm_of, build, class_of, egress_of
-from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
+from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_idle_stop, refuse_no_training
 from polyfed.experiment.recipes.sections import PARTS, SECTIONS, refuse_unknown
-from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec
+from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.display import recipe_html, recipe_line
 from polyfed.experiment.results.tracking import Tracker
 from polyfed.federation.attack import Attack
@@ -56,6 +56,7 @@ class Recipe:
         engine: the section [engine].
         deployment: the section [deployment].
         checkpoint: the section [checkpoint].
+        stop: the section [stop].
         egress: the policy table, `{block: {destination: [kinds]}}`.
         limits: the section [limits]: limits for every device in this run, in addition to the device's own limits.
         stack: the key `stack` of [data], for early fusion (`data.stacking`). It maps the name of a new modality to the
@@ -77,6 +78,7 @@ class Recipe:
     engine: EngineSpec = EngineSpec()
     deployment: DeploymentSpec = DeploymentSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    stop: StopSpec = StopSpec()
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     limits: Limits = NO_LIMITS
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -94,8 +96,13 @@ class Recipe:
                 problems.add(RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more", (name,)))
         with problems.noting():
             refuse_breaches(self.limits, self.algorithm.train, self.rounds)
+        with problems.noting():
+            refuse_idle_stop(self.stop, self.algorithm, private=self.privacy is not None)
         problems.raise_all()
         object.__setattr__(self, "clients", self.clients.counted())
+        if self.stop.of_clients and not self.algorithm.evaluation.own_validation:
+            scoring = dataclasses.replace(self.algorithm.evaluation, own_validation=True)
+            object.__setattr__(self, "algorithm", dataclasses.replace(self.algorithm, evaluation=scoring))
 
     def __repr__(self) -> str:
         return recipe_line(self.table())

@@ -9,7 +9,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.vocabulary import advice_for
 from polyfed.data import SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec
+from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
@@ -76,6 +76,7 @@ SECTIONS: Mapping[str, Section] = {
     "engine": Section(cls=EngineSpec, field="engine"),
     "deployment": Section(cls=DeploymentSpec, field="deployment", hides_defaults=True),
     "checkpoint": Section(cls=CheckpointSpec, field="checkpoint", result=False),
+    "stop": Section(cls=StopSpec, field="stop", hides_defaults=True),
     "tracking": Section(cls=Tracker, classes=TRACKERS, field="tracking", optional=True, title="Trackers", result=False),
     "task": Section(cls=Objective, classes=OBJECTIVES, field="task", optional=True, title="Tasks"),
 }

@@ -1,20 +1,23 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
 from polyfed.core.problems import Problems
-from polyfed.core.tree import SHARED, Tree, blocks, select, size_bytes
+from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
-from polyfed.engines.base import Engine
+from polyfed.engines.base import Engine, asks_own
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
-from polyfed.experiment.recipes.defaults import guesses_of, with_encoders
+from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import check_model
@@ -23,7 +26,8 @@ from polyfed.experiment.results.label_counts import dealt_classes, label_counts,
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.run_state import checked_state
-from polyfed.federation.client_ranks import ClientRanks
+from polyfed.experiment.running.stopping import refuse_spent
+from polyfed.experiment.running.warm_start import given_of, warmed
 from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
@@ -51,6 +55,7 @@ class Assembly:
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
+        given: the values of a warm start, by name.
         deployed: whether this is the server of a deployment.
     """
 
@@ -65,6 +70,7 @@ class Assembly:
     was_guessed: bool = False
     guesses: tuple[str, ...] = ()
     guarantee: Guarantee | None = None
+    given: Tree = field(default_factory=dict)
     deployed: bool = False
 
     @property
@@ -90,14 +96,17 @@ ENGINES = ("sequential", "vectorised", "flower")
 
 
 def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
-    """Load the recipe's data, unless they are given, and divide them among the clients."""
+    """Load the recipe's data, unless they are given, divide them among the clients, and scale the features."""
     columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
-def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
+def model_of(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy, given: Tree | None = None
+) -> Model:
     """Build the model that the algorithm needs.
 
     Args:
@@ -106,15 +115,17 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
         num_classes: the number of classes, or the number of targets if the task has no classes.
         policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
             clients.
+        given: the values of a warm start, for the blocks that [model] freeze names.
     """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
-    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
+    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe), given)
 
 
-def initial_of(recipe: Recipe, model: Model) -> Tree:
-    """Return the initial parameters, which are drawn from the run's seed, on the run's device."""
+def initial_of(recipe: Recipe, model: Model, given: Tree | None = None) -> Tree:
+    """Return the initial parameters on the run's device: the values of a warm start, the others from the run's seed."""
     device = device_of(recipe)
-    return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
+    drawn = warmed(model.init(_init_key(recipe)), model, given or {}, recipe)
+    return {name: value.to(device) for name, value in drawn.items()}
 
 
 def _init_key(recipe: Recipe) -> int:
@@ -130,6 +141,7 @@ def assemble(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
     one_device: bool = False,
+    folder: Path | None = None,
     deployed: bool = False,
 ) -> Assembly:
     """Build all parts of a run.
@@ -141,6 +153,7 @@ def assemble(
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
         one_device: whether `population` has only one device. Checks that need all clients are then skipped.
+        folder: the folder of a run or of an app that may hold a copy of the warm start's values.
         deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
             for the audit log, and noise comes from the operating system's generator.
 
@@ -150,10 +163,13 @@ def assemble(
     emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
     recipe, policy, guesses = _completed(recipe, population, one_device)
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    model = model_of(recipe, shapes, population.columns.num_classes, policy)
+    given = given_of(recipe, folder)
+    model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
     check_model(recipe.algorithm, model)
-    initial, objective = initial_of(recipe, model), task_of(recipe)
-    announcer = Announcer(recipe.algorithm, model, objective, policy, bool(registry_of(population).tested))
+    initial, objective = initial_of(recipe, model, given), task_of(recipe)
+    announcer = Announcer(
+        recipe.algorithm, model, objective, policy, asks_own(recipe.algorithm, registry_of(population))
+    )
     recipe, guarantee = _protected(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
     mechanism = None if guarantee is None else guarantee.mechanism
     ledger = Ledger(run, hashing=deployed)
@@ -172,14 +188,14 @@ def assemble(
         objective=objective,
         privacy=mechanism,
     )
-    ranks = client_ranks(recipe, model, None if one_device else population.num_clients)
-    fed = _federation(recipe, built, ranks, emit)
+    fed = _federation(recipe, built, None if one_device else population.num_clients)
     policy = built.announcer.with_model(policy)
     parts = population, model, policy, initial, ledger, built, fed
-    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, deployed)
+    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed)
 
 
-def _federation(recipe: Recipe, engine: Engine, ranks: ClientRanks, emit: Emitter) -> Federation:
+def _federation(recipe: Recipe, engine: Engine, num_clients: int | None) -> Federation:
+    """Return the federation of a run. The number of clients is None if only one of them is known."""
     return Federation(
         clients=engine.registry,
         engine=engine,
@@ -191,10 +207,10 @@ def _federation(recipe: Recipe, engine: Engine, ranks: ClientRanks, emit: Emitte
         evaluation_clients=engine.evaluation_clients,
         min_replies=recipe.engine.min_replies,
         outlier_factor=recipe.engine.outlier_factor,
-        emit=emit,
+        emit=engine.emit,
         clock=engine.clock,
         attack=recipe.attack,
-        ranks=ranks,
+        ranks=client_ranks(recipe, engine.model, num_clients),
         privacy=engine.privacy,
     )
 
@@ -210,6 +226,7 @@ def _protected(
     guarantee = guarantee_of(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
     if guarantee is None:
         return recipe, None
+    refuse_spent(recipe.stop, guarantee)
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
@@ -221,7 +238,7 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
-    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
         problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
@@ -270,6 +287,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         ],
         "blocks": block_sizes(assembly),
         **constant_facts(assembly.model),
+        **({"init": {"sha256": digest(assembly.given)}} if assembly.given else {}),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
     }
