@@ -245,24 +245,18 @@ def runtime_of(
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     given = given_of(recipe, app)
     model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
-    own = relay is not None
-    emit = Emitter([log_event] if own else [])
-    initial = initial_of(recipe, model, given)
-    private = recipe.privacy is not None
+    own, initial = relay is not None, initial_of(recipe, model, given)
+    mechanism = None if recipe.privacy is None else mechanism_of(recipe, model, initial, None, secure=own)
+    terms: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
     engine = Sequential(
-        population,
-        model,
-        recipe.algorithm,
-        initial,
+        *(population, model, recipe.algorithm, initial),
         policy=policy,
         ledger=Ledger("none"),
         device=device_of(recipe),
-        emit=emit,
+        emit=Emitter([log_event] if own else []),
         objective=task_of(recipe),
-        privacy=mechanism_of(recipe, model, initial, None, secure=own) if private else None,
-        limits=limits,
-        required=required,
-        on_device=own,
+        privacy=mechanism,
+        **terms,
     )
     return ClientRuntime(
         engine,
