@@ -66,8 +66,8 @@ def run(
             raise RecipeError(f"'{engine}' is not an engine; {did_you_mean(engine, ENGINES)}")
         engine = {"name": engine}
     changes = {**(engine or {}), **({} if device is None else {"device": device})}
-    options = checked("[engine]", EngineSpec, changes, advice=misplaced)
-    recipe = replace(recipe, engine=replace(recipe.engine, **options))
+    chosen = checked("[engine]", EngineSpec, changes, advice=misplaced)
+    recipe = replace(recipe, engine=replace(recipe.engine, **chosen))
     if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
         raise RecipeError(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "

@@ -31,11 +31,13 @@ from polyfed.selection import Uniform
 VICTIM = 2
 
 
-def recipe(name: str = "fedavg", rounds: int = 2, **deployment: Any) -> Recipe:
+def recipe(name: str = "fedavg", rounds: int = 2, min_replies: int = 1, **deployment: Any) -> Recipe:
     """All six clients in every round, so that the victim is always asked."""
     options = {"selector": Uniform(participation=1.0)}
     made = world.recipe(world.algorithm(name, **options), rounds=rounds)
-    return replace(made, engine=EngineSpec(name="flower"), deployment=DeploymentSpec(**deployment))
+    return replace(
+        made, engine=EngineSpec(name="flower", min_replies=min_replies), deployment=DeploymentSpec(**deployment)
+    )
 
 
 def hurt(change: Callable[[Packet, Packet], Packet]) -> Callable[[Any], Any]:
