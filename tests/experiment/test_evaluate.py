@@ -164,7 +164,7 @@ def test_few_test_rows_are_not_scored_even_if_a_server_asks_for_them(sites: Site
     from polyfed.experiment.running.assembly import assemble
     from polyfed.privacy.egress.limits import Limits
 
-    parts = assemble(sites.job)
+    parts = assemble(job_of(sites.model, None))
     parts.engine.limits = Limits(min_test_rows=100)
     parts.fed.begin(1)
     with pytest.raises(EgressError, match="min_test_rows"):

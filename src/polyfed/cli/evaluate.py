@@ -1,13 +1,16 @@
 """`polyfed evaluate`: score a saved model on clients, on a file, or on the devices of a federation."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from polyfed.cli.application import AsJson, Overrides, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from polyfed.experiment.recipes.recipe import Recipe
 
 
 @app.command()
@@ -56,10 +59,7 @@ def evaluate(
             raise RecipeError(
                 "--app writes a job for devices, which score one model on their own rows: leave out the rest"
             )
-        from polyfed.deploy.app_folder import write_job
-
-        folder = write_job(job_of(model, given, rows, groups), job)  # type: ignore[arg-type]
-        answer({"app": str(folder)}, f"wrote {folder}; run it: polyfed submit {folder}", as_json=as_json)
+        _write_app(job_of(model, given, rows, groups), job, as_json=as_json)  # type: ignore[arg-type]
         return
     found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups)  # type: ignore[arg-type]
     if out is not None:
@@ -74,6 +74,14 @@ def evaluate(
             table.add_row(*line)
         shown.append(titled(title, table))
     answer(found.content, *shown, NOTE, as_json=as_json)
+
+
+def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
+    """Write the app of a job for devices, and say how to run it."""
+    from polyfed.deploy.app_folder import write_job
+
+    made = write_job(recipe, folder)
+    answer({"app": str(made)}, f"wrote {made}; run it: polyfed submit {made}", as_json=as_json)
 
 
 def _groups(words: list[str]) -> dict[str, list[str]]:
