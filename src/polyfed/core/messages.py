@@ -7,13 +7,16 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 ...     params: Tree = carries("parameters")
 ...     num_rows: Tensor = carries("statistic")
 
+A declaration leaves no form open: both sides compare every message with it and with the model.
+
 Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
 Trees of parameters are split into blocks by the names of the model's tensors. In any other tree (prototypes,
 embeddings), each key is the name of a block. `blocks=` lists the blocks that a tree may hold. No other block may leave
 the client. An empty tree means that the sender sent nothing in this field.
 
-A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. In a
-stack of clients, such a field is padded. A client removes the padding before it sends the message.
+A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows",
+shape=("features",))`. In a stack of clients, such a field is padded. A client removes the padding before it sends the
+message.
 
 The author of a message class declares the kinds. polyfed cannot check that the declarations are true (docs/egress.md).
 """
@@ -68,13 +71,16 @@ DESTINATIONS = ("server", "silo")
 SUMMABLE = (*OF_THE_MODEL, "prototypes", "statistic")
 """Kinds whose fields may be declared as sum-only."""
 
-Sizes = tuple[str | None, ...]
-"""The shape of a tensor, with a name for each size. `classes` is the number of classes, `features` the width of a
-modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
+COMMON = ("batch", "cohort")
+"""Words for a first size that is not known beforehand, but is the same for all tensors of a message."""
+
+Sizes = tuple[str | int | None, ...]
+"""The shape of a tensor: a number or a word for each size. `classes` is the number of classes, `features` the width of
+a modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
 client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
-stands for the shape of the encoder's output, `sample` for the shape of a sample. `batch`, as the first size, is any
-number of rows, the same for all tensors of a message. None means any size. `own`, `label`, `encoded` and `sample` may
-cover any number of axes."""
+stands for the shape of the encoder's output, `sample` for the shape of a sample. `own`, `label`, `encoded` and `sample`
+may cover any number of axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`) or clients
+(`cohort`). None means any size; only replies may have it, because a device compares every size that it receives."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,8 @@ def carries(
         whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
             modalities and may send no others. A head over the embeddings of several parties needs `whole`, because such
             a head is useless without all of its parts.
-        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means one number for a `statistic`,
-            the model's shapes for parameters and gradients, and any shape for other kinds. Labels of shape () are
+        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. Parameters and gradients have the shapes of
+            the model, and a `statistic` is one number by default. All other kinds need a shape. Labels of shape () are
             class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
@@ -163,6 +169,10 @@ def carries(
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     assert kind == "statistic" or not dtype, "dtype= is for statistics"
     shape = () if shape is None and kind == "statistic" else shape
+    assert (shape is None) == (kind in OF_THE_MODEL), f"a field of kind {kind!r} " + (
+        "has the shapes of the model: leave out shape=" if shape is not None else "needs shape=, such as ('features',)"
+    )
+    assert not {*COMMON} & {*(shape or ())[1:]}, f"{' and '.join(COMMON)} can only be the first size"
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
     form |= {"random": random, "stacked": stacked}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
-from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
+from polyfed.core.messages import COMMON, LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
 from polyfed.core.schema import NOT_NEGATIVE, Within, between
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -114,6 +114,7 @@ class ReplyValidator:
         for count in msg.counts.values():
             if (kind := getattr(msg, count).dtype) != torch.int64:
                 raise BadReply(f"{count} is {kind}, expected torch.int64")
+        self._check_alike(msg)
 
     def check_received(self, msg: Message, expected: type[Message], receiver: Receiver) -> None:
         """Check a message of the server on a device, before the task runs and before anything is spent or counted.
@@ -194,13 +195,27 @@ class ReplyValidator:
             sent = [len(t) for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
             if any(n != counted for n in sent):
                 raise BadReply(f"{name} holds {sent} rows, and {count} is {counted}")
-        lengths = {
-            _at(name, key): len(value)
-            for name, key, value in tensors(msg)
-            if (msg.declared[name].shape or ("",))[0] == "batch"
-        }
-        if len(set(lengths.values())) > 1:
-            raise BadReply(f"{' and '.join(lengths)} have different numbers of rows: {list(lengths.values())}")
+
+    def _check_alike(self, msg: Message) -> None:
+        """Refuse a stacked message whose tensors disagree about a size that they have in common.
+
+        A common size is a word of `COMMON`, or the number of models in one block of a `stacked` field.
+
+        Raises:
+            BadReply: they disagree.
+        """
+        found: dict[tuple[str, ...], dict[str, int]] = {}
+        for name, key, value in tensors(msg):
+            said = msg.declared[name]
+            if said.stacked and key is not None:
+                found.setdefault((name, block_of(key)), {})[f"{name}.{key}"] = value.shape[1]
+            elif said.shape and said.shape[0] in COMMON:
+                found.setdefault((str(said.shape[0]),), {})[_at(name, key)] = value.shape[1]
+        for what, lengths in found.items():
+            if len(set(lengths.values())) > 1:
+                one, other = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+                words = {"batch": "numbers of rows", "cohort": "numbers of clients"}.get(what[0], "numbers of models")
+                raise BadReply(f"{one} and {other} have different {words}: {lengths[one]} and {lengths[other]}")
 
     def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
         """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.
@@ -310,8 +325,7 @@ class ReplyValidator:
             raise BadReply(f"{where} is {value.dtype}, expected {wanted_type}")
         if said.rows is not None and value.dim() < 2:
             raise BadReply(f"{where} has no axis of rows")
-        if said.shape is None:
-            return
+        assert said.shape is not None, f"{field} has kind {said.kind} and no shape"
         found_shape, sizes = value.shape[1 if said.rows is None else 2 :], tuple(self._sizes(said, key))
         if len(found_shape) != len(sizes) or any(n not in (None, m) for n, m in zip(sizes, found_shape, strict=True)):
             words = " x ".join("any" if n is None else str(n) for n in sizes) or "one number"
@@ -320,8 +334,10 @@ class ReplyValidator:
     def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
         modality = said.of if key is None else key
         for word in said.shape or ():
-            if word is None or word == "batch":
+            if word is None or word in COMMON:
                 yield None
+            elif isinstance(word, int):
+                yield word
             elif word == "own":
                 yield from self.objective.own_shape(self.classes)
             elif word == "label":
@@ -339,7 +355,8 @@ class ReplyValidator:
                 yield from self.model.shapes[str(modality)]
             else:
                 raise AssertionError(
-                    f"a size is classes, own, label, features, joint, encoded, sample or None, not {word!r}"
+                    f"a size is a number, {', '.join(COMMON)}, classes, own, label, features, joint, encoded, sample or "
+                    f"None, not {word!r}"
                 )
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
