@@ -110,6 +110,7 @@ class Declared:
     part: str = ""
     optional: bool = False
     dtype: str = ""
+    counted: bool = False
 
 
 def carries(
@@ -130,6 +131,7 @@ def carries(
     part: Literal["", "encoders", "head"] = "",
     optional: bool = False,
     dtype: Literal["", "float32", "sums", "int64", "bool", "uint8"] = "",
+    counted: bool = False,
 ) -> Any:
     """Declare a field of a message.
 
@@ -163,6 +165,8 @@ def carries(
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
         dtype: for a statistic, its type; `float32` includes that of the model, and `sums` float64. Default: any.
+        counted: whether the field counts rows of one client, so that one row changes it by at most 1. A device can add
+            noise to such a field (`[require] score_noise` of its policy file).
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
@@ -174,7 +178,7 @@ def carries(
     )
     assert not {*COMMON} & {*(shape or ())[1:]}, f"{' and '.join(COMMON)} can only be the first size"
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
-    form |= {"random": random, "stacked": stacked}
+    form |= {"random": random, "stacked": stacked, "counted": counted}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 

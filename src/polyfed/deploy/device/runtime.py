@@ -181,8 +181,10 @@ class ClientRuntime:
         admit_release(memory, mechanism, request)
         mixed = self.engine.announcement(self.engine.context(memory.client).modalities).policy.mixing.blocks
         admit_state(memory, self.release, mixed, has_state)
+        required = self.engine.required
         if mechanism is not None and request.name in mechanism.protected:
-            spend(memory, self.engine.required, self.release)
+            spend(memory, required, self.release)
+        spend(memory, required, required.score_release(request.reply))
 
     def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
         """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""
