@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
-from polyfed.core.messages import OF_THE_MODEL, KINDS, Message, carries, message
+from polyfed.core.messages import KINDS, OF_THE_MODEL, Message, carries, message
 from polyfed.core.tree import Tree
 from polyfed.experiment.checks.check import check, refuse_forbidden
 from polyfed.experiment.recipes.recipe import Recipe

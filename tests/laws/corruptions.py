@@ -152,7 +152,17 @@ def noisy() -> Recipe:
     """FedAvg whose clients add the noise."""
     made = replace(everybody(world("fedavg")), rounds=2)
     made = replace(made, algorithm=replace(made.algorithm, aggregation="uniform"))  # type: ignore[call-arg]
-    return replace(made, privacy=Privacy(unit="client", noise_at="client", noise_multiplier=4.0, delta=0.01, clip_norm=0.5, unprotected=("statistic",)))
+    return replace(
+        made,
+        privacy=Privacy(
+            unit="client",
+            noise_at="client",
+            noise_multiplier=4.0,
+            delta=0.01,
+            clip_norm=0.5,
+            unprotected=("statistic",),
+        ),
+    )
 
 
 def secured(name: str, **options: Any) -> Recipe:

@@ -362,10 +362,12 @@ def test_a_device_takes_adapters_of_its_own_rank_only(
     def resized(value: Tree) -> Tree:
         return {n: t if t.shape == whole[n].shape else whole[n] for n, t in value.items()}
 
-    attack.of_field = lambda said, all_blocks: (  # type: ignore[method-assign]
-        of_field(said, all_blocks)
-        | {"the ranks of the model": resized}
-        | {"a smaller rank": lambda v: {n: t[:1] if ".lora_A" in n else t for n, t in v.items()}}
+    attack.of_field = (
+        lambda said, all_blocks: (  # type: ignore[method-assign]
+            of_field(said, all_blocks)
+            | {"the ranks of the model": resized}
+            | {"a smaller rank": lambda v: {n: t[:1] if ".lora_A" in n else t for n, t in v.items()}}
+        )
     )
     attack.play()
     assert not attack.faults, "\n".join(attack.faults)

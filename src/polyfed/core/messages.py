@@ -140,14 +140,11 @@ def carries(
     Args:
         kind: one of `KINDS`.
         of: for a tensor, the modality that it describes. Default: none.
-        rows: the name of another field of the message, which holds the number of rows without padding (0-dim). Needed
-            if the tensors of this field have one entry per row.
-        whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
-            modalities and may send no others. A head over the embeddings of several parties needs `whole`, because such
-            a head is useless without all of its parts.
-        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. Parameters and gradients have the shapes of
-            the model, and a `statistic` is one number by default. All other kinds need a shape. Labels of shape () are
-            class numbers.
+        rows: for a field with one entry per row, the 0-dim field with the number of rows without padding.
+        whole: whether a tree is sent with all its blocks, as a head over the embeddings of several parties needs. By
+            default, a client receives only the blocks of its own modalities and may send no others.
+        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. Parameters and gradients have the shapes
+            of the model, a `statistic` is one number by default, and labels of shape () are class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
         tells: what the field reveals beyond its kind. `polyfed check` prints this text.
@@ -158,8 +155,7 @@ def carries(
             sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
         weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
             sum. Default: the field is summed as it is.
-        random: whether the field holds only random numbers that depend on no data, such as public keys. A device that
-            demands protection ([require] of its policy file) still allows such a field to leave.
+        random: whether the field holds only random numbers, such as public keys, which leave without protection.
         stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
@@ -173,14 +169,20 @@ def carries(
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     assert kind == "statistic" or not dtype, "dtype= is for statistics"
     shape = () if shape is None and kind == "statistic" else shape
-    assert (shape is None) == (kind in OF_THE_MODEL), f"a field of kind {kind!r} " + (
-        "has the shapes of the model: leave out shape=" if shape is not None else "needs shape=, such as ('features',)"
-    )
-    assert not {*COMMON} & {*(shape or ())[1:]}, f"{' and '.join(COMMON)} can only be the first size"
+    _check_shape(kind, shape)
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
     form |= {"random": random, "stacked": stacked, "counted": counted}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
+
+
+def _check_shape(kind: str, shape: Sizes | None) -> None:
+    """Check that a field has exactly one template: the model, or a shape."""
+    if kind in OF_THE_MODEL:
+        assert shape is None, f"a field of kind {kind!r} has the shapes of the model: leave out shape="
+        return
+    assert shape is not None, f"a field of kind {kind!r} needs shape=, such as ('features',)"
+    assert not {*COMMON} & {*shape[1:]}, f"{' and '.join(COMMON)} can only be the first size"
 
 
 class Message:

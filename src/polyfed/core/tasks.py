@@ -119,7 +119,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
             )
         found.append(kind)
     got, reply = found
-    _check_template(got)
+    _check_template(got)  # type: ignore[arg-type]  # a class is hashable
     if masks(owner) and reply.declared and sum_only(reply):
         reply = masked_class(reply)  # type: ignore[arg-type]  # a class is hashable
     return got, reply

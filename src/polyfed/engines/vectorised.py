@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
+from polyfed.core.messages import Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.in_process import InProcess

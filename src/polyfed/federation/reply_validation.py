@@ -4,7 +4,7 @@ Neither side trusts the other. Both compare names, shapes, types and values with
 and with the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -332,32 +332,26 @@ class ReplyValidator:
             raise BadReply(f"{where} has the shape {tuple(found_shape)}, expected {words}")
 
     def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
-        modality = said.of if key is None else key
+        model, objective, modality = self.model, self.objective, str(said.of if key is None else key)
+        sizes: Mapping[str, Callable[[], tuple[int, ...]]] = {
+            "classes": lambda: (model.num_classes,),
+            "own": lambda: objective.own_shape(self.classes),
+            "label": lambda: objective.label_shape(self.classes),
+            "features": lambda: (model.feature_size(modality),),
+            "joint": lambda: (
+                model.feature_size(model.modalities[0]) if len(model.modalities) == 1 else model.joint_size,
+            ),
+            "encoded": lambda: model.encoded_shape(modality),
+            "sample": lambda: model.shapes[modality],
+        }
         for word in said.shape or ():
             if word is None or word in COMMON:
                 yield None
             elif isinstance(word, int):
                 yield word
-            elif word == "own":
-                yield from self.objective.own_shape(self.classes)
-            elif word == "label":
-                yield from self.objective.label_shape(self.classes)
-            elif word == "joint":
-                alone = len(self.model.modalities) == 1
-                yield self.model.feature_size(self.model.modalities[0]) if alone else self.model.joint_size
-            elif word == "classes":
-                yield self.model.num_classes
-            elif word == "features":
-                yield self.model.feature_size(str(modality))
-            elif word == "encoded":
-                yield from self.model.encoded_shape(str(modality))
-            elif word == "sample":
-                yield from self.model.shapes[str(modality)]
             else:
-                raise AssertionError(
-                    f"a size is a number, {', '.join(COMMON)}, classes, own, label, features, joint, encoded, sample or "
-                    f"None, not {word!r}"
-                )
+                assert word in sizes, f"a size is a number, None, {', '.join((*COMMON, *sizes))}, not {word!r}"
+                yield from sizes[word]()
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """Return the fault in the names of a tree, or "". Results are cached: most clients send the same names."""

@@ -157,7 +157,7 @@ class Requirements:
             return found
 
         rows = noisy("num_rows").clamp(min=1)
-        right = noisy("sums").clamp(min=0).minimum(rows)
+        right = noisy("sums").clamp(min=0).minimum(rows).abs()  # no -0
         return replace(reply, sums=right.to(reply.sums.dtype), num_rows=rows.to(reply.num_rows.dtype))
 
 
