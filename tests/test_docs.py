@@ -139,9 +139,9 @@ def test_every_test_that_a_page_names_exists() -> None:
         for name in re.findall(f"`({SENTENCE})`", text):
             named += 1
             missing += [] if name in everywhere else [f"{page.name}: {name}"]
-        for path in re.findall(r"`(tests/[\w./]+)`", text):
+        for path in re.findall(r"`(tests/[\w./]+)`", text.replace("NAME", "fedprox")):
             named += 1
-            missing += [] if (ROOT / path.replace("NAME", "fedprox")).exists() else [f"{page.name}: {path}"]
+            missing += [] if (ROOT / path).exists() else [f"{page.name}: {path}"]
         for names, path in re.findall(r"((?:`test_\w+`(?:,? and |, )?)+) in\s+`(tests/[\w./]+\.py)`", text):
             gone = {*re.findall(r"test_\w+", names)} - tests_in(ROOT / path)
             missing += [f"{page.name}: {path} has no {name}" for name in sorted(gone)]

@@ -31,6 +31,7 @@ from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
 from polyfed.evaluation.scores import OwnScore
+from polyfed.evaluation.subsets import SubsetScores
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, initial_of, model_of
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -229,7 +230,7 @@ def test_noise_in_a_score_is_new_in_every_request_and_each_is_booked(tmp_path: P
 def test_epsilon_ends_the_scores_whatever_the_name_of_the_run(tmp_path: Path) -> None:
     """An attacker averages the noise away, one request after another; the budget ends that."""
     required = Requirements(max_epsilon=1.0, delta=1e-5, unit="example", score_noise=40.0)
-    release, given = required.score_release(OwnScore), 0
+    release, given = required.score_release(OwnScore, 3), 0
     assert release is not None
 
     with contextlib.suppress(EgressError):
@@ -276,6 +277,31 @@ def test_scores_with_noise_need_no_exception_and_count_at_enrolment(tmp_path: Pa
             assert isinstance(device.score(), OwnScore), "no unprotected kind of the device is needed"
     assert verdicts["enough"]["verdict"] == ENROLLED
     assert "max_epsilon = 1.5 of the device" in verdicts["few"]["reason"]
+
+
+@pytest.mark.parametrize(("budget", "enough"), [(2, False), (3, True)])
+def test_every_subset_of_the_modalities_counts_as_an_evaluation(budget: int, enough: bool, tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\nmax_evaluations_per_day = {budget}\n")
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nsubsets = "all"\n')
+    answer = device.ask("score_subsets", Broadcast(device.params))
+    assert isinstance(answer, SubsetScores) if enough else "max_evaluations_per_day = 2 of the device" in answer
+    assert "max_evaluations_per_day" in str(device.score(1)), "the budget is spent either way"
+
+
+def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path) -> None:
+    device = Device(tmp_path, NOISY)
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nsubsets = "all"\n')
+    answer = device.ask("score_subsets", Broadcast(device.params))
+    assert isinstance(answer, SubsetScores)
+    assert len(set(answer.num_rows.tolist())) > 1, "three scores of the same rows have noise of their own"
+    assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)]
+
+
+def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:
+    device = Device(tmp_path, SOME)
+    assert isinstance(device.ask("score_subsets", Broadcast(device.params)), str)
 
 
 def spend(folder: Path, times: int = 1, budget: str = "max_requests_per_day") -> None:

@@ -71,7 +71,7 @@ DESTINATIONS = ("server", "silo")
 SUMMABLE = (*OF_THE_MODEL, "prototypes", "statistic")
 """Kinds whose fields may be declared as sum-only."""
 
-COMMON = ("batch", "cohort")
+COMMON = ("batch", "cohort", "subsets")
 """Words for a first size that is not known beforehand, but is the same for all tensors of a message."""
 
 Sizes = tuple[str | int | None, ...]
@@ -79,8 +79,9 @@ Sizes = tuple[str | int | None, ...]
 a modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
 client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
 stands for the shape of the encoder's output, `sample` for the shape of a sample. `own`, `label`, `encoded` and `sample`
-may cover any number of axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`) or clients
-(`cohort`). None means any size; only replies may have it, because a device compares every size that it receives."""
+may cover any number of axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`), of clients
+(`cohort`), or of evaluations of the same rows, each of which counts against the device's limit (`subsets`). None means
+any size; only replies may have it, because a device compares every size that it receives."""
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,10 @@ class ReplyValidator:
         for what, lengths in found.items():
             if len(set(lengths.values())) > 1:
                 one, other = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-                words = {"batch": "numbers of rows", "cohort": "numbers of clients"}.get(what[0], "numbers of models")
-                raise BadReply(f"{one} and {other} have different {words}: {lengths[one]} and {lengths[other]}")
+                words = {"batch": "rows", "cohort": "clients", "subsets": "subsets"}.get(what[0], "models")
+                raise BadReply(
+                    f"{one} and {other} have different numbers of {words}: {lengths[one]} and {lengths[other]}"
+                )
 
     def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
         """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.

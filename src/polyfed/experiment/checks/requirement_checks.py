@@ -8,6 +8,7 @@ from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz
+from polyfed.evaluation.subsets import subsets_of
 from polyfed.experiment.checks.privacy_faults import (
     faults_of_method,
     faults_of_model,
@@ -77,10 +78,11 @@ def scores_of(required: Requirements, recipe: Recipe, rounds: int) -> Release | 
     """
     method = recipe.algorithm
     replies = [reply for name, (reply, _) in answers_of(method).items() if method.will_ask(name, tested=True)]
-    found = [release for reply in replies if (release := required.score_release(reply)) is not None]
+    subsets = len(subsets_of(method.evaluation.subsets, tuple(recipe.model.encoders)))
+    found = [release for reply in replies if (release := required.score_release(reply, subsets)) is not None]
     last = range(recipe.rounds - rounds + 1, recipe.rounds + 1)
     due = sum(method.evaluation.due(round, recipe.rounds) for round in last)
-    return replace(found[0], rounds=due * len(found)) if found else None
+    return replace(found[0], uses=sum(release.uses for release in found), rounds=due) if found else None
 
 
 def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:

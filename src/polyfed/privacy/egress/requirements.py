@@ -123,12 +123,19 @@ class Requirements:
         listed = ", ".join(f'"{known}"' for known in (*self.unprotected, kind))
         return f"[require] unprotected = [{listed}]"
 
-    def score_release(self, reply: type[Message]) -> "Release | None":
-        """Return the privacy cost of the noisy counts of a reply, or None if the device adds no noise to the reply."""
-        if self.score_noise is None or not any(said.counted for said in reply.declared.values()):
+    def score_release(self, reply: type[Message], subsets: int) -> "Release | None":
+        """Return the privacy cost of the noisy counts of a reply, or None if the device adds no noise to the reply.
+
+        Args:
+            reply: the message class of the reply.
+            subsets: the number of subsets of the modalities that the recipe scores.
+        """
+        shapes = [said.shape or () for said in reply.declared.values() if said.counted]
+        uses = subsets if any("subsets" in shape for shape in shapes) else 1
+        if self.score_noise is None or not shapes or not uses:
             return None
         # a row that is left out changes both counts, the right predictions and the rows
-        return Release("example", self.score_noise / math.sqrt(2), 1)
+        return Release("example", self.score_noise / math.sqrt(2), uses)
 
     def with_noise(self, reply: Any, objective: Objective, client: int) -> Any:
         """Return a reply with noise of the operating system in its counts, or the reply itself if there is none to add.
