@@ -29,6 +29,7 @@ from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
+from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData
 from polyfed.training.programs.cuda_graph import forget_graphs
 from polyfed.training.programs.replay import pays
@@ -45,6 +46,10 @@ stack of clients is faster than a loop on a CPU: 1.2 to 2 times. From 1.2e8 on, 
 
 RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
 """The reason in the event `looped` for models with gradient checkpointing."""
+
+
+LIMITED = "[limits] are checked in every step of a client's training"
+"""The reason in the event `looped` for recipes with [limits]."""
 
 
 class Vectorised(InProcess):
@@ -75,6 +80,8 @@ class Vectorised(InProcess):
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.convolutions_fill_a_core():
             loop_because = CONVOLVES
+        if not loop_because and self.limits != NO_LIMITS:
+            loop_because = LIMITED
         if loop_because:
             self._note(request, loop_because)
             yield from ([client] for client in clients)

@@ -161,6 +161,20 @@ class ClientsSpec:
             raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """The options of partitions that are not chosen, each with the setting that causes this."""
+        read = {f.name for f in fields(self._partition_class())} if isinstance(self.partition, str) else set()
+        because = f"partition = {self.partition!r}"
+        if self.partition == "silos":
+            read |= {f.name for f in fields(find(self.silo_partition, PARTITIONS, Partition))} - {"num"}
+            because += f" and silo_partition = {self.silo_partition!r}"
+        if "shards" in read and self.shards == 1:
+            read -= {"alpha", "min_size"}
+            because += " and shards = 1"
+        every = {f.name for cls in PARTITIONS.values() for f in fields(cls)} - {"num"}
+        return {name: because for name in (f.name for f in fields(self)) if name in every - read}
+
     def num_silos(self) -> int | None:
         """Return the number of silos, or None if there are no silos or only the data decides the number."""
         if self.partition != "silos":
@@ -224,6 +238,12 @@ class ClientsSpec:
         used = [name for name, is_given in given.items() if is_given]
         if used and self.partition != "silos":
             raise RecipeError(f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}")
+        if self.partition == "silos" and self.num is not None:
+            raise RecipeError(
+                f"clients.num = {self.num} has no meaning with partition 'silos', whose number of clients follows from "
+                "silos and holdings; remove it",
+                ("clients", "num"),
+            )
         if self.silo_partition == "silos":
             raise RecipeError("clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'")
         if self.silo_partition != "iid":

@@ -18,6 +18,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
+from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
 from polyfed.experiment.running.dry_run import Place, Size, run_dry
@@ -52,6 +53,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
+    warn_idle(assembly)
     sizes, failures, code = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
@@ -178,7 +180,7 @@ class _NoClients:
 def check_before_run(assembly: Assembly) -> None:
     """Refuse a run that would fail later, because of the policy or of a message that is too large.
 
-    Warn if the run will evaluate nothing.
+    Warn if the run will evaluate nothing, and of every option that changes nothing.
 
     Raises:
         PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.
@@ -187,6 +189,7 @@ def check_before_run(assembly: Assembly) -> None:
     if not assembly.engine.keeps_locals:
         refuse_large(assembly)
     warn_unmeasured(assembly)
+    warn_idle(assembly)
 
 
 def refuse_forbidden(assembly: Assembly) -> None:

@@ -147,6 +147,7 @@ def assemble(
         clock=clock,
         objective=task_of(recipe),
     )
+    held.limits = recipe.limits
     fed = Federation(
         clients=held.registry,
         engine=held,
