@@ -89,6 +89,10 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("algorithm", "per_epochs"): [0],
     ("algorithm", "inner_batch"): [5],
     ("algorithm", "alpha_every"): [1],
+    ("algorithm", "max_age"): [2],
+    ("algorithm", "dominance_threshold"): [10.0],
+    ("algorithm", "price_per_second"): [1e3],
+    ("algorithm", "private"): [["b"]],
 }
 """Values that show where the first value that fits the type would not, such as a limit that nobody reaches."""
 
@@ -107,17 +111,21 @@ class Cell:
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in sorted(ROWS)} | {
+    "pfmml": ("pfmml", {"uploads": 1}),
     "fedproto original": ("fedproto", {"mode": "original"}),
     "fedmsplit block mean": ("fedmsplit", {"mode": "block_mean"}),
     "cmsfed threshold": ("cmsfed", {"ratio_rule": "threshold", "gradient_split": "exact"}),
     "cmsfed without selection": ("cmsfed", {"modality_selection": False}),
     "split-learning u-shaped": ("split-learning", {"u_shaped": True}),
     "fedavg adam": ("fedavg", {"server": ServerOptimiser(optimiser="adam", lr=0.1)}),
+    "fedavg private": ("fedavg", {"private": ("a",)}),
     "fedavg steps": ("fedavg", {"train": Train(lr=0.1, batch_size=16, steps=4)}),
 }
 """Configurations of methods: the method and the options that differ from its row of laws."""
 
-OFF = ("data", "egress", "engine", "checkpoint", "attack", "privacy", "task", "tracking")
+ROUNDS = {"pfmml": 6, "cmsfed": 4}
+"""Rounds of methods whose options need more than two rounds to matter."""
+
 
 
 def base(configuration: str) -> dict[str, Any]:
@@ -125,7 +133,7 @@ def base(configuration: str) -> dict[str, Any]:
     name, options = VARIANTS[configuration]
     encoders = AWKWARD if name in ("hfm", "vfl") else None
     made = world(name, "sequential", encoders, **({"evaluation": Evaluation(unimodal="zero")} | options))
-    made = replace(made, rounds=2, network=Network())
+    made = replace(made, rounds=ROUNDS.get(name, 2), network=Network())
     if name in ("hfm", "vfl"):
         made = replace(made, algorithm=replace(made.algorithm, inner_batch=8))
     own = {"silo_sizes": [4.0, 2.0, 1.0, 1.0], "silos": None} if name == "hfl" else {}

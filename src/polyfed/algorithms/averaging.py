@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from polyfed.algorithms import private_blocks
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
@@ -313,6 +313,10 @@ class Averaging(Algorithm):
         if self.private or self.fine_tune:
             return Broadcast(state.params)
         return super().evaluation_message(state, fed, clients)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"evaluate.unimodal": NO_GLOBAL} if self.private else {"private_epochs": "no private blocks"}
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""

@@ -79,9 +79,10 @@ class FedMSplit(Averaging):
 
     def idle_options(self, fed: Federation) -> dict[str, str]:
         """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed)
         if self.mode == "block_mean":
-            return dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
-        found = {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
+            return found | dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
+        found |= {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
         return found | {"aggregation": "mode = 'personal'"}
 
     def init(self, fed: Federation, params: Tree) -> SplitState:

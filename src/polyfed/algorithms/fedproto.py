@@ -158,10 +158,11 @@ class FedProto(Averaging):
 
     def idle_options(self, fed: Federation) -> dict[str, str]:
         """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed)
         if self.mode == "mm_fedavg":
-            return dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
+            return found | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
         others = ("alpha_p", "active_rounds", "aggregation")
-        return dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
+        return found | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
         """Return the first state, which has no prototypes yet."""

@@ -18,7 +18,6 @@ from polyfed.core.tasks import tasks_of, types_of
 from polyfed.experiment.recipes.parts import PARTS
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly
-from polyfed.federation.federation import Federation
 from polyfed.privacy.egress.limits import NO_LIMITS
 
 COUNTED_BY_DEVICES = ("max_requests", "max_requests_per_day", "max_runs_per_day", "max_evaluations_per_day")
@@ -36,7 +35,7 @@ def idle_options(assembly: Assembly) -> Iterator[str]:
     parts, found = _sections(assembly.recipe), dict[tuple[str, str], str]()
     for section, part in parts.items():
         found |= {(section, option): because for option, because in getattr(part, "idle", {}).items()}
-    found |= _across(assembly.recipe, assembly.fed)
+    found |= _across(assembly)
     for path, because in assembly.algorithm.idle_options(assembly.fed).items():
         section, _, option = path.rpartition(".")
         found[section or "algorithm", option] = because
@@ -67,8 +66,9 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _across(recipe: Recipe, fed: Federation) -> Mapping[tuple[str, str], str]:
+def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
     """Return the options that are idle because of another section, of the method or of the data."""
+    recipe, fed = assembly.recipe, assembly.fed
     method, clients = recipe.algorithm, recipe.clients
     name = name_of(method, ALGORITHMS)
     found: dict[tuple[str, str], str] = {}
@@ -86,16 +86,17 @@ def _across(recipe: Recipe, fed: Federation) -> Mapping[tuple[str, str], str]:
     elif fed.context.objective.BY_MODALITY or fed.context.objective.WHOLE:
         found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
     if recipe.limits != NO_LIMITS:
-        found |= {("limits", limit): because for limit, because in _limits(recipe, fed)}
+        found |= {("limits", limit): because for limit, because in _limits(assembly)}
     return found
 
 
-def _limits(recipe: Recipe, fed: Federation) -> Iterator[tuple[str, str]]:
+def _limits(assembly: Assembly) -> Iterator[tuple[str, str]]:
     """Yield the limits that nothing in this run can exceed, each with the reason."""
-    if recipe.engine.name != "flower":
+    if assembly.recipe.engine.name != "flower":
         yield from ((limit, "a simulation: only devices count requests") for limit in COUNTED_BY_DEVICES)
-    method = recipe.algorithm
-    asked = [task for name, task in tasks_of(method).items() if method.will_ask(name, tested=bool(fed.clients.tested))]
-    declared = [said for task in asked for said in types_of(task)[1].declared.values()]
-    if not any("classes" in (said.shape or ()) or said.kind == LABELS for said in declared):
-        yield "min_rows_per_class", f"algorithm '{name_of(method, ALGORITHMS)}', whose replies tell of no single class"
+    replies = {name: types_of(task)[1].declared for name, task in tasks_of(assembly.algorithm).items()}
+    listed = assembly.engine.announcement(assembly.fed.clients.modalities).rows.values()
+    sent = [replies[row.task][row.field] for row in listed if row.task in replies]
+    if not any("classes" in (said.shape or ()) or said.kind == LABELS for said in sent):
+        name = name_of(assembly.algorithm, ALGORITHMS)
+        yield "min_rows_per_class", f"algorithm '{name}', whose replies tell of no single class"
