@@ -273,7 +273,8 @@ class Algorithm(ABC):
 
         Returns:
             The name of an option of the method, or `section.option`, such as `train.batch_size`, or `section.*` for
-            all options of a section. The value completes the sentence "... has no effect beside".
+            all options of a section. The value completes the sentence "... has no effect beside". An empty value says
+            that the method uses an option that would otherwise count as idle.
         """
         return {}
 

@@ -116,7 +116,9 @@ class FedFomo(Algorithm):
         """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = {"evaluate.unimodal": NO_GLOBAL}
         if not self.candidates or self.candidates >= exchange.num_uploads(self.uploads, len(fed.clients.eligible)):
-            found |= dict.fromkeys(("explore", "explore_decay"), f"candidates = {self.candidates}, which is every block")
+            found |= dict.fromkeys(
+                ("explore", "explore_decay"), f"candidates = {self.candidates}, which is every block"
+            )
         elif not self.explore:
             found["explore_decay"] = "explore = 0"
         return found

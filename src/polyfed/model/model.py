@@ -52,7 +52,7 @@ class Model:
         num_classes, num_outputs: C, the width of the output; use the second name for objectives without classes.
         shapes, key: the arguments of these names.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
-        has_modes: whether training and evaluation mode may differ, because of BatchNorm, dropout or a layer of the user.
+        has_modes: whether training and evaluation mode may differ: BatchNorm, dropout, or a layer of the user's own.
         convolves: whether a layer is a convolution over two or more dimensions.
         recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).

@@ -135,7 +135,9 @@ class ModelSpec:
             return dict.fromkeys(WITHOUT_MODULE, "module")
         found = {}
         if self.fusion != "attention":
-            found = dict.fromkeys(("attention_hidden", "attention_heads"), f"fusion = {self.classes().get('fusion', self.fusion)!r}")
+            found = dict.fromkeys(
+                ("attention_hidden", "attention_heads"), f"fusion = {self.classes().get('fusion', self.fusion)!r}"
+            )
         if self.fusion in FUSIONS and not self.head:
             found["dropout"] = "an empty head: dropout follows the hidden layers of the head"
         return found

@@ -191,7 +191,9 @@ class CmsFed(Averaging):
                 ("ratio_rule", "dominance_threshold", "dominance_quantile", "gradient_split", "normalize_delta"),
                 "modality_selection = false",
             )
-            found |= dict.fromkeys(("resolution", "init_pass", "sketch", "client_weights"), "modality_selection = false")
+            found |= dict.fromkeys(
+                ("resolution", "init_pass", "sketch", "client_weights"), "modality_selection = false"
+            )
             found |= {"placebo": "modality_selection = false"} if self.placebo == "random-picks" else {}
         return found
 

@@ -164,15 +164,17 @@ class ClientsSpec:
     @property
     def idle(self) -> dict[str, str]:
         """The options of partitions that are not chosen, each with the setting that causes this."""
-        read = {f.name for f in fields(self._partition_class())} if isinstance(self.partition, str) else set()
+        read: set[str] = {f.name for f in fields(self._partition_class())} if isinstance(self.partition, str) else set()
         because = f"partition = {self.partition!r}"
         if self.partition == "silos":
-            read |= {f.name for f in fields(find(self.silo_partition, PARTITIONS, Partition))} - {"num"}
+            over: Any = find(self.silo_partition, PARTITIONS, Partition)
+            read |= {f.name for f in fields(over)} - {"num"}
             because += f" and silo_partition = {self.silo_partition!r}"
         if "shards" in read and self.shards == 1:
             read -= {"alpha", "min_size"}
             because += " and shards = 1"
-        every = {f.name for cls in PARTITIONS.values() for f in fields(cls)} - {"num"}
+        classes: Any = PARTITIONS.values()
+        every = {f.name for cls in classes for f in fields(cls)} - {"num"}
         return {name: because for name in (f.name for f in fields(self)) if name in every - read}
 
     def num_silos(self) -> int | None:

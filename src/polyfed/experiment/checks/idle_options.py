@@ -26,25 +26,33 @@ COUNTED_BY_DEVICES = ("max_requests", "max_requests_per_day", "max_runs_per_day"
 
 def warn_idle(assembly: Assembly) -> None:
     """Warn of every option that differs from its default and changes nothing in this run."""
-    for text in idle_options(assembly):
+    for text in idle_options(assembly.recipe, assembly):
         warnings.warn(text, PolyfedWarning, stacklevel=3)
 
 
-def idle_options(assembly: Assembly) -> Iterator[str]:
-    """Yield a sentence for every option that differs from its default and changes nothing in this run."""
-    parts, found = _sections(assembly.recipe), dict[tuple[str, str], str]()
+def idle_options(recipe: Recipe, assembly: Assembly | None = None) -> Iterator[str]:
+    """Yield a sentence for every option that differs from its default and changes nothing.
+
+    Args:
+        recipe: the recipe.
+        assembly: the parts of its run. Without them, only options are found that are idle whatever the data is.
+    """
+    parts, found = _sections(recipe), dict[tuple[str, str], str]()
     for section, part in parts.items():
         found |= {(section, option): because for option, because in getattr(part, "idle", {}).items()}
-    found |= _across(assembly)
-    for path, because in assembly.algorithm.idle_options(assembly.fed).items():
-        section, _, option = path.rpartition(".")
-        found[section or "algorithm", option] = because
+    if assembly is not None:
+        found |= _across(assembly)
+        for path, because in assembly.algorithm.idle_options(assembly.fed).items():
+            section, _, option = path.rpartition(".")
+            found[section or "algorithm", option] = because
     for (section, option), because in found.items():
         part = parts.get(section)
-        if part is not None and option == "*":
+        if part is None or not because:
+            continue
+        if option == "*":
             yield f"[{section}] has no effect beside {because}"
-        elif part is not None and getattr(part, option) != _default(part, option):
-            yield f"[{section}] {option} = {_written(getattr(part, option))} has no effect beside {because}"
+        elif (value := getattr(part, option)) != _default(part, option):
+            yield f"[{section}] {option} = {_written(value)} has no effect beside {because}"
 
 
 def _sections(recipe: Recipe) -> dict[str, Any]:
