@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
+from polyfed.algorithms.personal.blocks import Blocks, Installed
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.core.tree import block_of
 from polyfed.federation.client_registry import ClientRegistry

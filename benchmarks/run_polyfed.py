@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from polyfed.algorithms.fedavg import FedAvg
+from polyfed.algorithms.averaging.fedavg import FedAvg
 from polyfed.core import keys
 from polyfed.data import Population
 from polyfed.data.columns import Column, Columns

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import polyfed
+from polyfed.algorithms.averaging.fedavg import FedAvg
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed
-from polyfed.algorithms.fedavg import FedAvg
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import TEST
 from polyfed.data.sources import CgDigits

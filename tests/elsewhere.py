@@ -32,7 +32,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polyfed.algorithms.second_model import cached_model
+from polyfed.algorithms.knowledge.second_model import cached_model
 
 DEVICE = torch.device("lazy")
 _CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
+from polyfed.algorithms.personal.blocks import Blocks, Installed
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, block_of

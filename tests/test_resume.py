@@ -290,7 +290,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_names_no_class_outside_polyfed_and_the_algorithms_module(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
     (path,) = tmp_path.rglob("state.json")
-    path.write_text(path.read_text().replace("polyfed.algorithms.averaging:State", "subprocess:Popen"))
+    path.write_text(path.read_text().replace("polyfed.algorithms.averaging.template:State", "subprocess:Popen"))
     latest = json.loads((tmp_path / "checkpoint" / "latest.json").read_text())
     latest["sha256"]["state.json"] = checkpoint.sha256_of(path)
     (tmp_path / "checkpoint" / "latest.json").write_text(json.dumps(latest))

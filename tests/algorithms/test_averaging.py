@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracles import averaging as oracle
-from polyfed.algorithms.moon import contrast
+from polyfed.algorithms.averaging.moon import contrast
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec

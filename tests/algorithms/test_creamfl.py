@@ -9,7 +9,7 @@ import torch
 
 from laws.rows import ROWS
 from oracles import creamfl as oracle
-from polyfed.algorithms.creamfl import CreamFL, draw_public, ensemble, weights
+from polyfed.algorithms.knowledge.creamfl import CreamFL, draw_public, ensemble, weights
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

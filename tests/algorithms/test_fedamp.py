@@ -8,8 +8,8 @@ import torch
 
 from algorithms.test_pfmml import unreached
 from oracles import personal as oracle
-from polyfed.algorithms.blocks import layouts
-from polyfed.algorithms.fedamp import CLOUD, FedAmp
+from polyfed.algorithms.personal.blocks import layouts
+from polyfed.algorithms.personal.fedamp import CLOUD, FedAmp
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import block_of, under
 from polyfed.selection import Uniform

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracles import personal as oracle
-from polyfed.algorithms.fedfomo import PREVIOUS, Candidates, candidate_weights, every_nth, split
+from polyfed.algorithms.personal.fedfomo import PREVIOUS, Candidates, candidate_weights, every_nth, split
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, block_of, nested

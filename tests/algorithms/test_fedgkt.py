@@ -10,7 +10,7 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed.algorithms.fedgkt import FedGKT, ServerLogits
+from polyfed.algorithms.knowledge.fedgkt import FedGKT, ServerLogits
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError

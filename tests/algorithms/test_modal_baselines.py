@@ -10,10 +10,10 @@ import torch
 
 from algorithms.test_partialfl import lacking
 from oracles import baselines as oracle
-from polyfed.algorithms.fedmsplit import FedMSplit
-from polyfed.algorithms.fedogm import FedOgm, coefficient, modality_score
-from polyfed.algorithms.fedpmr import modality_weights
-from polyfed.algorithms.fedproto import Shared, prototype_distance, prototype_scores
+from polyfed.algorithms.knowledge.fedproto import Shared, prototype_distance, prototype_scores
+from polyfed.algorithms.modalities.fedmsplit import FedMSplit
+from polyfed.algorithms.modalities.fedogm import FedOgm, coefficient, modality_score
+from polyfed.algorithms.modalities.fedpmr import modality_weights
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select

@@ -12,7 +12,7 @@ import torch
 
 from oracles import pfmml as oracle
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.blocks import Layout, layouts
+from polyfed.algorithms.personal.blocks import Layout, layouts
 from polyfed.algorithms.pfmml import Pfmml
 from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.core.errors import RecipeError

@@ -11,7 +11,7 @@ import polyfed
 from laws.rows import ROWS
 from polyfed.algorithms import ALGORITHMS, Averaging, FedAvg
 from polyfed.algorithms.averaging import Update
-from polyfed.algorithms.private_blocks import PRIVATE
+from polyfed.algorithms.averaging.private_blocks import PRIVATE
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree, block_of, under

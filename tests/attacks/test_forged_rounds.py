@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from attacks.test_limits import device
 from attacks.test_requirements import Hostile, left, text
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.fedamp import FedAmp
+from polyfed.algorithms.personal.fedamp import FedAmp
 from polyfed.core.tree import digest
 from polyfed.engines.protocol import FAILED, REPLY, Facts, RequestId, versions
 from polyfed.experiment.checks.limit_checks import unfit_options

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.blocks import Wanted
 from polyfed.algorithms.local import Start
+from polyfed.algorithms.personal.blocks import Wanted
 from polyfed.core.messages import Message
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import Tree, digest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.smuggling import ENGINES, up
 from attacks.test_shared_block import exposed, heard
-from polyfed.algorithms.moon import Moon, contrast
+from polyfed.algorithms.averaging.moon import Moon, contrast
 from polyfed.cli import main
 from polyfed.core.errors import EgressError
 from polyfed.core.tree import Tree, block_of

@@ -15,7 +15,7 @@ import tiny_models
 
 from own_models import Product, Whole
 from polyfed.algorithms.averaging import Averaging
-from polyfed.algorithms.fedavg import FedAvg
+from polyfed.algorithms.averaging.fedavg import FedAvg
 from polyfed.model import Fusion, Model, ModelSpec, build_model
 from polyfed.model.fusion import Concat
 from polyfed.objective import Classification, Retrieval

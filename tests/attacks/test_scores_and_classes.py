@@ -19,7 +19,7 @@ from engines.devices import RECIPE
 from laws.test_announced import CASES, with_tests
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.fedproto import Learned, Shared
+from polyfed.algorithms.knowledge.fedproto import Learned, Shared
 from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.messages import Message, carries, message

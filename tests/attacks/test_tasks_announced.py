@@ -12,7 +12,7 @@ from attacks.smuggling import ENGINES, EVERYTHING, TRAIN, announced, hiding, pla
 from laws.test_laws import world
 from polyfed.algorithms.averaging import Averaging, State
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.creamfl import PublicSetWanted
+from polyfed.algorithms.knowledge.creamfl import PublicSetWanted
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Request

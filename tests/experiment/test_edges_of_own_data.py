@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import polyfed
 from data.tiny_models import WORDS, text_model
 from experiment.test_from_data import AUDIO, DATA, LABEL, OPTIONS, ROWS, TEXT
-from polyfed.algorithms.fedavg import FedAvg
+from polyfed.algorithms.averaging.fedavg import FedAvg
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, ModelError, PolyfedWarning, RecipeError
 from polyfed.core.tree import Tree

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithms.fedprox import FedProx
+from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.sources import CgDigits, Npz
 from polyfed.experiment.recipes.file_reading import read_file

@@ -11,7 +11,7 @@ import pytest
 from laws.own import row_from
 from laws.rows import ROWS
 from laws.test_laws import world
-from polyfed.algorithms.fedprox import FedProx
+from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.cli.init import SOME, egress_of, lines_for
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_toml

@@ -1,32 +1,40 @@
-"""Every method: what the server and the clients do in a round. Each method has its own file or folder.
+"""Every method: what the server and the clients do in a round, one file or folder for each.
 
-Open `base.py` first. `Algorithm` is the base class of every method, and its docstring lists the hooks. `averaging.py`
-has `Averaging`, the template of most methods. `fedprox.py` is the shortest method that uses the template. `blocks.py`
-and `second_model.py` are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
+Open `base.py` first: `Algorithm` is the base class of every method, and its docstring lists the hooks. `centralized.py`
+and `local.py` are the two ends between which federated learning lies. The other methods stand in folders by question:
+
+- `averaging`: one model together, and the template `Averaging` that most methods extend;
+- `personal`: a model for each client;
+- `modalities`: balance between the modalities of a model;
+- `knowledge`: prototypes, embeddings or predictions instead of parameters;
+- `split`: a model that is cut between client and server;
+- `cmsfed`, `hfm` (with VFL), `partialfl`, `pfmml`: one method each.
+
+docs/algorithms/NAME.md explains the method NAME.
 """
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.averaging.fedavg import FedAvg
+from polyfed.algorithms.averaging.fedprox import FedProx
+from polyfed.algorithms.averaging.hfl import Hfl
+from polyfed.algorithms.averaging.moon import Moon
+from polyfed.algorithms.averaging.scaffold import Scaffold
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.centralized import Centralized
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed
-from polyfed.algorithms.creamfl import CreamFL
-from polyfed.algorithms.fedamp import FedAmp
-from polyfed.algorithms.fedavg import FedAvg
-from polyfed.algorithms.fedfomo import FedFomo
-from polyfed.algorithms.fedgkt import FedGKT, ServerOnTop
-from polyfed.algorithms.fedmsplit import FedMSplit
-from polyfed.algorithms.fedogm import FedOgm
-from polyfed.algorithms.fedpmr import FedPmr
-from polyfed.algorithms.fedproto import FedProto, NearestPrototype
-from polyfed.algorithms.fedprox import FedProx
-from polyfed.algorithms.hfl import Hfl
 from polyfed.algorithms.hfm.hfm import Hfm
 from polyfed.algorithms.hfm.vfl import Vfl
+from polyfed.algorithms.knowledge.creamfl import CreamFL
+from polyfed.algorithms.knowledge.fedgkt import FedGKT, ServerOnTop
+from polyfed.algorithms.knowledge.fedproto import FedProto, NearestPrototype
 from polyfed.algorithms.local import Local
-from polyfed.algorithms.moon import Moon
+from polyfed.algorithms.modalities.fedmsplit import FedMSplit
+from polyfed.algorithms.modalities.fedogm import FedOgm
+from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.partialfl.partialfl import PartialFL
+from polyfed.algorithms.personal.fedamp import FedAmp
+from polyfed.algorithms.personal.fedfomo import FedFomo
 from polyfed.algorithms.pfmml.pfmml import Pfmml
-from polyfed.algorithms.scaffold import Scaffold
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
 from polyfed.evaluation.scores import Predictor

@@ -37,12 +37,15 @@ class Column:
         scale: The shifted values are divided by this tensor, which broadcasts over one sample. None means 1.
         index: int64 (N,), for each row, the position of its entry in `values`, if several rows share an entry. None
             means that row i uses entry i.
+        blank: bool (N,), rows that read as zeros, whatever their entry is. None means that there are no such rows. It
+            takes the modality from rows without a copy of the values, which may be memory-mapped.
     """
 
     values: Tensor
     shift: Tensor | None = None
     scale: Tensor | None = None
     index: Tensor | None = None
+    blank: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values if self.index is None else self.index)
@@ -58,7 +61,7 @@ class Column:
         return self.values.nbytes + (0 if self.index is None else self.index.nbytes)
 
     def raw(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """The stored values of `rows`, before shift and scale.
+        """The stored values of `rows`, before shift and scale, and zeros for blank rows.
 
         Args:
             rows: int64 (...), on any device; or a list or an array of row numbers.
@@ -71,10 +74,15 @@ class Column:
         own = rows.to(self.values.device)
         entries = own if self.index is None else self.index[own]
         if not self.values.is_contiguous():
-            return self.values[entries].to(rows.device)
-        # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
-        picked = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
-        return picked.view((*entries.shape, *self.shape)).to(rows.device)
+            picked = self.values[entries].to(rows.device)
+        else:
+            # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
+            flat = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
+            picked = flat.view((*entries.shape, *self.shape)).to(rows.device)
+        if self.blank is None:
+            return picked
+        blank = self.blank[rows.to(self.blank.device)].to(rows.device)
+        return picked.masked_fill(blank.view(*rows.shape, *(1,) * len(self.shape)), 0)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the samples of `rows`, shifted and scaled.
@@ -99,10 +107,13 @@ class Column:
             device: the device on which `take` is to return samples.
             features: whether the stored values move there. If not, `raw` copies the values of its rows in each call.
         """
-        shift, scale = (None if t is None else t.to(device) for t in (self.shift, self.scale))
-        if not features:
-            return replace(self, shift=shift, scale=scale)
-        return Column(self.values.to(device), shift, scale, None if self.index is None else self.index.to(device))
+        names = ("shift", "scale", "blank", *(("values", "index") if features else ()))
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: t.to(device) for name, t in found.items() if t is not None})
+
+    def without(self, rows: Tensor) -> "Column":
+        """Return the same column, in which the rows that are true in `rows`, bool (N,), read as zeros."""
+        return replace(self, blank=rows if self.blank is None else self.blank | rows)
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,17 @@ class Columns:
             label=self.label.to(device),
             present={name: mask.to(device) for name, mask in self.present.items()},
         )
+
+    def without(self, lost: Mapping[str, Tensor]) -> "Columns":
+        """Return the table after rows lost modalities.
+
+        Args:
+            lost: modality -> bool (N,), the rows that lose it.
+        """
+        there = {name: ~rows for name, rows in lost.items()}
+        there = {name: self.present[name] & kept if name in self.present else kept for name, kept in there.items()}
+        fewer = {name: self.modalities[name].without(rows) for name, rows in lost.items()}
+        return replace(self, modalities={**self.modalities, **fewer}, present={**self.present, **there})
 
     def with_modalities(self, modalities: Mapping[str, Column]) -> "Columns":
         """Return the same table with these columns. They may hold only some rows, and in other memory."""

@@ -9,7 +9,8 @@ import none of these:
 - `samples.py`: the samples of a silo, and the rows of the devices that hold them;
 - `state.py`: the server state.
 
-The pages are docs/algorithms/hfm.md and docs/algorithms/vfl.md. HFL, the horizontal control, is `algorithms/hfl.py`.
+The pages are docs/algorithms/hfm.md and docs/algorithms/vfl.md. HFL, the horizontal control, is
+`algorithms/averaging/hfl.py`.
 """
 
 from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos

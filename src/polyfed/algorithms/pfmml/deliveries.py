@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.blocks import Blocks, Layout
+from polyfed.algorithms.personal.blocks import Blocks, Layout
 from polyfed.algorithms.pfmml.coefficients import BlockState
 from polyfed.core.tree import Tree
 

@@ -19,11 +19,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
-from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
+from polyfed.algorithms.personal import blocks as exchange
+from polyfed.algorithms.personal.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.pfmml.coefficients import (
     BlockState,
     Step,
@@ -45,7 +45,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.objective import Objective
 from polyfed.training import ClientData
-from polyfed.training.step_counts import rows_trained, steps_trained
+from polyfed.training.step_plan import rows_trained, steps_trained
 
 MOVED = 0.005
 """A run learns if the mean coefficient of devices' own uploads changes by this amount over a third of the run."""

@@ -6,13 +6,13 @@ A device with [limits] refuses such recipes. docs/egress.md lists the bounds.
 import math
 from collections.abc import Iterator
 
+from polyfed.algorithms.averaging.fedprox import FedProx
+from polyfed.algorithms.averaging.hfl import Hfl
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.fedamp import FedAmp
-from polyfed.algorithms.fedmsplit import FedMSplit
-from polyfed.algorithms.fedprox import FedProx
-from polyfed.algorithms.hfl import Hfl
 from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.partialfl.partialfl import PartialFL
+from polyfed.algorithms.personal.fedamp import FedAmp
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.privacy.egress.limits import Limits
 

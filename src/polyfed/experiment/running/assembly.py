@@ -19,9 +19,10 @@ from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import check_model
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
-from polyfed.experiment.results.label_counts import dealt_classes, label_counts
+from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.stopping import refuse_spent
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
@@ -180,6 +181,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     fed.privacy = guarantee.mechanism
     engine.protect(guarantee.mechanism)
     fed.rounds = guarantee.rounds
+    refuse_spent(recipe.stop, guarantee)
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
@@ -218,6 +220,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     population, columns = assembly.population, assembly.population.columns
     shown = [registry[client] for client in range(min(limit, len(registry)))]
+    without = rows_without(population, len(shown))
     return {
         "data": {
             "rows": len(columns),
@@ -226,6 +229,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             "test_rows": len(population.test_rows),
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
+            **tests_without(population),
         },
         "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
         "num_clients": len(registry),
@@ -233,6 +237,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
             | dealt_classes(population, assembly.recipe.clients.partition, c.id)
             | label_counts(population, c.id)
+            | without[c.id]
             for c in shown
         ],
         "blocks": block_sizes(assembly),

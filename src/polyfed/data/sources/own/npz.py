@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import require
 from polyfed.data.column_scaling import standardised
 from polyfed.data.columns import Column, Columns
 from polyfed.data.labels import num_targets

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import require
 from polyfed.data.columns import Columns
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.files import check_expansion, existing

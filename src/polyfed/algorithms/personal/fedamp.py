@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
-from polyfed.algorithms.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.algorithms.local import Done, Start
+from polyfed.algorithms.personal import blocks as exchange
+from polyfed.algorithms.personal.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.core.batch import Batch
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task

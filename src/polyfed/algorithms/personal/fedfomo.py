@@ -20,11 +20,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
-from polyfed.algorithms.blocks import Blocks, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
+from polyfed.algorithms.personal import blocks as exchange
+from polyfed.algorithms.personal.blocks import Blocks, Layout, Wanted, layouts, owners
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message

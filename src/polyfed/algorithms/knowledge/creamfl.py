@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
+from polyfed.algorithms.averaging.moon import contrast
 from polyfed.algorithms.base import Algorithm, Broadcast
-from polyfed.algorithms.moon import contrast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
-from polyfed.algorithms.second_model import second_model
+from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
