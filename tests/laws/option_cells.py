@@ -66,7 +66,10 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("clients", "keep_both"): [0.5],
     ("clients", "only"): [{"a": [0]}],
     ("clients", "holdings"): [[["a", "b"], ["a", "b"], ["a"]]],
+    ("clients", "missing_rows"): [{"b": 0.5}],
+    ("clients", "missing_rows_test"): [{"b": 0.9}],
     ("clients", "ranks"): [[2]],
+    ("train", "modality_dropout"): [0.5],
     ("clients", "personal_test"): [0.4, "matched"],
     ("clients", "validation"): [0.2],
     ("clients", "seed"): [77],
@@ -115,7 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "fedpmr without per": ("fedpmr", {"per": False}),
     "fedproto original": ("fedproto", {"mode": "original"}),
     "fedmsplit block mean": ("fedmsplit", {"mode": "block_mean"}),
-    "cmsfed threshold": ("cmsfed", {"ratio_rule": "threshold", "gradient_split": "exact"}),
+    "cmsfed quantile": ("cmsfed", {"ratio_rule": "quantile", "gradient_split": "exact"}),
     "cmsfed without selection": ("cmsfed", {"modality_selection": False}),
     "split-learning u-shaped": ("split-learning", {"u_shaped": True}),
     "fedavg adam": ("fedavg", {"server": ServerOptimiser(optimiser="adam", lr=0.1)}),
@@ -129,12 +132,12 @@ SUBTLE = {
 }
 """Options that matter only with other data than those of the laws, and where a test shows it."""
 
-ROUNDS = {"pfmml": 6, "cmsfed": 4}
-"""Rounds of methods whose options need more than two rounds to matter."""
+ROUNDS = {"pfmml": 6, "cmsfed": 4, "vfl": 1}
+"""Rounds, if not two: more where an option needs them to matter, fewer where a round has many requests."""
 
 
 def base(configuration: str) -> dict[str, Any]:
-    """The table of a small federation for two rounds, with simulated time and personal test rows where they fit."""
+    """The table of a small federation for a few rounds, with simulated time and personal test rows where they fit."""
     name, options = VARIANTS[configuration]
     encoders = AWKWARD if name in ("hfm", "vfl") else None
     made = world(name, "sequential", encoders, **({"evaluation": Evaluation(unimodal="zero")} | options))

@@ -43,7 +43,7 @@ NAMED = [
     Cell("hfm", "clients", "alpha", 0.1),
     Cell("vfl", "clients", "alpha", 0.1),
     Cell("hfl", "clients", "alpha", 0.1),
-    Cell("cmsfed", "algorithm", "dominance_threshold", 3.0),
+    Cell("cmsfed quantile", "algorithm", "dominance_threshold", 3.0),
     Cell("fedavg", "network", "rate_up_bps", 5.0),
     Cell("fedavg", "limits", "max_requests_per_day", 1),
     Cell("fedamp", "clients", "participation", 2),

@@ -58,7 +58,7 @@ def idle_options(recipe: Recipe, assembly: Assembly | None = None) -> Iterator[s
 def _sections(recipe: Recipe) -> dict[str, Any]:
     """Return the object of each section that the recipe has."""
     method = recipe.algorithm
-    names = ("clients", "model", "network", "limits", "attack", "privacy", "task", "data")
+    names = ("clients", "model", "network", "limits", "attack", "privacy", "task", "stop", "data")
     parts = {name: getattr(recipe, name) for name in names} | {"algorithm": method}
     parts |= {section: getattr(method, part, None) for part, section in PARTS.items()}
     return {name: part for name, part in parts.items() if is_dataclass(part)}
@@ -89,6 +89,8 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         without = "clients without test rows of their own ([clients] personal_test)"
         found |= {("evaluate", option): without for option in ("personal", "clients")}
         found["limits", "min_test_rows"] = without
+    if not fed.clients.validated:
+        found["evaluate", "own_validation"] = "clients without validation rows of their own ([clients] validation)"
     if len(fed.context.model.modalities) < 2:
         found["evaluate", "unimodal"] = "a model of one modality"
     elif fed.context.objective.BY_MODALITY or fed.context.objective.WHOLE:
