@@ -28,6 +28,7 @@ from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
+from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.privacy.egress.limits import NO_LIMITS
@@ -153,17 +154,18 @@ class Vectorised(InProcess):
         reply_type: list[type[Message]] = []
         view, inputs = self._view(request, group), Inputs(request, context, fields, locals_)
 
-        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
+        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree, Tensor]:
             data = self.metered(request, group, view(lane=lane))
             returned = request.task(context, data, local, kind(**got))
             reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
-            return {name: getattr(reply, name) for name in reply.kinds}, after
+            return {name: getattr(reply, name) for name in reply.kinds}, after, given_work(data)
 
         try:
             with only_the_gate_refuses(request), inputs.unchanged():
                 lanes = torch.arange(len(group), device=self.device)
-                values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
+                values, after, work = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
+            self.count_given(request, group, work)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
             leaving, left = made, None
             if request.reply.masks is not None or not same_tensors(after, locals_):

@@ -114,11 +114,12 @@ class Model:
     def _count(self, block: str) -> int:
         batch = self.zero_batch(1, self.modalities if block == SHARED else (block,))
         if block != SHARED:
-            return flops_of(lambda: self._features(batch)) + self._part_flops(block)
+            return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
-        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self._part_flops, self.modalities))
+        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
 
-    def _part_flops(self, modality: str) -> int:
+    def part_flops(self, modality: str) -> int:
+        """Count the operations of a modality's own part of the first fusion layer, for one sample."""
         weights = [name for name in self.head_slice(modality) if name.endswith("weight")]
         return sum(2 * self._slots.own(name).numel() for name in weights)
 
