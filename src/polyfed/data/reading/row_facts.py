@@ -1,5 +1,6 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from polyfed.data.reading.cell_values import is_missing
 MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
 (inferred)."""
+
+TARGET_STEPS = 256
+"""A target must span at least this many steps of float32 (ours)."""
+
+WHOLE_WORD = re.compile(r"0|-?[1-9]\d{0,17}")
+"""A whole number that is written in the one usual way."""
 
 _UNEQUAL = (
     "{}: the rows differ in length. Give one entry for each row; or several targets, the same number for each row"
@@ -81,12 +88,29 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None, *, nu
         raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
     if array.dtype.kind == "f" or array.ndim > 1 or numeric:
         target = torch.from_numpy(array.astype(np.float32))
+        _refuse_collapsed(array, where)
         return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
     label = torch.from_numpy(array.astype(np.int64))
     if names is None:
         check_numbering(label, where)
     count = max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names)
     return Labels(label, None if names is None else tuple(names), count)
+
+
+def _refuse_collapsed(array: NDArray[Any], where: str) -> None:
+    """Refuse a target that varies by only a few steps of float32, in which targets are stored.
+
+    Raises:
+        DataError: there is such a target.
+    """
+    for place, target in enumerate(array.reshape(len(array), -1).T.astype(np.float64)):
+        known = target[np.isfinite(target)]
+        low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+        if 0 < high - low < TARGET_STEPS * np.finfo(np.float32).eps * max(-low, high):
+            raise DataError(
+                f"{where}: target {place} (counted from 0) lies from {low!r} to {high!r}, where float32 cannot tell "
+                "its values apart. Subtract a constant, as in values - values.min()"
+            )
 
 
 def unlabelled(num_rows: int) -> Labels:
@@ -97,13 +121,36 @@ def unlabelled(num_rows: int) -> Labels:
 def clients_of(values: Any, where: str) -> Tensor:
     """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
 
+    Words that are all whole numbers without leading zeros are sorted by their value, as numbers are, so that a client
+    has the same number whether a file holds numbers or text.
+
     Raises:
         DataError: The values are neither words nor whole numbers, or some are missing.
     """
     array = _whole(plain(values, where), where, "integers or strings")
     if array.dtype.kind not in "iuU" or array.ndim != 1:
         raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
-    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+    words, number = np.unique(array, return_inverse=True)
+    if array.dtype.kind == "U":
+        tell_alike(words, where, "clients")
+        if all(WHOLE_WORD.fullmatch(word) for word in words.tolist()):
+            number = np.argsort(np.argsort(words.astype(np.int64)))[number]
+    return torch.from_numpy(number.astype(np.int64))
+
+
+def tell_alike(words: NDArray[Any], where: str, what: str) -> None:
+    """Warn of distinct words that differ only by case or by blanks."""
+    first: dict[str, str] = {}
+    for word in words.tolist():
+        other = first.setdefault(" ".join(word.split()).casefold(), word)
+        if other != word:
+            warnings.warn(
+                f"{where} holds {other!r} and {word!r}, which differ only by case or blanks and count as two {what}. "
+                "Write them the same way if they are one",
+                PolyfedWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def ids_of(values: Any, where: str) -> Tensor:
@@ -133,9 +180,11 @@ def splits_of(values: Any, where: str) -> Tensor:
     """
     array = plain(values, where)
     if array.dtype.kind == "U" and array.ndim == 1:
+        if all(word in ("0", "1", "2", "3") for word in np.unique(array).tolist()):
+            return torch.from_numpy(array.astype(np.int64)).to(torch.int8)
         unknown = [word for word in np.unique(array).tolist() if word.lower() not in SPLITS]
         if unknown:
-            raise DataError(f"{where} holds '{unknown[0]}'; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
+            raise DataError(f"{where} holds {unknown[0][:40]!r}; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
         return torch.tensor([SPLITS[word.lower()] for word in array.tolist()], dtype=torch.int8)
     array = _whole(array, where)
     if array.dtype.kind not in "iub" or array.ndim != 1:
@@ -226,6 +275,8 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     if (empty := np.char.strip(array) == "").any():
         raise missing(empty, where)
     found = np.unique(array) if names is None else np.array(tuple(names))
+    if names is None:
+        tell_alike(found, where, "classes")
     number = {str(word): place for place, word in enumerate(found.tolist())}
     if strange := [word for word in np.unique(array).tolist() if word not in number]:
         raise DataError(f"{where} holds '{strange[0]}', which is none of the class names {', '.join(number)}")
