@@ -302,6 +302,7 @@ class Engine(ABC):
             reply, local = reply_and_local(request, returned)
             self.count_given(request, (client,), given_work(metered).reshape(1))
             guard.check_reply(reply, view, context.num_classes)
+            reply = self.required.with_noise(reply, self.objective, client)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
             reply, local = masked(request, reply, local, secrets)
