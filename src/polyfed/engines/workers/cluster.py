@@ -1,0 +1,318 @@
+"""The nodes of a Ray cluster: what they must have, the engine that they share, and the actors that run its clients.
+
+A copy of the engine travels once to each node. Its large tensors, such as the features of the data set, lie in Ray's
+object store there, and all actors of the node read them in place. Ray starts the actors, notices when one ends, and
+moves messages; `pool.py` decides which clients run where, and what happens with the clients of a lost worker.
+"""
+
+import copy
+import os
+import pickle
+import platform
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.engines.machine.gpu import deterministic
+from polyfed.engines.workers.process import Done, Job, Served, run
+from polyfed.engines.workers.shared_memory import Packed
+
+LARGE = 2**20
+"""Least bytes of a tensor that the actors of a node share. They must not write to it, so small ones are copied."""
+
+CONNECT_SECONDS, START_SECONDS = 10.0, 60.0
+"""How long polyfed waits for the address of a cluster, and for the facts of its nodes or the start of an actor."""
+
+STORE_SHARE = 0.8
+"""Share of a node's object store that the data may take. Messages and replies need the rest."""
+
+
+class Lost(Exception):
+    """An actor has ended, or its node has; the text says how."""
+
+
+class Cluster:
+    """A Ray cluster, which exists already or is started on this machine at the first request.
+
+    Args:
+        address: `HOST:PORT` of the cluster's head. If empty, the variable RAY_ADDRESS, the cluster of this machine, or
+            a new one with all cores of this machine.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self.address = address
+        self._ray: Any = None
+        self._ours = False  # whether this object has connected to the cluster, and disconnects at the end
+        self._once: tuple[NDArray[np.uint8], Any] | None = None
+        self._payload: Any = None
+
+    def open(self, engine: Served, num: int, threads: int, device: torch.device) -> int:
+        """Connect, check all nodes, and send them the engine. Further calls do nothing.
+
+        Returns:
+            The number of workers: `num`, or one for each `threads` cores (or for each GPU) of the cluster if it is 0.
+
+        Raises:
+            RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
+        """
+        if self._payload is None:
+            self._connect()
+            payload, size = packed(engine)
+            self._refuse_nodes(size, device)
+            self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
+            self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
+            self._arguments = threads, str(device)
+            self._payload = self._ray.put(payload)
+        total = self._ray.cluster_resources()
+        most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
+        return max(1, int(min(num, most) if num else most))
+
+    def _connect(self) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise RecipeError(
+                "[engine] cluster = 'ray' needs Ray on this machine and on every node: pip install 'polyfed[cluster]'"
+            ) from error
+        self._ray = ray
+        if ray.is_initialized():
+            return
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
+        host, _, port = address.rpartition(":")
+        try:
+            if port.isdecimal():  # Ray itself would wait for a minute
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Ray's next defaults, which change nothing here
+                ray.init(address=address or None, logging_level="ERROR", log_to_driver=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"the cluster at {address}" if address else "a cluster on this machine"
+            raise RecipeError(
+                f"[engine] cluster = 'ray': {where} does not take this process: {_first_line(error)}. Compare `ray "
+                "status` on its head with [engine] address, and install the same versions of Ray and Python everywhere"
+            ) from error
+        self._ours = True
+
+    def _refuse_nodes(self, size: int, device: torch.device) -> None:
+        """Refuse the cluster if a node has other versions, too small an object store, or if no node has a GPU.
+
+        Raises:
+            RecipeError: all faults of all nodes.
+        """
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        here, faults = facts(), []
+        for node, found in zip(nodes, self._facts_of(nodes), strict=True):
+            name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
+            if isinstance(found, str):
+                faults.append(f"node {name} does not answer: {found}. Restart it with `ray stop` and `ray start`")
+                continue
+            others = {package: wanted for package, wanted in here.items() if found[package] != wanted}
+            faults += [
+                f"node {name} has {package} {found[package] or 'not'}, and this machine {wanted}: install it there, too"
+                for package, wanted in others.items()
+            ]
+            if size > STORE_SHARE * store:
+                faults.append(
+                    f"node {name} has an object store of {store / 2**20:.0f} MiB, and data and model take "
+                    f"{size / 2**20:.0f} MiB: restart it with `ray start --object-store-memory={int(2 * size)}`"
+                )
+        if device.type == "cuda" and not self._ray.cluster_resources().get("GPU"):
+            faults.append("[engine] device = 'cuda', and no node has a GPU: use device = 'cpu', or add a node with one")
+        if faults:
+            raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults))
+
+    def _facts_of(self, nodes: Sequence[dict[str, Any]]) -> list[dict[str, str] | str]:
+        """Return the facts of each node, or a text if it fails to return them."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        asked, ask, here = [], self._ray.remote(facts), sys.modules[__name__]
+        self._ray.cloudpickle.register_pickle_by_value(here)  # so that a node without polyfed can answer, too
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            asked.append(ask.options(**options).remote())
+        self._ray.cloudpickle.unregister_pickle_by_value(here)
+        done, _ = self._ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
+        found: list[dict[str, str] | str] = []
+        for one in asked:
+            try:
+                found.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
+            except self._ray.exceptions.RayError as error:
+                found.append(_first_line(error))
+        return found
+
+    def start(self, engine: Served, num: int, *, none_yet: bool) -> list[tuple[Any, str]]:
+        """Start up to `num` actors on free cores. Return each of them with the name of its node.
+
+        Args:
+            engine: the engine, of which the nodes have a copy.
+            num: the number of actors.
+            none_yet: whether at least one actor must start. This method then waits for a free core.
+
+        Raises:
+            RecipeError: at least one must start, and none did.
+        """
+        ray, need = self._ray, self._options
+        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", need["num_cpus"])
+        free = int(ray.available_resources().get(kind, 0) // each)
+        num = max(min(num, free), 1 if none_yet else 0)
+        made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
+        born = [actor.node.remote() for actor in made]
+        up, _ = ray.wait(born, num_returns=num, timeout=START_SECONDS) if born else ([], [])
+        started, reason = [], f"no node has {each} free core(s) within {START_SECONDS:.0f} s (`ray status` says why)"
+        for actor, name in zip(made, born, strict=True):
+            try:
+                if name in up:
+                    started.append((actor, ray.get(name)))
+                    continue
+            except ray.exceptions.RayError as error:
+                reason = _first_line(error)
+            self.kill(actor)
+        if none_yet and not started:
+            raise RecipeError(f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs")
+        return started
+
+    def once(self, content: NDArray[np.uint8]) -> Any:
+        """Return a reference to an array. Ray sends the array once to each node, however many actors read it."""
+        if self._once is None or self._once[0] is not content:
+            self._once = content, self._ray.put(content)
+        return self._once[1]
+
+    def wait(self, pending: Sequence[Any]) -> set[Any]:
+        """Wait until some of these calls have ended, well or not, and return them."""
+        return set(self._ray.wait(list(pending), num_returns=1)[0])
+
+    def result(self, pending: Any) -> tuple[Done, NDArray[np.uint8]]:
+        """Return what a call of an actor returned.
+
+        Raises:
+            Lost: the actor or its node has ended.
+        """
+        try:
+            done, content = self._ray.get(pending)
+        except self._ray.exceptions.RayError as error:
+            raise Lost(_first_line(error)) from error
+        return done, np.array(content)  # Ray's own copy must not be written to
+
+    def kill(self, actor: Any) -> None:
+        """End an actor."""
+        if self._ray.is_initialized():
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Free the memory of the nodes, and disconnect. A later request connects again."""
+        self._payload = self._once = None
+        if self._ours and self._ray.is_initialized():
+            self._ray.shutdown()
+            self._ours = False
+
+
+class Actor:
+    """Runs jobs on a node with a copy of the engine.
+
+    Args:
+        payload: the packed engine.
+        threads: number of threads that PyTorch uses; 0 leaves the number unchanged.
+        device: the device that trains.
+    """
+
+    def __init__(self, payload: tuple[bytes, list[NDArray[Any]]], threads: int, device: str) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self._engine, self._device = unpacked(payload), torch.device(device)
+        self._held: dict[int, Any] = {}
+
+    def node(self) -> str:
+        """Return the name of the node."""
+        import ray
+
+        return ray.util.get_node_ip_address()  # type: ignore[no-any-return]
+
+    def run(
+        self, job: Job, broadcast: NDArray[np.uint8] | None, down: NDArray[np.uint8]
+    ) -> tuple[Done, NDArray[np.uint8]]:
+        """Run a job. The tensors of the result are in the returned array."""
+        up = Packed()
+        given = [Packed() if content is None else Packed(np.array(content)) for content in (broadcast, down)]
+        with deterministic(self._device):
+            done = run(self._engine, job, *given, up, self._device, self._held)
+        return done, up.content
+
+
+def facts() -> dict[str, str]:
+    """Return the versions on which results and messages depend; empty for a package that is not there."""
+    found = {"Python": platform.python_version()}
+    for package in ("polyfed", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+class _Together(pickle.Unpickler):
+    """Puts the large tensors into the unpickled object."""
+
+    def __init__(self, file: BytesIO, arrays: list[NDArray[Any]]) -> None:
+        super().__init__(file)
+        self._arrays, self._made = arrays, dict[int, Tensor]()
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """Return the tensor that lies in the array at a place."""
+        place, dtype, shape = pid
+        if place not in self._made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the array is not writable
+                self._made[place] = torch.from_numpy(self._arrays[place]).view(dtype).reshape(shape)
+        return self._made[place]
+
+
+def packed(engine: Served) -> tuple[tuple[bytes, list[NDArray[Any]]], int]:
+    """Return a copy of the engine as bytes and large arrays, without local states, and the size of both."""
+    from ray.cloudpickle import CloudPickler
+
+    sent = copy.copy(engine)
+    sent.__dict__.pop("answer", None)  # the server's process may have replaced it, to watch requests
+    sent.locals, sent.pool, sent.emit = {}, None, _silent
+    file, arrays = BytesIO(), list[NDArray[Any]]()
+    places: dict[int, int] = {}
+
+    class Apart(CloudPickler):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> Any:
+            """Return the place, type and shape of a large tensor, or None for any other object."""
+            if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
+                return None
+            if obj.numel() * obj.element_size() < LARGE:
+                return None
+            if id(obj) not in places:
+                places[id(obj)] = len(arrays)
+                arrays.append(obj.contiguous().view(-1).view(torch.uint8).numpy())
+            return places[id(obj)], obj.dtype, tuple(obj.shape)
+
+    Apart(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sent)
+    return (file.getvalue(), arrays), len(file.getvalue()) + sum(array.nbytes for array in arrays)
+
+
+def unpacked(payload: tuple[bytes, list[NDArray[Any]]]) -> Served:
+    """Return the engine. Its large tensors are the arrays themselves."""
+    engine: Served = _Together(BytesIO(payload[0]), payload[1]).load()
+    engine.ledger.drain()  # the server's process writes its entries itself
+    return engine
+
+
+def _silent(name: str, **facts: Any) -> None:
+    """Emit nothing."""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
