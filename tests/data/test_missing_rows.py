@@ -194,8 +194,8 @@ def test_check_tells_the_share_of_every_client() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"missing_rows": 1.2}, "clients.missing_rows = 1.2: must be a share from 0 to 1"),
-        ({"missing_rows": {"a": -0.1}, "missing_rows_test": {"b": 3}}, "clients.missing_rows_test.b = 3"),
+        ({"missing_rows": 1.2}, "missing_rows = 1.2: must be a share from 0 to 1"),
+        ({"missing_rows": {"a": -0.1}, "missing_rows_test": {"b": 3}}, "missing_rows_test.b = 3"),
         (
             {"missing_rows": 0.9},
             "add up to 2.7.*add up to 2 at most, for example 0.667 each.*missing_rows_empty = true",

@@ -69,3 +69,38 @@ def test_methods_that_take_rows_for_complete_refuse_holes_in_training(name: str)
         played(holed(name, "sequential"))
     made = holed(name, "sequential")
     played(replace(made, clients=replace(made.clients, missing_rows={}, missing_rows_test=0.3), rounds=1))
+
+
+ALONE = [name for name in HOLED if ROWS[name].stack or ROWS[name].clients.get("partition") == "silos"]
+"""Methods whose clients have one modality each in the laws."""
+
+
+def dropping(name: str, engine: str, rate: Any = 0.4) -> Recipe:
+    made = replace(world(name, engine, AWKWARD), rounds=2)
+    train = replace(made.algorithm.train, modality_dropout=rate)
+    return replace(made, algorithm=replace(made.algorithm, train=train))
+
+
+@pytest.mark.parametrize("name", [name for name in HOLED if name not in ALONE])
+def test_engines_agree_under_modality_dropout_and_rate_0_changes_no_bit(name: str) -> None:
+    one, state_one, ledger_one = played(dropping(name, "sequential"))
+    many, state_many, ledger_many = played(dropping(name, "vectorised", {"a": 0.4, "b": 0.4}))
+    assert furthest(params(state_one), params(state_many)) < 10 * ROWS[name].tolerance
+    for client, tree in one.engine.locals.items():
+        assert furthest(tree, many.engine.locals[client]) < 10 * ROWS[name].tolerance, f"local state of client {client}"
+    assert ledger_one == ledger_many
+    without, none = (
+        played(made)[:2]
+        for made in (replace(world(name, "sequential", AWKWARD), rounds=2), dropping(name, "sequential", {"a": 0.0}))
+    )
+    digests = [
+        (checkpoint.digest(state), {k: checkpoint.digest(v) for k, v in parts.engine.locals.items()})
+        for parts, state in (without, none, (one, state_one))
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("name", [*COMPLETE, *ALONE])
+def test_methods_in_which_rows_cannot_lose_a_modality_refuse_dropout(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"modality_dropout: .*(takes every row|no client has two modalities)"):
+        played(dropping(name, "sequential"))

@@ -17,6 +17,8 @@ MEANINGS: dict[str, str] = {
     "train.weight_decay": "wd l2 decay l2_reg",
     "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip max_norm local_max_grad_norm clip_grad_norm",
     "train.lr_schedule": "scheduler lr_scheduler learning_rate_schedule lr_decay",
+    "train.modality_dropout": "modality_drop moddrop modality_dropout_rate modality_drop_rate modal_dropout"
+    " modality_drop_prob modality_dropout_prob drop_modality",
     "train.beta1": "betas adam_beta1",
     "train.beta2": "adam_beta2",
     "train.eps": "adam_epsilon epsilon",

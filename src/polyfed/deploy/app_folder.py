@@ -14,7 +14,7 @@ from torch import nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Columns, Population, stacked
-from polyfed.data.columns import OWN_TEST, TEST
+from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.deploy.device.arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
 from polyfed.experiment.checks.check import refuse_large
@@ -163,8 +163,10 @@ def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
 
 def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np.ndarray]:
     columns, train = population.columns, population.train[client]
-    own = train[:0] if population.test is None else population.test[client]
-    rows = np.concatenate([train.numpy(), own.numpy()])
+    own, validation = (
+        train[:0] if shards is None else shards[client] for shards in (population.test, population.own_validation)
+    )
+    rows = np.concatenate([train.numpy(), own.numpy(), validation.numpy()])
     arrays: dict[str, np.ndarray] = {}
     for name in population.modalities(client):
         arrays[name] = columns.modalities[name].take(train.new_tensor(rows)).numpy()
@@ -173,7 +175,7 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
     names = array_names(recipe)
     arrays[names["label"]] = columns.label.numpy()[rows]
     arrays[names["ids"]] = columns.ids.numpy()[rows]
-    arrays[names["split"]] = np.repeat([0, TEST], [len(train), len(own)])
+    arrays[names["split"]] = np.repeat([0, TEST, VALIDATION], [len(train), len(own), len(validation)])
     if names["class_names"] != standard("class_names") and columns.class_names:
         arrays[names["class_names"]] = np.array(columns.class_names)
     assert TEST == OWN_TEST == 1

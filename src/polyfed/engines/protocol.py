@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import BadReply
-from polyfed.core.request import Request
+from polyfed.core.request import HELD_OUT, Request
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
@@ -120,6 +120,7 @@ class Enrolment:
         modalities: the modalities of the client.
         silo: number of the client's silo, or None.
         tested: whether the client has test rows of its own.
+        validated: whether the client has validation rows of its own.
         shapes: shape of a sample by modality.
         num_classes: the client's largest label plus one, or the number of targets of a row.
     """
@@ -131,6 +132,7 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    validated: bool = False
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -259,7 +261,9 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
             earlier one, so clients may delete older local states. `modalities` are the client's modalities according to
             the server.
     """
-    about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    about: Header = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    if request.held_out != HELD_OUT[0]:
+        about["held_out"] = request.held_out
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
     return Packet(header | content.header, content.body)
 

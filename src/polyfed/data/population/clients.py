@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
 from typing import Annotated, Any, Literal
 
 from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
-from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    check_ranges,
+    check_shares,
+)
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.iid import SILOS, Sized
 
@@ -259,14 +267,8 @@ class ClientsSpec:
     def _check_missing_rows(self) -> None:
         problems = Problems()
         for option in ("missing_rows", "missing_rows_test"):
-            given = getattr(self, option)
-            shares = given if isinstance(given, Mapping) else {"": given}
-            for name, share in shares.items():
-                fits = isinstance(share, Real) and not isinstance(share, bool) and 0.0 <= float(share) <= 1.0
-                where = f"clients.{option}.{name}".rstrip(".")
-                if share is not None and not fits:
-                    text = f"{where} = {share!r}: must be a share from 0 to 1"
-                    problems.add(RecipeError(text, ("clients", option)))
+            with problems.noting():
+                check_shares("[clients]", option, getattr(self, option), PROBABILITY)
         problems.raise_all()
 
     def _check_silos(self) -> None:

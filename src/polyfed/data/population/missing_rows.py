@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.schema import share_of
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.base import refuse_targets
 from polyfed.data.partitions.shards import Shards
@@ -121,15 +122,13 @@ def _checked(
 ) -> dict[str, float]:
     """Return the rate of each modality, after checking names and sum."""
     where = f"clients.{option}"
-    if not isinstance(given, Mapping):
-        given = dict.fromkeys(names, float(given))
-    for name in given:
+    for name in given if isinstance(given, Mapping) else ():
         if name not in names:
             raise RecipeError(
                 f"{where} names modality '{name}', which the data lacks; {did_you_mean(name, names)}",
                 ("clients", option),
             )
-    rates = {name: float(given.get(name, 0.0)) for name in names}
+    rates = {name: share_of(given, name) for name in names}
     if (total := sum(rates.values())) > len(names) - 1 + 1e-9 and not spec.missing_rows_empty:
         raise RecipeError(
             f"{where}: the rates of the {len(names)} modalities add up to {total:g}. If every row keeps a modality, "

@@ -35,6 +35,8 @@ class Population:
         limited: In a deployment, the clients that reported more rows than the option `rows_cap` of the [engine]
             section allows. In averages, the weight of such a client is the allowed number of rows, not the reported
             number.
+        own_validation: The validation rows of each client, which a device holds itself. None if no client has any. In a
+            simulation, these are the rows of the option `validation`, which the server pools as well.
     """
 
     columns: Columns
@@ -45,6 +47,7 @@ class Population:
     test_rows: Tensor
     validation_rows: Tensor
     limited: frozenset[int] = frozenset()
+    own_validation: Shards | None = None
 
     @property
     def num_clients(self) -> int:
@@ -71,8 +74,9 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         RecipeError: The data lacks something that an option requires.
     """
     check_finite(columns)
-    train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
-    pooled = torch.cat([columns.rows(VALIDATION), validation]).sort().values
+    train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
+    own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
+    pooled = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
     if clients.measure_on == "validation":
         train, own_test = _own_validation(train, own_test, pooled, clients, key)
     silo = None
@@ -105,6 +109,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         silo=silo,
         test_rows=test_rows,
         validation_rows=pooled,
+        own_validation=own_validation,
     )
     _check(population, clients)
     return population
@@ -112,31 +117,34 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
 
 def _split(
     columns: Columns, clients: ClientsSpec, partition: Partition, key: int
-) -> tuple[Shards, Shards | None, Tensor]:
-    """Return training rows and own test rows of each client, and pooled validation rows, int64."""
+) -> tuple[Shards, Shards | None, Shards, bool]:
+    """Return training rows, own test rows and validation rows, and whether the latter are listed by client.
+
+    If each natural client is cut into several clients, the validation rows are listed by natural client.
+    """
     own_test, trainable = _roles(columns, clients)
     rows = (trainable | own_test).nonzero()[:, 0].numpy()
     val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
-    validation = torch.zeros(0, dtype=torch.int64)
+    validation, natural = None, isinstance(partition, ByClient)
     if isinstance(partition, ByClient):
-        natural = Shards.of(natural_clients(columns, rows))
-        validation = natural.where(trainable[natural.rows]).held_out(clients.validation, val_key)[1].rows
+        owners = Shards.of(natural_clients(columns, rows))
+        validation = owners.where(trainable[owners.rows]).held_out(clients.validation, val_key)[1]
         left = np.ones(len(columns), dtype=np.bool_)
-        left[validation.numpy()] = False
+        left[validation.rows.numpy()] = False
         rows = rows[left[rows]]
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
     train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
-    if not isinstance(partition, ByClient):
-        train, pooled = train.held_out(clients.validation, val_key)
-        validation = pooled.rows
+    if validation is None:
+        train, validation = train.held_out(clients.validation, val_key)
+    by_owner = not natural or len(validation) == len(train)
     if clients.personal_test is None:
-        return train, None, validation
+        return train, None, validation, by_owner
     if clients.personal_test == "split_personal":
-        return train, marked, validation
+        return train, marked, validation, by_owner
     if clients.personal_test == "matched":
-        return train, matched(columns, train, own_key), validation
-    return *train.held_out(float(clients.personal_test), own_key), validation
+        return train, matched(columns, train, own_key), validation, by_owner
+    return *train.held_out(float(clients.personal_test), own_key), validation, by_owner
 
 
 def _own_validation(

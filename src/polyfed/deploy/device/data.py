@@ -8,7 +8,7 @@ import torch
 from polyfed.core.errors import DataError, NotAllowed
 from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
-from polyfed.data.columns import TEST, TRAIN, check_finite
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.files import Arrays
 from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.deploy.device.arrays import ELSEWHERE
@@ -55,7 +55,7 @@ def population_on(
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
-    own = columns.rows(TEST)
+    own, validation = columns.rows(TEST), columns.rows(VALIDATION)
     return Population(
         columns=columns,
         train=_only(node.client, columns.rows(TRAIN)),
@@ -64,6 +64,7 @@ def population_on(
         silo=None if node.silo < 0 else torch.full((node.client + 1,), node.silo),
         test_rows=own[:0],
         validation_rows=own[:0],
+        own_validation=_only(node.client, validation) if len(validation) else None,
     )
 
 

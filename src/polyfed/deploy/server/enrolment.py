@@ -171,12 +171,13 @@ class Admission:
         for name in self.recipe.model.encoders.keys() - columns.modalities.keys():
             emit("note", text=f"WARNING: no client that takes part has '{name}', so the model has no encoder for it")
         size = max(told.client for told in self.clients) + 1
-        rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        rows, tested, validated = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
         holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
         silo = torch.full((size,), -1)
         counted = capped_rows(self.clients, self.recipe.engine.rows_cap, emit)
         for told in self.clients:
             rows[told.client], tested[told.client] = counted[told.client], int(told.tested)
+            validated[told.client] = int(told.validated)
             holds[told.client] = torch.tensor([name in told.modalities for name in columns.modalities])
             silo[told.client] = -1 if told.silo is None else told.silo
         return Population(
@@ -188,6 +189,7 @@ class Admission:
             test_rows=columns.rows(TEST),
             validation_rows=columns.rows(VALIDATION),
             limited=frozenset(told.client for told in self.clients if told.rows > counted[told.client]),
+            own_validation=_elsewhere(validated) if bool(validated.any()) else None,
         )
 
     def _table(self) -> Columns:

@@ -87,7 +87,7 @@ class Job:
     """
 
     task: str
-    facts: dict[str, int]
+    facts: dict[str, Any]
     units: list[Unit]
     sent: Sent
     shared: bool

@@ -15,15 +15,19 @@ from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFew
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
-from polyfed.core.tree import SHARED
+from polyfed.core.tree import SHARED, size_bytes
+from polyfed.engines.workers.cluster import STORE_SHARE, facts
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
-from polyfed.experiment.running.dry_run import Place, Size, run_dry
+from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
+from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
+from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.announcement import Announced, Announcement
 from polyfed.privacy.egress.policy import Policy
+from polyfed.report.formatting import bytes_of, counted
 from polyfed.report.text_layout import text_of
 
 MEGABYTE = 2**20
@@ -51,6 +55,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     """
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
+    refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
     sizes, failures, code = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
@@ -68,6 +73,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         guesses=assembly.guesses,
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
         promises=() if guarantee is None else tuple(guarantee.sentences()),
+        node_needs=tuple(_node_needs(assembly)),
         failure_code=code,
     )
 
@@ -101,6 +107,21 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
             "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
             "no ledger books them; a deployment has none"
         )
+
+
+def _node_needs(assembly: Assembly) -> Iterator[str]:
+    """Yield what each node of the cluster needs, if the recipe names one."""
+    spec, columns = assembly.recipe.engine, assembly.population.columns
+    if not spec.cluster:
+        return
+    features = sum(c.values.numel() * c.values.element_size() for c in columns.modalities.values())
+    size = features + size_bytes(assembly.initial)
+    yield "Ray, and " + ", ".join(f"{package} {number}" for package, number in facts().items())
+    yield (
+        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once on "
+        "each node (`ray start --object-store-memory=BYTES`)"
+    )
+    yield f"{counted(max(1, spec.threads), 'core')} for each worker" + (" and a GPU" if spec.device == "cuda" else "")
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...], int]:
@@ -186,7 +207,37 @@ def check_before_run(assembly: Assembly) -> None:
     refuse_forbidden(assembly)
     if not assembly.engine.keeps_locals:
         refuse_large(assembly)
+    refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
+
+
+def refuse_idle_metric(assembly: Assembly) -> None:
+    """Refuse a section [stop] whose metric the run will never measure.
+
+    The untrained model is evaluated on a few rows, see `metrics_of`. The server of a deployment has no rows of its
+    clients, so it only knows whether there are validation rows.
+
+    Raises:
+        RecipeError: there are no such rows, or there is no such metric on them.
+    """
+    recipe, fed = assembly.recipe, assembly.fed
+    if not (recipe.stop.metric or recipe.stop.patience):
+        return
+    choice = Choice.of(recipe.stop, fed.context.objective)
+    if assembly.engine.deployed:
+        has = VALIDATION in fed.evaluation_clients if choice.group == "validation" else bool(fed.clients.validated)
+        refuse_unmeasured(recipe.stop, choice, {choice.group: {choice.name}} if has else {})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cpu = replace(recipe, engine=replace(recipe.engine, device="cpu", name="sequential"))
+        try:
+            measured = metrics_of(cpu, assembly.population)
+        except (RecipeError, EgressError):
+            raise
+        except Exception:  # the run itself will say what is wrong
+            return
+    refuse_unmeasured(recipe.stop, choice, measured)
 
 
 def refuse_forbidden(assembly: Assembly) -> None:

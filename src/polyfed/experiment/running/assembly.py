@@ -22,6 +22,7 @@ from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.stopping import refuse_spent
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
@@ -179,6 +180,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     fed.privacy = guarantee.mechanism
     engine.protect(guarantee.mechanism)
     fed.rounds = guarantee.rounds
+    refuse_spent(recipe.stop, guarantee)
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
