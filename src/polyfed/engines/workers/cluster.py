@@ -6,6 +6,7 @@ moves messages; `pool.py` decides which clients run where, and what happens with
 """
 
 import copy
+import logging
 import os
 import pickle
 import platform
@@ -94,7 +95,7 @@ class Cluster:
                 socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Ray's next defaults, which change nothing here
-                ray.init(address=address or None, logging_level="ERROR", log_to_driver=True)
+                ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=True)
         except (OSError, RuntimeError, ValueError) as error:
             where = f"the cluster at {address}" if address else "a cluster on this machine"
             raise RecipeError(
@@ -113,6 +114,8 @@ class Cluster:
         here, faults = facts(), []
         for node, found in zip(nodes, self._facts_of(nodes), strict=True):
             name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
+            if found is None:
+                continue
             if isinstance(found, str):
                 faults.append(f"node {name} does not answer: {found}. Restart it with `ray stop` and `ray start`")
                 continue
@@ -131,8 +134,8 @@ class Cluster:
         if faults:
             raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults))
 
-    def _facts_of(self, nodes: Sequence[dict[str, Any]]) -> list[dict[str, str] | str]:
-        """Return the facts of each node, or a text if it fails to return them."""
+    def _facts_of(self, nodes: Sequence[dict[str, Any]]) -> list[dict[str, str] | str | None]:
+        """Return the facts of each node, a text if it fails to return them, or None if it has just ended."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         asked, ask, here = [], self._ray.remote(facts), sys.modules[__name__]
@@ -143,10 +146,12 @@ class Cluster:
             asked.append(ask.options(**options).remote())
         self._ray.cloudpickle.unregister_pickle_by_value(here)
         done, _ = self._ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
-        found: list[dict[str, str] | str] = []
+        found: list[dict[str, str] | str | None] = []
         for one in asked:
             try:
                 found.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
+            except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.NodeDiedError):
+                found.append(None)
             except self._ray.exceptions.RayError as error:
                 found.append(_first_line(error))
         return found
@@ -169,11 +174,12 @@ class Cluster:
         made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
         born = [actor.node.remote() for actor in made]
         up, _ = ray.wait(born, num_returns=num, timeout=START_SECONDS) if born else ([], [])
+        names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         started, reason = [], f"no node has {each} free core(s) within {START_SECONDS:.0f} s (`ray status` says why)"
         for actor, name in zip(made, born, strict=True):
             try:
                 if name in up:
-                    started.append((actor, ray.get(name)))
+                    started.append((actor, names.get(ray.get(name), "that is new")))
                     continue
             except ray.exceptions.RayError as error:
                 reason = _first_line(error)
@@ -233,19 +239,19 @@ class Actor:
         self._held: dict[int, Any] = {}
 
     def node(self) -> str:
-        """Return the name of the node."""
+        """Return Ray's number of the node."""
         import ray
 
-        return ray.util.get_node_ip_address()  # type: ignore[no-any-return]
+        return str(ray.get_runtime_context().get_node_id())
 
     def run(
         self, job: Job, broadcast: NDArray[np.uint8] | None, down: NDArray[np.uint8]
     ) -> tuple[Done, NDArray[np.uint8]]:
         """Run a job. The tensors of the result are in the returned array."""
         up = Packed()
-        given = [Packed() if content is None else Packed(np.array(content)) for content in (broadcast, down)]
+        shared, own = (Packed() if given is None else Packed(np.array(given)) for given in (broadcast, down))
         with deterministic(self._device):
-            done = run(self._engine, job, *given, up, self._device, self._held)
+            done = run(self._engine, job, shared, own, up, self._device, self._held)
         return done, up.content
 
 
@@ -287,7 +293,7 @@ def packed(engine: Served) -> tuple[tuple[bytes, list[NDArray[Any]]], int]:
     file, arrays = BytesIO(), list[NDArray[Any]]()
     places: dict[int, int] = {}
 
-    class Apart(CloudPickler):  # type: ignore[misc]
+    class Apart(CloudPickler):
         def persistent_id(self, obj: Any) -> Any:
             """Return the place, type and shape of a large tensor, or None for any other object."""
             if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
@@ -299,7 +305,7 @@ def packed(engine: Served) -> tuple[tuple[bytes, list[NDArray[Any]]], int]:
                 arrays.append(obj.contiguous().view(-1).view(torch.uint8).numpy())
             return places[id(obj)], obj.dtype, tuple(obj.shape)
 
-    Apart(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sent)
+    Apart(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sent)  # type: ignore[no-untyped-call]
     return (file.getvalue(), arrays), len(file.getvalue()) + sum(array.nbytes for array in arrays)
 
 

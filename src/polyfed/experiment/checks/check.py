@@ -118,8 +118,8 @@ def _node_needs(assembly: Assembly) -> Iterator[str]:
     size = features + size_bytes(assembly.initial)
     yield "Ray, and " + ", ".join(f"{package} {number}" for package, number in facts().items())
     yield (
-        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once on "
-        "each node (`ray start --object-store-memory=BYTES`)"
+        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once "
+        "on each node (`ray start --object-store-memory=BYTES`)"
     )
     yield f"{counted(max(1, spec.threads), 'core')} for each worker" + (" and a GPU" if spec.device == "cuda" else "")
 
