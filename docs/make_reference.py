@@ -53,7 +53,11 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
     for name, (about, options) in members.items():
         own = [option for option in options if option not in common]
         shared = ", ".join(f"`{option.name} = {option.default}`" for option in options if option in common)
-        lines = [about, table(own) if own or not shared else "", f"Also, from the table above, {shared}.\n" if shared else ""]
+        lines = [
+            about,
+            table(own) if own or not shared else "",
+            f"Also, from the table above, {shared}.\n" if shared else "",
+        ]
         parts += [f"### {name}\n", *filter(None, lines)]
     return "\n".join(parts)
 

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 
 OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
 """Codes of `Columns.split_personal`. A guard row is left out because it overlaps a test row, as in sliding windows."""
+
+Standardise = bool | Literal["uneven"] | tuple[str, ...]
+"""Which modalities are standardised; see `Columns.standardise`."""
 
 _CHUNK = 1 << 22  # entries read at a time: 16 MiB as float32, whatever the size of the file
 
@@ -91,14 +95,17 @@ class Column:
             rows: int64 (...); `torch.func.vmap` may batch it.
 
         Returns:
-            float32 (..., *shape).
+            float32 (..., *shape). In sequences (T, F), time steps that are all zero are padding and stay zero.
         """
-        x = self.raw(rows).to(torch.float32)
-        if self.shift is not None:
-            x = x - self.shift
-        if self.scale is not None:
-            x = x / self.scale
-        return x
+        raw = self.raw(rows)
+        if self.shift is None:
+            x = raw.to(torch.float32)
+        else:
+            # a shift is float64 where float32 could not tell the values apart: the rounding comes after it
+            x = (raw.to(self.shift.dtype) - self.shift).to(torch.float32)
+            if len(self.shape) == 2:
+                x = torch.where(raw.ne(0).any(-1, keepdim=True), x, 0.0)
+        return x if self.scale is None else x / self.scale
 
     def to(self, device: torch.device | str, *, features: bool = True) -> "Column":
         """Return the same column for rows on another device.
@@ -138,6 +145,8 @@ class Columns:
             `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
+        standardise: The modalities whose features `populate` is to standardise over the rows that train: True for all,
+            False for none, a tuple of their names, or "uneven" for those whose features differ in size; see `fitted`.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -157,6 +166,7 @@ class Columns:
     labelled: bool = True
     numbered: bool = False
     notes: tuple[str, ...] = ()
+    standardise: Standardise = False
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -176,7 +186,7 @@ class Columns:
         self._check_codes("split", self.split, LEFT_OUT, "0 train, 1 test, 2 validation, 3 left out")
         if self.split_personal is not None:
             self._check_codes("split_personal", self.split_personal, GUARD, "0 train, 1 test, 2 guard row")
-        for modality in self.present:
+        for modality in (*self.present, *(self.standardise if isinstance(self.standardise, tuple) else ())):
             self.column(modality)
 
     def __len__(self) -> int:
@@ -209,7 +219,7 @@ class Columns:
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
         parts = {"label": self.label, "split": self.split, "ids": self.ids, "client": self.client}
         parts |= {f"{name}.present": mask for name, mask in self.present.items()}
-        parts |= {f"{name}.x": column.take(some) for name, column in self.modalities.items()}
+        parts |= {f"{name}.x": column.raw(some) for name, column in self.modalities.items()}
         for name, part in parts.items():
             if part is not None:
                 sha.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())

@@ -39,6 +39,7 @@ def enrolment(
         and _enough(population, population.own_validation, client, limits, objective),
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
+        uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
     )
     return Packet(told.header())
 

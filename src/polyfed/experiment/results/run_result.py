@@ -28,6 +28,7 @@ from polyfed.experiment.results.saved_model import save
 from polyfed.experiment.running.assembly import model_of
 from polyfed.experiment.running.constants import constant_facts, refuse_changes
 from polyfed.experiment.running.run_state import kept_best, load_content
+from polyfed.experiment.running.warm_start import given_of, warmed
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -276,9 +277,10 @@ def load_run(folder: str | Path) -> Run:
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
     policy = Policy.parse(recipe.egress, shapes)
-    model = model_of(recipe, shapes, facts["classes"], policy)
+    given = given_of(recipe, folder)
+    model = model_of(recipe, shapes, facts["classes"], policy, given)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
-    fed = _facts_of(recipe, model, facts, policy)
+    fed = _facts_of(recipe, model, facts, policy, given)
     elsewhere = recipe.engine.name == "flower"
     if (scaling := facts.get("scaling")) is None and not elsewhere:
         warn_unscaled(folder)
@@ -294,9 +296,9 @@ def load_run(folder: str | Path) -> Run:
     return Run(*last, None if best is None else models(best))
 
 
-def _facts_of(recipe: Recipe, model: Model, facts: Mapping[str, Any], policy: Policy) -> Federation:
+def _facts_of(recipe: Recipe, model: Model, facts: Mapping[str, Any], policy: Policy, given: Tree) -> Federation:
     """Return the federation of a run that has ended: facts about its clients and its model, and nobody to ask."""
-    shapes, initial = model.shapes, model.init(keys.key(recipe.seed, "init"))
+    shapes, initial = model.shapes, warmed(model.init(keys.key(recipe.seed, "init")), model, given, recipe)
     context = ClientContext(
         model,
         tuple(shapes),

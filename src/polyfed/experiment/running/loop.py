@@ -51,6 +51,7 @@ from polyfed.experiment.running.run_state import (
     returned_state,
 )
 from polyfed.experiment.running.stopping import Choice, Stop, best_round, best_row, out_of_budget, out_of_patience
+from polyfed.experiment.running.warm_start import write_copy
 from polyfed.report import write_report
 
 
@@ -61,6 +62,7 @@ def execute(
     *,
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
+    app: Path | None = None,
 ) -> Run:
     """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
 
@@ -70,6 +72,7 @@ def execute(
         emit: called with every event.
         population: the clients, if they are not those of the recipe's data; see `assemble`.
         engine: the engine's constructor, if it is not the recipe's; see `assemble`.
+        app: the folder of the app of a deployment, which may hold the values of a warm start.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
@@ -77,7 +80,8 @@ def execute(
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
     with pytorch_settings(recipe), ExitStack() as stack:
-        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        kept = records.folder if records is not None and records.begun else app
+        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine, folder=kept)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
         for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
@@ -172,6 +176,7 @@ class _Loop:
             self.fed.template = getattr(state, "params", self.assembly.initial)
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
+                write_copy(self.assembly.given, records.folder)
                 self.repeated.rewound(records, {}, 0)
             self._book(0)
             self._announce(1)
