@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import polyfed
 from laws.test_laws import world
@@ -120,18 +121,24 @@ def test_a_state_travels_to_a_worker_only_if_another_one_has_changed_it(nodes: A
     assert two.engine.pool.moved < 2 * sum(states)
 
 
-def test_large_columns_are_shared_and_not_copied() -> None:
-    made = replace(recipe(algorithm("fedavg")), data=replace(recipe(algorithm("fedavg")).data, rows=40_000))
-    engine = assemble(made).engine
-    payload, size = cluster.packed(engine)  # type: ignore[arg-type]
-    assert len(payload[0]) < 2**20 * len(payload[1]) + 2**21
-    for array in payload[1]:
-        array.flags.writeable = False  # as in Ray's object store
-    again = cluster.unpacked(payload)
-    features = [column.values for column in again.columns.modalities.values()]  # type: ignore[attr-defined]
-    assert size > sum(v.numel() * v.element_size() for v in features) > 2 * cluster.LARGE
-    starts = {array.__array_interface__["data"][0] for array in payload[1]}
-    assert all(value.data_ptr() in starts for value in features)
+def test_the_actors_of_a_node_share_large_columns_and_have_their_own_small_ones(nodes: Any) -> None:
+    made = recipe(algorithm("fedavg"))
+    engine = assemble(replace(made, data=replace(made.data, rows=40_000))).engine
+    there = cluster.Cluster()
+    there._ray = ray
+    reference = there.share(engine)  # type: ignore[arg-type]
+    first, second = ray.get(reference), ray.get(reference)
+    assert first.locals == {}
+    mine = engine.columns.modalities
+    for name, column in mine.items():
+        found = [one.columns.modalities[name].values for one in (first, second)]
+        assert torch.equal(found[0], column.values)
+        assert (found[0].data_ptr() == found[1].data_ptr()) == (column.values.nbytes >= cluster.LARGE)
+    assert any(column.values.nbytes >= cluster.LARGE for column in mine.values())
+    small = next(name for name, value in first.initial.items() if value.nbytes < cluster.LARGE)
+    first.initial[small].add_(1)
+    assert not torch.equal(first.initial[small], second.initial[small])
+    assert torch.equal(second.initial[small], engine.initial[small])
 
 
 @pytest.mark.parametrize("moment", [0.0, *(pytest.param(m, marks=pytest.mark.slow) for m in (0.5, 1.0, 1.7, 2.5))])
@@ -203,7 +210,8 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
             "_facts_of",
             lambda self, nodes: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(self, nodes)],
         )
-        words = rf"has polyfed not, and this machine {own['polyfed']}.*has torch 2.6.0, and this machine {re.escape(own['torch'])}"
+        mine = re.escape(own["torch"])
+        words = rf"has polyfed not, and this machine {own['polyfed']}.*has torch 2.6.0, and this machine {mine}"
         with pytest.raises(RecipeError, match=words):
             played(made)
     with pytest.raises(RecipeError, match="no node has a GPU: use device = 'cpu'"):

@@ -8,14 +8,12 @@ moves messages; `pool.py` decides which clients run where, and what happens with
 import copy
 import logging
 import os
-import pickle
 import platform
 import socket
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.tree import Tree, size_bytes
+from polyfed.data import Columns
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.process import Done, Job, Served, run
 from polyfed.engines.workers.shared_memory import Packed
@@ -68,12 +68,11 @@ class Cluster:
         """
         if self._payload is None:
             self._connect()
-            payload, size = packed(engine)
-            self._refuse_nodes(size, device)
+            self._refuse_nodes(size_of(engine.population.columns, engine.initial), device)
             self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
             self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
             self._arguments = threads, str(device)
-            self._payload = self._ray.put(payload)
+            self._payload = self.share(engine)
         total = self._ray.cluster_resources()
         most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
         return max(1, int(min(num, most) if num else most))
@@ -156,6 +155,18 @@ class Cluster:
                 found.append(_first_line(error))
         return found
 
+    def share(self, engine: Served) -> Any:
+        """Put a copy of the engine into the object store, with the values of its tensors as arrays, and return it.
+
+        Ray gives such arrays to all actors of a node as views of one piece of memory.
+        """
+        util = self._ray.util
+        util.register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+        try:
+            return self._ray.put(copy_of(engine))
+        finally:
+            util.deregister_serializer(Tensor)
+
     def start(self, engine: Served, num: int, *, none_yet: bool) -> list[tuple[Any, str]]:
         """Start up to `num` actors on free cores. Return each of them with the name of its node.
 
@@ -227,15 +238,16 @@ class Actor:
     """Runs jobs on a node with a copy of the engine.
 
     Args:
-        payload: the packed engine.
+        engine: the node's copy of the engine.
         threads: number of threads that PyTorch uses; 0 leaves the number unchanged.
         device: the device that trains.
     """
 
-    def __init__(self, payload: tuple[bytes, list[NDArray[Any]]], threads: int, device: str) -> None:
+    def __init__(self, engine: Served, threads: int, device: str) -> None:
         if threads:
             torch.set_num_threads(threads)
-        self._engine, self._device = unpacked(payload), torch.device(device)
+        engine.ledger.drain()  # the server's process writes its entries itself
+        self._engine, self._device = engine, torch.device(device)
         self._held: dict[int, Any] = {}
 
     def node(self) -> str:
@@ -266,54 +278,31 @@ def facts() -> dict[str, str]:
     return found
 
 
-class _Together(pickle.Unpickler):
-    """Puts the large tensors into the unpickled object."""
-
-    def __init__(self, file: BytesIO, arrays: list[NDArray[Any]]) -> None:
-        super().__init__(file)
-        self._arrays, self._made = arrays, dict[int, Tensor]()
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return the tensor that lies in the array at a place."""
-        place, dtype, shape = pid
-        if place not in self._made:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the array is not writable
-                self._made[place] = torch.from_numpy(self._arrays[place]).view(dtype).reshape(shape)
-        return self._made[place]
-
-
-def packed(engine: Served) -> tuple[tuple[bytes, list[NDArray[Any]]], int]:
-    """Return a copy of the engine as bytes and large arrays, without local states, and the size of both."""
-    from ray.cloudpickle import CloudPickler
-
+def copy_of(engine: Served) -> Served:
+    """Return a copy of the engine for the nodes, without local states and without what belongs to this process."""
     sent = copy.copy(engine)
     sent.__dict__.pop("answer", None)  # the server's process may have replaced it, to watch requests
     sent.locals, sent.pool, sent.emit = {}, None, _silent
-    file, arrays = BytesIO(), list[NDArray[Any]]()
-    places: dict[int, int] = {}
-
-    class Apart(CloudPickler):
-        def persistent_id(self, obj: Any) -> Any:
-            """Return the place, type and shape of a large tensor, or None for any other object."""
-            if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
-                return None
-            if obj.numel() * obj.element_size() < LARGE:
-                return None
-            if id(obj) not in places:
-                places[id(obj)] = len(arrays)
-                arrays.append(obj.contiguous().view(-1).view(torch.uint8).numpy())
-            return places[id(obj)], obj.dtype, tuple(obj.shape)
-
-    Apart(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sent)  # type: ignore[no-untyped-call]
-    return (file.getvalue(), arrays), len(file.getvalue()) + sum(array.nbytes for array in arrays)
+    return sent
 
 
-def unpacked(payload: tuple[bytes, list[NDArray[Any]]]) -> Served:
-    """Return the engine. Its large tensors are the arrays themselves."""
-    engine: Served = _Together(BytesIO(payload[0]), payload[1]).load()
-    engine.ledger.drain()  # the server's process writes its entries itself
-    return engine
+def size_of(columns: Columns, initial: Tree) -> int:
+    """Return the bytes that data and model take on each node."""
+    return sum(c.values.numel() * c.values.element_size() for c in columns.modalities.values()) + size_bytes(initial)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[NDArray[Any], torch.dtype, tuple[int, ...]]:
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return plain.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def _tensor_of(content: tuple[NDArray[Any], torch.dtype, tuple[int, ...]]) -> Tensor:
+    array, dtype, shape = content
+    if array.nbytes < LARGE:
+        array = np.array(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a large array is not writable
+        return torch.from_numpy(array).view(dtype).reshape(shape)
 
 
 def _silent(name: str, **facts: Any) -> None:

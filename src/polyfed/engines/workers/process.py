@@ -18,6 +18,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
+from polyfed.data import Population
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Memory, Place, copied
 from polyfed.federation.clock import Clock
@@ -44,6 +45,8 @@ class Served(Protocol):
     """The part of an engine that a worker uses."""
 
     algorithm: Any
+    population: Population
+    initial: Tree
     imports: ClassVar[tuple[str, ...]]
     device: torch.device
     locals: dict[int, Tree]

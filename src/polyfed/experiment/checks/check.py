@@ -15,8 +15,8 @@ from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFew
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
-from polyfed.core.tree import SHARED, size_bytes
-from polyfed.engines.workers.cluster import STORE_SHARE, facts
+from polyfed.core.tree import SHARED
+from polyfed.engines.workers.cluster import STORE_SHARE, facts, size_of
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
@@ -111,11 +111,9 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:
     """Yield what each node of the cluster needs, if the recipe names one."""
-    spec, columns = assembly.recipe.engine, assembly.population.columns
+    spec, size = assembly.recipe.engine, size_of(assembly.population.columns, assembly.initial)
     if not spec.cluster:
         return
-    features = sum(c.values.numel() * c.values.element_size() for c in columns.modalities.values())
-    size = features + size_bytes(assembly.initial)
     yield "Ray, and " + ", ".join(f"{package} {number}" for package, number in facts().items())
     yield (
         f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once "
