@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 import platform
+import re
 import socket
 import sys
 import warnings
@@ -98,7 +99,7 @@ class Cluster:
         except (OSError, RuntimeError, ValueError) as error:
             where = f"the cluster at {address}" if address else "a cluster on this machine"
             raise RecipeError(
-                f"[engine] cluster = 'ray': {where} does not take this process: {_first_line(error)}. Compare `ray "
+                f"[engine] cluster = 'ray': {where} does not take this process: {_in_short(error)}. Compare `ray "
                 "status` on its head with [engine] address, and install the same versions of Ray and Python everywhere"
             ) from error
         self._ours = True
@@ -152,7 +153,7 @@ class Cluster:
             except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.NodeDiedError):
                 found.append(None)
             except self._ray.exceptions.RayError as error:
-                found.append(_first_line(error))
+                found.append(_in_short(error))
         return found
 
     def share(self, engine: Served) -> Any:
@@ -193,7 +194,7 @@ class Cluster:
                     started.append((actor, names.get(ray.get(name), "that is new")))
                     continue
             except ray.exceptions.RayError as error:
-                reason = _first_line(error)
+                reason = _in_short(error)
             self.kill(actor)
         if none_yet and not started:
             raise RecipeError(f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs")
@@ -218,7 +219,7 @@ class Cluster:
         try:
             done, content = self._ray.get(pending)
         except self._ray.exceptions.RayError as error:
-            raise Lost(_first_line(error)) from error
+            raise Lost(_in_short(error)) from error
         return done, np.array(content)  # Ray's own copy must not be written to
 
     def kill(self, actor: Any) -> None:
@@ -298,6 +299,8 @@ def _bytes_of(tensor: Tensor) -> tuple[NDArray[Any], torch.dtype, tuple[int, ...
 
 def _tensor_of(content: tuple[NDArray[Any], torch.dtype, tuple[int, ...]]) -> Tensor:
     array, dtype, shape = content
+    if not array.nbytes:
+        return torch.empty(shape, dtype=dtype)
     if array.nbytes < LARGE:
         array = np.array(array)
     with warnings.catch_warnings():
@@ -309,5 +312,8 @@ def _silent(name: str, **facts: Any) -> None:
     """Emit nothing."""
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+def _in_short(error: BaseException) -> str:
+    """Return the first line of an error of Ray, or the last one if that names the exception which caused it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    caused = re.match(r"[\w.]*(Error|Exception)\b", lines[-1])
+    return lines[-1 if caused else 0][:300]
