@@ -30,6 +30,7 @@ from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
 from polyfed.evaluation.scores import OwnScore
+from polyfed.evaluation.subsets import SubsetScores
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, initial_of, model_of
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -195,6 +196,21 @@ def test_new_run_names_and_restarts_do_not_renew_a_budget(budget: str, tmp_path:
     assert f"{budget} = 2 of the device" in device.score(run="third")
     if budget == "max_runs_per_day":
         assert isinstance(device.score(1, run="second"), OwnScore), "a run that has begun goes on"
+
+
+@pytest.mark.parametrize(("budget", "enough"), [(2, False), (3, True)])
+def test_every_subset_of_the_modalities_counts_as_an_evaluation(budget: int, enough: bool, tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\nmax_evaluations_per_day = {budget}\n")
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nsubsets = "all"\n')
+    answer = device.ask("score_subsets", Broadcast(device.params))
+    assert isinstance(answer, SubsetScores) if enough else "max_evaluations_per_day = 2 of the device" in answer
+    assert "max_evaluations_per_day" in str(device.score(1)), "the budget is spent either way"
+
+
+def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:
+    device = Device(tmp_path, SOME)
+    assert isinstance(device.ask("score_subsets", Broadcast(device.params)), str)
 
 
 def spend(folder: Path, times: int = 1, budget: str = "max_requests_per_day") -> None:

@@ -73,7 +73,8 @@ Sizes = tuple[str | None, ...]
 modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
 client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
 stands for the shape of the encoder's output, `sample` for the shape of a sample. `batch`, as the first size, is any
-number of rows, the same for all tensors of a message. None means any size. `own`, `label`, `encoded` and `sample` may
+number of rows, the same for all tensors of a message. `subsets` is the number of evaluations of the same rows, each of
+which counts against the device's limit. None means any size. `own`, `label`, `encoded` and `sample` may
 cover any number of axes."""
 
 

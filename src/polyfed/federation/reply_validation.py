@@ -320,7 +320,7 @@ class ReplyValidator:
     def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
         modality = said.of if key is None else key
         for word in said.shape or ():
-            if word is None or word == "batch":
+            if word is None or word in ("batch", "subsets"):
                 yield None
             elif word == "own":
                 yield from self.objective.own_shape(self.classes)

@@ -28,7 +28,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
-            `refuse_dropout`, `refuse_small_blocks`.
+            `refuse_dropout`, `refuse_subsets`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
@@ -36,6 +36,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_single_replies(recipe, population)
     refuse_idle_attack(recipe)
     refuse_dropout(recipe, population, one_device=one_device)
+    refuse_subsets(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -89,6 +90,31 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
     else:
         return
     raise RecipeError(f"{where}: {why}", ("train", "modality_dropout"))
+
+
+def refuse_subsets(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse `[evaluate] subsets` where subsets cannot be scored.
+
+    Raises:
+        RecipeError: the task predicts from pairs of modalities, there is only one modality, or no test row has one of
+            the modalities.
+    """
+    which, columns, rows = recipe.algorithm.evaluation.subsets, population.columns, population.test_rows
+    if which == "none" or one_device:
+        return
+    bare = [name for name, there in columns.present.items() if len(rows) and not bool(there.cpu()[rows].any())]
+    if task_of(recipe).WHOLE:
+        why = "the task compares the embeddings of two modalities, and has no prediction from another subset. Remove it"
+    elif len(columns.modalities) == 1:
+        why = f"the data has one modality, '{next(iter(columns.modalities))}', and thus one subset. Remove it"
+    elif bare:
+        why = (
+            f"no test row has '{bare[0]}', so no subset with it can be scored. Leave it out of [data] modalities, "
+            "lower [clients] missing_rows_test, or give test rows that have it"
+        )
+    else:
+        return
+    raise RecipeError(f"[evaluate] subsets = '{which}': {why}", ("evaluate", "subsets"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

@@ -147,6 +147,15 @@ class Run:
             )
         return logits
 
+    def used(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
+
+        The arguments and errors are those of `predict`.
+        """
+        return self.models.used(x, client, present=present)
+
     def export(self, folder: str | Path, *, onnx: bool = False, best: bool = False) -> Path:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 

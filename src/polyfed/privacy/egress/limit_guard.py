@@ -118,8 +118,10 @@ class LimitGuard:
             num_classes: number of classes.
 
         Raises:
-            EgressError: a field holds something of such a class, or the labels of its rows.
+            EgressError: a field holds something of such a class, or the labels of its rows; or the budget of
+                evaluations is spent.
         """
+        self._count_subsets(reply)
         least = self.limits.value("min_rows_per_class") or 0
         classes = {name: said for name, said in reply.declared.items() if "classes" in (said.shape or ())}
         fields = {name: said for name, said in classes.items() if said.rows is None}
@@ -137,6 +139,15 @@ class LimitGuard:
                 self._note_classes(rows[told.to(rows.device)])
         for name in labels:
             map_value(getattr(reply, name), lambda y: self._note_labels(y, counts[SHARED]))
+        if self.refusal is not None:
+            raise self.refusal
+
+    def _count_subsets(self, reply: Message) -> None:
+        """Count every further evaluation of the test rows that one reply reports."""
+        sizes = [len(getattr(reply, name)) for name, said in reply.declared.items() if "subsets" in (said.shape or ())]
+        for _ in range(max(sizes, default=1) - 1):
+            if self.evaluates is not None and self.refusal is None:
+                self.refusal = self.evaluates(self.task)
         if self.refusal is not None:
             raise self.refusal
 
