@@ -270,6 +270,15 @@ class Algorithm(ABC):
         """Return small matrices to log after every round, by name, such as coefficients or similarities."""
         return {}
 
+    def told(self, state: Any, fed: Federation) -> dict[str, Any]:
+        """Return entries that the method adds to result.json, by name.
+
+        Args:
+            state: the state after the last round.
+            fed: the federation. This hook sends no requests.
+        """
+        return {}
+
     # what may leave a client
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
