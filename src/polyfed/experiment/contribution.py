@@ -1,8 +1,8 @@
 """`polyfed contribution`: what each client, each modality and each modality of a client added to a finished run.
 
-No training runs again. For a coalition, the updates that the run kept are averaged again, over the clients of the
-coalition only, round after round from the initial model, and the re-assembled model is scored on the server's validation
-rows. Source: Song, Tong, Wei, "Profit Allocation for Federated Learning", IEEE Big Data 2019 (one-round reconstruction).
+No training runs again. For a coalition, the updates that the run kept are averaged again, over its clients only, round
+after round from the initial model, and the re-assembled model is scored on the server's validation rows. Source: Song,
+Tong, Wei, "Profit Allocation for Federated Learning", IEEE Big Data 2019 (one-round reconstruction).
 
 A modality is in a coalition if its encoder gets the updates and the model reads it. A client's block `shared` counts if
 any of its modalities is in the coalition. Without players, the initial model reads nothing.
