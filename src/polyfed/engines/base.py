@@ -21,7 +21,7 @@ from polyfed.engines.machine.allocator import keep_freed_memory
 from polyfed.engines.machine.gpu import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
-from polyfed.engines.work_count import MeteredClientData
+from polyfed.engines.work_count import MeteredClientData, given_work
 from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
@@ -302,6 +302,11 @@ class Engine(ABC):
         counter = self.clock.counter(request.number, clients)
         return MeteredClientData(view, rows, self.context(clients[0]).modalities, self.model, counter)
 
+    def count_given(self, request: Request, clients: Sequence[int], work: Tensor) -> None:
+        """Count the clients' work on given batches, (K,), in simulated time."""
+        if self.clock is not None and clients[0] >= 0:
+            self.clock.counter(request.number, clients)(1.0, work.tolist())
+
     def to_device(self, msg: Any) -> Any:
         """Return a message with its tensors on the device of this engine."""
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
@@ -394,7 +399,8 @@ class ClientExchange(Exchange):
     def compute(self) -> Message:
         engine, request, client, got = self.engine, self.request, self.client, self.got
         view, guard = self.view, self.guard
-        watched = guard.watch(engine.metered(request, (client,), view), engine.model)
+        metered = engine.metered(request, (client,), view)
+        watched = guard.watch(metered, engine.model)
         # the task may change its dicts, so it gets dicts of its own
         fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
         own, secrets = secrets_apart(request, dict(engine.local(request, client)))
@@ -402,7 +408,9 @@ class ClientExchange(Exchange):
         with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
             returned = request.task(self.context, watched, own, type(got)(**fields))
         reply, local = reply_and_local(request, returned)
+        engine.count_given(request, (client,), given_work(metered).reshape(1))
         guard.check_reply(reply, view, self.context.num_classes)
+        reply = engine.required.with_noise(reply, engine.objective, client)
         if engine.privacy is not None and client >= 0:
             reply = engine.privacy.of_one(request.name, got, reply, noise_key(request, client))
         reply, self.left = masked(request, reply, local, secrets)

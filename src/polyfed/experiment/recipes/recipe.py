@@ -121,6 +121,9 @@ class Recipe:
                 table[name] = named | _WRITTEN.get(name, as_table)(value)
         if self.stack:
             table["data"]["stack"] = _toml(self.stack)
+        if "selection" in table:  # the selector decides, also where Python gave [clients] another participation
+            selector = as_table(getattr(self.algorithm, "selector", None))
+            table["clients"] |= {key: selector[key] for key in ELSEWHERE[:2] if key in selector}
         return table
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.vocabulary import advice_for
@@ -63,7 +63,7 @@ SECTIONS: Mapping[str, Section] = {
     "clients": Section(cls=ClientsSpec, field="clients"),
     "model": Section(cls=ModelSpec, field="model"),
     "train": Section(cls=Train, field="train", of_algorithm=True),
-    "algorithm": Section(cls=Algorithm, classes=ALGORITHMS, field="algorithm", required="fedavg", title="Algorithms"),
+    "algorithm": Section(cls=Algorithm, classes=NAMED, field="algorithm", required="fedavg", title="Algorithms"),
     "selection": Section(cls=Selector, classes=SELECTORS, field="selector", of_algorithm=True, title="Selectors"),
     "server": Section(cls=ServerOptimiser, field="server", of_algorithm=True),
     "evaluate": Section(cls=Evaluation, field="evaluation", of_algorithm=True),

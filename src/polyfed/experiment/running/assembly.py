@@ -12,6 +12,7 @@ from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
+from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine, asks_own
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
@@ -102,6 +103,10 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
+    method: Any = recipe.algorithm
+    if groups := getattr(method, "groups", {}):
+        codes = group_codes(getattr(recipe.data, "path", ""), groups, len(columns))
+        population = replace(population, columns=replace(population.columns, groups=codes))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
@@ -189,6 +194,7 @@ def assemble(
         clock=clock,
         objective=objective,
         privacy=mechanism,
+        limits=recipe.limits,
     )
     fed = _federation(recipe, built, None if one_device else population.num_clients)
     policy = built.announcer.with_model(policy)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
@@ -23,6 +23,7 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
+from polyfed.experiment.results.kept_updates import UpdateRecorder, together
 from polyfed.experiment.results.model_facts import facts_of_models
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
@@ -218,18 +219,28 @@ class _Loop:
         self.fed.begin(round)
         algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
         before = algorithm.global_params(state)
-        due = algorithm.evaluation.due(round, self.recipe.rounds)
+        recorder = self._recorder()
+        measuring = algorithm.evaluation.due(round, self.recipe.rounds)
+        watches = [self.updates.watch] * measuring + ([recorder.watch] if recorder else [])
         started = time.perf_counter()
-        with self.fed.watched(self.updates.watch) if due else nullcontext():
+        with self.fed.watched(together(watches)):
             state = checked_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
+        if recorder is not None:
+            recorder.save(round, before, algorithm.global_params(state), row["cohort"])
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
+
+    def _recorder(self) -> UpdateRecorder | None:
+        """Return what keeps the updates of a round, if the recipe asks for it."""
+        if self.records is None or not self.recipe.checkpoint.updates:
+            return None
+        return UpdateRecorder(self.records.folder, summed=self.recipe.algorithm.secure_aggregation is not None)
 
     def summarise(self, row: dict[str, Any], state: ServerState) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
@@ -361,7 +372,7 @@ class _Loop:
         """The facts that the progress display shows first."""
         return {
             "run": self.ledger.run,
-            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "algorithm": name_of(self.recipe.algorithm, NAMED),
             "engine": self.recipe.engine.name,
             "dataset": self.assembly.population.columns.name,
             "rounds": self.recipe.rounds,
@@ -389,6 +400,7 @@ class _Loop:
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _end(self) -> Stop:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
@@ -241,7 +241,7 @@ def checked_state(algorithm: Algorithm, state: Any, hook: str = "round") -> Serv
     if isinstance(state, ServerState):
         return state
     raise RecipeError(
-        f"{name_of(algorithm, ALGORITHMS)}: `{hook}` returned {type(state).__name__}, not a state with the fields "
+        f"{name_of(algorithm, NAMED)}: `{hook}` returned {type(state).__name__}, not a state with the fields "
         "`params` and `train_loss`. The last line of `init`, `round` or `merge` must return one, as in: "
         "return state.with_(params=...)"
     )
