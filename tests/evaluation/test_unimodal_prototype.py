@@ -34,7 +34,7 @@ WITH_EMBEDDINGS = ALLOWED | {
 def world(name: str, engine: str = "sequential", **changes: Any) -> Recipe:
     """The laws' world of an averaging method, whose policy also lets prototypes go."""
     row = ROWS[name]
-    made = recipe(algorithm(name, **(row.options | {"evaluation": MODE})), engine)
+    made = recipe(algorithm(name, **(row.options | {"evaluation": MODE})), engine, row.encoders)
     if row.clients:
         made = replace(made, clients=ClientsSpec(**row.clients))
     if row.stack:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.training.optimisers import Train
-from world import AWKWARD
+from world import LAYERNORM
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ ROWS: dict[str, Row] = {
     "fedavg-ft": Row(),
     "fedrep": Row({"private_epochs": 2}),
     "lg-fedavg": Row(),
-    "fedbn": Row(encoders=AWKWARD),
+    "fedbn": Row(encoders=LAYERNORM),
     "ditto": Row(),
     "apfl": Row(),
     "pfedme": Row({"lam": 5.0}),

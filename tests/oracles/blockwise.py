@@ -105,7 +105,7 @@ def feddyn(fed: Federation, w: Weights, alpha: float) -> Weights:
         sent, trained = copied(w), {}
         for k in cohort:
             own = fed.clients[k]
-            pull = lambda n, v, k=k: -g[k][n] + alpha * (v - sent[n])  # noqa: E731
+            pull = lambda n, v, k=k, sent=sent: -g[k][n] + alpha * (v - sent[n])  # noqa: E731
             trained[k] = sgd(part_of(sent, own), own, own.steps[0][t], fed.lr, pull)
             g[k] = {n: g[k][n] - alpha * (trained[k][n] - sent[n]) for n in g[k]}
         for n, mean in fed.mean(cohort, trained).items():
@@ -124,7 +124,7 @@ def fednova(fed: Federation, w: Weights, momentum: float = 0.0, mu: float = 0.0)
         sent, trained, lengths = copied(w), {}, {}
         for k in cohort:
             own = fed.clients[k]
-            pull = lambda n, v: mu * (v - sent[n])  # noqa: E731
+            pull = lambda n, v, sent=sent: mu * (v - sent[n])  # noqa: E731
             trained[k] = sgd(part_of(sent, own), own, own.steps[0][t], fed.lr, pull, momentum=momentum)
             tau = len(own.steps[0][t])
             a = [1.0] * tau
@@ -153,7 +153,8 @@ def ditto(fed: Federation, w: Weights, lam: float, stream: int) -> tuple[Weights
         for k in cohort:
             own = fed.clients[k]
             trained[k] = sgd(part_of(sent, own), own, own.steps[0][t], fed.lr)
-            v[k] = sgd(v[k], own, own.steps[stream][t], fed.lr, lambda n, x: lam * (x - sent[n]))
+            pull = lambda n, x, sent=sent: lam * (x - sent[n])  # noqa: E731
+            v[k] = sgd(v[k], own, own.steps[stream][t], fed.lr, pull)
         w.update(fed.mean(cohort, trained))
     return w, v
 

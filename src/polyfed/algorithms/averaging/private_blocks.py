@@ -88,7 +88,7 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
         if word == NORMS and not groups[word]:
             raise RecipeError(
                 "[algorithm] private = 'norms': no layer of the model normalises, so there is nothing to keep. Take an "
-                'encoder with norms, such as { kind = "cnn", norm = "batch" }, or another private block'
+                "encoder with a norm that trains, such as resnet18 or one of your own, or keep another block"
             )
         if not groups[word]:
             raise RecipeError(
