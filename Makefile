@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-wheel check-all check-trackers federation bench bench-check leaderboard docs notebooks format clean
+.PHONY: demo test check check-flower check-wheel check-all check-trackers federation bench bench-check gpu-wheels leaderboard docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -57,6 +57,13 @@ bench: .venv/installed ## writes docs/results/speed.md: speed beside a bare loop
 
 bench-check: .venv/installed ## compares the speed with docs/results/speed.json; fails if something is 25 % slower
 	$(BIN)/python benchmarks/bench.py --check
+
+gpu-wheels: .venv/installed ## what benchmarks/gpu.sh needs on a machine without internet: wheels for Python 3.12 in .whl
+	rm -rf .whl
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --dest .whl --requirement benchmarks/gpu-wheels.txt
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir .whl .
+	test $$(du -sm .whl | cut -f1) -lt 64
 
 leaderboard: .venv/installed ## all methods in eight scenarios (hours; goes on where it stopped); writes docs/results/leaderboard.md
 	$(BIN)/python benchmarks/leaderboard.py

@@ -42,6 +42,26 @@ def table(options: list[catalogue.Option]) -> str:
     return "\n".join(["| key | default | type | |", "|---|---|---|---|", *rows]) + "\n"
 
 
+def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
+    """The members of a registry, each with a sentence and its options. Options that several share are listed once."""
+    holders: dict[catalogue.Option, list[str]] = {}
+    for name, (_, options) in members.items():
+        for option in options:
+            holders.setdefault(option, []).append(name)
+    common = [option for option, names in holders.items() if len(names) > 1]
+    parts = ["### Options of several\n", table(common)] if common else []
+    for name, (about, options) in members.items():
+        own = [option for option in options if option not in common]
+        shared = ", ".join(f"`{option.name} = {option.default}`" for option in options if option in common)
+        lines = [
+            about,
+            table(own) if own or not shared else "",
+            f"Also, from the table above, {shared}.\n" if shared else "",
+        ]
+        parts += [f"### {name}\n", *filter(None, lines)]
+    return "\n".join(parts)
+
+
 def reference() -> str:
     """The text of docs/recipes.md."""
     parts = [HEAD]
@@ -55,16 +75,19 @@ def reference() -> str:
         ("Selectors", SELECTORS, "[selection] name"),
         ("Trackers", TRACKERS, "[tracking] name"),
     ):
-        parts.append(f"## {title}: `{section}`\n")
-        for name in sorted(registry):
-            parts.append(
-                f"### {name}\n\n{table(catalogue.options(registry[name], ('kind', 'participation', 'overselect')))}"
-            )
-    parts.append("## Algorithms: `[algorithm] name`\n")
-    for name in sorted(ALGORITHMS):
-        cls = ALGORITHMS[name]
-        about = f"{catalogue.headline(cls)} [Its page](algorithms/{name}.md)."
-        parts.append(f"### {name}\n\n{about}\n\n{table(catalogue.hyper_parameters(cls))}")
+        members = {
+            name: ("", catalogue.options(registry[name], ("kind", "participation", "overselect")))
+            for name in sorted(registry)
+        }
+        parts += [f"## {title}: `{section}`\n", group(members)]
+    methods = {
+        name: (
+            f"{catalogue.headline(ALGORITHMS[name])} [Its page](algorithms/{name}.md).\n",
+            catalogue.hyper_parameters(ALGORITHMS[name]),
+        )
+        for name in sorted(ALGORITHMS)
+    }
+    parts += ["## Algorithms: `[algorithm] name`\n", group(methods)]
     return "\n".join(parts)
 
 

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.report.comparison.paired_differences import Difference
@@ -210,3 +213,62 @@ def test_the_leaderboard_names_the_methods_whose_mean_ranks_differ(leaderboard, 
     ranks = MeanRanks((3.0, 1.0, 2.0), blocks=4, p=0.025, critical=critical)
     proof = SimpleNamespace(ranks=ranks, methods=("local", "moon", "fedavg"))
     assert words in leaderboard["said_of_ranks"](proof)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def pretended(folder: Path, *options: str) -> subprocess.Popen[str]:
+    command = ["sh", str(ROOT / "benchmarks" / "gpu.sh"), "--pretend", "--out", str(folder), *options]
+    own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_gpu_script_goes_on_after_items_that_fail_hang_or_die(tmp_path: Path) -> None:
+    only = "^(machine|fedavg|fedavg, vectorised|small, float32, 5 clients, (polyfed .*|bare loop))$"
+    with pretended(tmp_path, "--misbehave", "--only", only) as running:
+        assert running.wait(240) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert (found["pretend"], found["ended"], found["left_out"]) == (True, "complete", [])
+    items = {entry["name"]: entry for entry in found["items"]}
+    assert items["fail"]["failure"] == "ValueError: it failed on purpose"
+    assert items["hang"]["failure"] == "stopped after 2 s"
+    assert items["die"]["failure"] == "its process ended with exit status -9"
+    assert all(items[how]["facts"] == {"so far": 1} for how in ("fail", "hang", "die"))
+    good = [entry for name, entry in items.items() if name not in ("fail", "hang", "die")]
+    assert len(good) == 6
+    assert [entry["failure"] for entry in good if "failure" in entry] == []
+    assert items["fedavg"]["facts"]["vectorised, plain"] == {"model": 0.0, "local_states": 0.0, "ledgers_equal": True}
+    assert items["fedavg, vectorised"]["facts"] == {"equal": True}
+    times = {name: entry["facts"] for name, entry in items.items() if name.startswith("small")}
+    assert {facts["parameters"] for facts in times.values()} == {13319}
+    assert all(facts["seconds"] > 0 for facts in times.values())
+    page = (tmp_path / "gpu.md").read_text()
+    assert "**these are no figures of a GPU**" in page
+    assert "| fedavg | 0.0e+00, 0.0e+00 |" in page
+    assert "- `hang`: 1 so far **stopped after 2 s**" in page
+
+
+def test_a_gpu_script_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:
+    with pretended(tmp_path, "--misbehave", "--only", "^small, bf16, 20 clients, bare loop$") as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if "hang" in line:
+                running.terminate()
+        assert running.wait(60) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["ended"] == "stopped from outside"
+    assert [entry["name"] for entry in found["items"]] == ["fail"]
+    assert found["left_out"] == ["hang", "die", "small, bf16, 20 clients, bare loop"]
+
+
+def test_a_gpu_script_ends_at_its_time_limit_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    with pretended(tmp_path / "short", "--seconds", "2", "--misbehave", "--only", "^$") as running:
+        assert running.wait(60) == 0
+    found = json.loads((tmp_path / "short" / "gpu.json").read_text())
+    assert found["ended"] == "the time limit of 2 s"
+    assert found["seconds"] < 10
+    if not torch.cuda.is_available():
+        command = ["sh", str(ROOT / "benchmarks" / "gpu.sh"), "--out", str(tmp_path / "none"), "--only", "machine"]
+        assert subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}).returncode == 1
+        assert json.loads((tmp_path / "none" / "gpu.json").read_text())["ended"].startswith("no GPU: ")

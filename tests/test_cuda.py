@@ -1,6 +1,7 @@
 """Runs on a real GPU agree with runs on the CPU. A machine without CUDA skips this file.
 
-`test_device.py` covers what needs no GPU: that no tensor of the CPU meets a tensor of the device.
+`test_device.py` covers what needs no GPU: that no tensor of the CPU meets a tensor of the device. With
+`POLYFED_PRETEND_GPU` in the environment, the CPU is the GPU, to test these tests; see benchmarks/gpu.py.
 """
 
 import os
@@ -20,7 +21,7 @@ from laws.test_laws import NAMES, params, world
 from polyfed.core.tree import Tree
 from polyfed.data import Column, Columns
 from polyfed.data.sources import Toy
-from polyfed.engines.machine.gpu_memory import free_bytes, with_rows
+from polyfed.engines.machine.gpu import free_bytes, with_rows
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.start import run
 from polyfed.training.optimisers import Train
@@ -29,7 +30,9 @@ from polyfed.training.programs import program as step_program
 from polyfed.training.programs import replay as step_replay
 from world import AWKWARD, PLAIN, furthest, played
 
-GPU: Any = "cuda"
+PRETEND = "POLYFED_PRETEND_GPU" in os.environ
+GPU: Any = "cpu" if PRETEND else "cuda"
+real = pytest.mark.skipif(PRETEND, reason="the CPU that pretends to be a GPU has no memory of its own")
 
 LAX = 10.0
 """A GPU sums in another order than a CPU, so the tolerance is this many times the tolerance between two engines."""
@@ -39,7 +42,7 @@ NEVER = ("centralized", "split-learning", "splitfed")
 
 ENCODERS = {"a": {"kind": "mlp", "hidden": [16]}, "b": {"kind": "mlp", "hidden": [16]}}
 
-if not torch.cuda.is_available():
+if not PRETEND and not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU on this machine", allow_module_level=True)
 
 
@@ -117,6 +120,7 @@ torch.save(params(state), sys.argv[2])
 """
 
 
+@real
 @pytest.mark.parametrize("name", ["fedavg", "partialfl", "cmsfed", "hfm", "pfmml"])
 def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_path: Path) -> None:
     """In a new Python process, because this one uses CUDA, so that processes forked from it cannot."""
@@ -128,13 +132,15 @@ def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_
     assert furthest(one, torch.load(tmp_path / "many")) < 1e-6
 
 
+@real
 def test_features_that_do_not_fit_the_gpu_give_the_same_model() -> None:
     made = many_steps()
     resident = model_of(made)
-    with patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: 0.0):
+    with patch("polyfed.engines.machine.gpu.free_bytes", lambda device: 0.0):
         assert furthest(resident, model_of(made)) < 1e-6
 
 
+@real
 def test_rows_that_are_copied_before_each_task_give_the_same_model() -> None:
     made = many_steps()
     resident = model_of(made)
@@ -142,6 +148,7 @@ def test_rows_that_are_copied_before_each_task_give_the_same_model() -> None:
         assert furthest(resident, model_of(made)) < 1e-6
 
 
+@real
 def test_pinned_memory_is_not_used_again_before_its_copy_has_ended() -> None:
     """Seven pieces of 16 MiB, behind work that keeps the GPU busy."""
     values = torch.randn(28, 2**20)
@@ -170,6 +177,7 @@ def test_a_run_that_began_on_the_cpu_continues_on_a_gpu(tmp_path: Path) -> None:
     assert furthest(whole.params, on_cpu(continued.params)) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*measures nothing")  # the laws' clients have no test rows of their own
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("name", ["fedavg", "cmsfed", "hfm", "pfmml", "partialfl"])
 def test_a_resumed_run_on_a_gpu_equals_the_uninterrupted_run(name: str, engine: str, tmp_path: Path) -> None:
@@ -193,6 +201,7 @@ def refuse_difference(made: Recipe, folder: Path) -> None:
     assert continued.result["state_sha256"] == whole.result["state_sha256"]
 
 
+@real
 def test_the_free_memory_of_a_gpu_is_less_than_its_memory() -> None:
     device = torch.device(GPU)
     assert 0 < free_bytes(device) <= torch.cuda.get_device_properties(device).total_memory

@@ -97,7 +97,7 @@ def full() -> Iterator[None]:
         return move(column, device, features=features)
 
     move = Column.to
-    with patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: 0.0), patch.object(Column, "to", noted):
+    with patch("polyfed.engines.machine.gpu.free_bytes", lambda device: 0.0), patch.object(Column, "to", noted):
         yield
     assert taken
     assert not any(taken)

@@ -28,7 +28,7 @@ from polyfed.start import run
 from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
-from polyfed.training.step_counts import rows_trained, steps_trained
+from polyfed.training.step_plan import rows_trained, steps_trained
 from world import algorithm, played, recipe, same
 
 

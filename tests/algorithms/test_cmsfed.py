@@ -14,10 +14,9 @@ from polyfed import run
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import CmsFed
 from polyfed.algorithms.cmsfed.aggregation import represented
-from polyfed.algorithms.cmsfed.cmsfed import CmsFedState
+from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFedState
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
-from polyfed.algorithms.cmsfed.messages import Assignment
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.core import keys
 from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies

@@ -26,7 +26,7 @@ from polyfed.deploy.server.enrolment import Admission, capped_rows
 from polyfed.deploy.server.membership import MEMBERS, Membership, expected
 from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.server.node_keys import device_of
+from polyfed.engines.flower.server.device_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.running.events import Emitter

@@ -33,7 +33,7 @@ from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression
 from polyfed.privacy.egress.limits import Limits
 from polyfed.training.optimisers import Train
-from polyfed.training.step_counts import steps_trained, usable_rows
+from polyfed.training.step_plan import steps_trained, usable_rows
 from world import algorithm, recipe, through
 
 FLOOR = Limits(min_batch_size=8, min_steps=3)

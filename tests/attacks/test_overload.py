@@ -34,7 +34,6 @@ from polyfed.core.errors import RecipeError
 from polyfed.deploy.launch import SUPERNODE
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
-from polyfed.engines.flower.server.grid_calls import is_too_large
 from polyfed.engines.flower.server.public_port import (
     LARGEST_BODY,
     LARGEST_HEAD,
@@ -44,6 +43,7 @@ from polyfed.engines.flower.server.public_port import (
     public_config,
     signed_by_known,
 )
+from polyfed.engines.flower.server.transport import is_too_large
 from polyfed.engines.protocol import Patience
 from polyfed.federation.wire_format import Packet
 

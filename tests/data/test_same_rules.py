@@ -95,16 +95,6 @@ def test_a_column_without_a_name_is_no_feature(tmp_path, name):
         assert set(polyfed.make_recipe(path).data.modalities) == {"audio", "text"}
 
 
-def test_features_of_a_frame_that_differ_in_size_are_warned_about():
-    held = frame().assign(audio_0=500 + 100 * AUDIO[:, 0])
-    for data in (held, {"train": held, "test": held[:9]}):
-        with pytest.warns(PolyfedWarning, match="data: audio: features differ in size.*standardise=True shifts and"):
-            polyfed.make_recipe(data)
-    for choice in (True, False, ["audio"]):
-        polyfed.make_recipe(held, standardise=choice)  # warns of nothing
-    polyfed.make_recipe(frame(), standardise=False)
-
-
 def test_ordered_levels_given_as_labels_keep_their_order():
     levels = ["owl", "cat", "dog"]
     ordered = pd.Categorical(WORDS, categories=levels, ordered=True)

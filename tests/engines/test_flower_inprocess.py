@@ -59,3 +59,16 @@ def test_parameters_and_ledgers_equal_the_sequential_engines(name: str, tmp_path
             found = checkpoint.load(store._path(places[-1]))
             assert found is not None
             assert world.same(tree, found[1]["local"]), f"local state of client {client}"
+
+
+@pytest.mark.parametrize("name", ["fedavg", "splitfed", "pfmml"])
+def test_holes_and_dropped_modalities_are_the_same_behind_the_wire(name: str, tmp_path: Path) -> None:
+    made = small(name)
+    clients = replace(made.clients, missing_rows={"a": 0.4, "b": 0.3}, missing_rows_pattern="client")
+    method = replace(made.algorithm, train=replace(made.algorithm.train, modality_dropout=0.3))
+    made = replace(made, clients=clients, algorithm=method)
+    one, state_one, ledger_one = world.played(in_one_process(made))
+    assert not one.population.columns.present["a"].all()
+    state, ledger = played(made, joined(made, grid_of(made, tmp_path)))
+    assert checkpoint.digest(state_one) == checkpoint.digest(state)
+    assert ledger == ledger_one

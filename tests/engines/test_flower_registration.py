@@ -14,9 +14,8 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 
 from polyfed.core.errors import RecipeError
+from polyfed.engines.flower.server.device_keys import fingerprint, keep_registered, public_key
 from polyfed.engines.flower.server.link_facts import link_facts
-from polyfed.engines.flower.server.node_keys import fingerprint
-from polyfed.engines.flower.server.registration import keep_registered, public_key
 
 
 def linkstate(folder: Path) -> Any:

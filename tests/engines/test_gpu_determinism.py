@@ -11,7 +11,7 @@ import torch
 import torch.utils.deterministic
 
 from polyfed.engines import Sequential
-from polyfed.engines.machine.gpu_determinism import WORKSPACE, deterministic
+from polyfed.engines.machine.gpu import WORKSPACE, deterministic
 from polyfed.engines.workers import process as worker_process
 from polyfed.experiment.recipes import engine_choice
 from polyfed.start import run

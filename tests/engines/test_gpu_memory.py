@@ -8,7 +8,7 @@ import torch
 
 from elsewhere import DEVICE, elsewhere
 from polyfed.data import Column, Columns
-from polyfed.engines.machine.gpu_memory import free_bytes, placed, with_rows
+from polyfed.engines.machine.gpu import free_bytes, placed, with_rows
 
 ROWS, FEATURES = 1000, 16
 SIZE = 4 * ROWS * FEATURES + 8 * ROWS  # float32 values and an int64 index
@@ -39,7 +39,7 @@ def ignore(name: str, **facts: Any) -> None:
 def test_features_move_to_the_device_if_they_take_at_most_half_of_its_free_memory(free: int, resident: bool) -> None:
     told: list[dict[str, Any]] = []
     columns, rows = table(), torch.tensor([[3, 1], [4, 1]])
-    with elsewhere(), patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device: float(free)):
+    with elsewhere(), patch("polyfed.engines.machine.gpu.free_bytes", lambda device: float(free)):
         there = placed(columns, DEVICE, lambda name, **facts: told.append({"name": name, **facts}))
         column = there.modalities["a"]
         assert (column.values.device == DEVICE) is resident
@@ -61,7 +61,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
 
 def test_the_features_of_a_tasks_rows_move_to_the_device() -> None:
     columns, rows = table(), torch.tensor([[3, 1, 4], [7, 0, 0]])
-    with elsewhere(), patch("polyfed.engines.machine.gpu_memory.free_bytes", full):
+    with elsewhere(), patch("polyfed.engines.machine.gpu.free_bytes", full):
         there = with_rows(placed(columns, DEVICE, ignore), [rows, torch.tensor([9])], ["a"], DEVICE)
         column = there.modalities["a"]
         assert column.values.device == DEVICE
@@ -76,7 +76,7 @@ def test_the_features_of_a_tasks_rows_move_to_the_device() -> None:
 def test_the_features_of_a_tasks_rows_stay_if_they_take_more_than_half_of_the_free_memory() -> None:
     rows, size = torch.arange(8), 4 * 8 * FEATURES + 8 * ROWS  # and the index
     for free, moves in ((2 * size, True), (2 * size - 1, False)):
-        with elsewhere(), patch("polyfed.engines.machine.gpu_memory.free_bytes", lambda device, free=free: float(free)):
+        with elsewhere(), patch("polyfed.engines.machine.gpu.free_bytes", lambda device, free=free: float(free)):
             columns = placed(table(), DEVICE, ignore)
             assert (with_rows(columns, [rows], ["a"], DEVICE) is not columns) is moves
 

@@ -91,7 +91,7 @@ def full(device: torch.device) -> float:
 def test_workers_note_once_that_features_stay_in_main_memory() -> None:
     made = replace(recipe(algorithm("fedavg"), EngineSpec(workers=2)), rounds=2)
     texts: list[str] = []
-    with elsewhere(in_workers=True), patch("polyfed.engines.machine.gpu_memory.free_bytes", full):
+    with elsewhere(in_workers=True), patch("polyfed.engines.machine.gpu.free_bytes", full):
         parts = assemble(made, emit=lambda name, **facts: texts.append(facts.get("text", "")))
         through(parts, made.rounds)
         parts.engine.close()

@@ -81,6 +81,18 @@ def test_the_number_of_workers_changes_no_bit(name: str, kind: str) -> None:
         assert getattr(again, "train_loss", None) == getattr(state, "train_loss", None)
 
 
+def test_holes_and_dropped_modalities_do_not_depend_on_workers() -> None:
+    made = replace(world("fedavg", "vectorised", AWKWARD), rounds=2)
+    clients = replace(made.clients, missing_rows={"a": 0.4, "b": 0.3})
+    method = replace(made.algorithm, train=replace(made.algorithm.train, modality_dropout=0.3))
+    made = replace(made, clients=clients, algorithm=method)
+    one, two = (played(replace(made, engine=engine("vectorised", num))) for num in (1, 2))
+    assert used(two[0]), "nothing was shared out"
+    assert not one[0].population.columns.present["a"].all()
+    assert same_bits(one[1].params, two[1].params)
+    assert one[2] == two[2]
+
+
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 

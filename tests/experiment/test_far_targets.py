@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import polyfed
-from polyfed.core.errors import PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedWarning
 from polyfed.experiment.recipes.first_recipe import starter
 
 ROWS = 240
@@ -24,14 +24,28 @@ def error_of(run: Any) -> float:
     return float(run.rounds[-1]["metrics"]["global"]["mae"])
 
 
-def test_far_targets_are_named_with_the_cure_and_the_cure_works() -> None:
+def test_far_targets_are_standardised_and_that_is_said() -> None:
     data = arrays(50.0, 2.3)
     options: dict[str, Any] = {"data": {"x": data["x"]}, "labels": data["y"], "rounds": 5, "train": {"lr": 0.003}}
-    with pytest.warns(PolyfedWarning, match="'shift': 4[89]|'shift': 5[01]") as told:
-        far = polyfed.run(**options)
+    with pytest.warns(PolyfedWarning, match=r"it learns \(target - (49|50|51)") as told:
+        near = polyfed.run(**options)
     assert len(told) == 1
-    near = polyfed.run(**options, task={"name": "regression", "shift": 50.0, "scale": 2.3})
+    far = polyfed.run(**options, standardise=False)
     assert error_of(near) < 0.5 * error_of(far)
+    named = polyfed.run(**options, task={"name": "regression", "shift": 0.0, "scale": 1.0})
+    assert named.result["state_sha256"] == far.result["state_sha256"]
+
+
+def test_training_rows_alone_decide_the_units_of_targets() -> None:
+    data = arrays(50.0, 2.3)
+    found = []
+    for other in (50.0, 9e4):
+        y = np.where(np.arange(ROWS) % 4 == 0, other, data["y"]).astype(np.float32)
+        split = np.where(np.arange(ROWS) % 4 == 0, "test", "train")
+        with pytest.warns(PolyfedWarning, match="far from the outputs"):
+            run = polyfed.run(data={"x": data["x"]}, labels=y, split=split, rounds=1)
+        found.append(run.result["state_sha256"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (2.0, 5.0)])
@@ -52,11 +66,20 @@ def test_init_writes_mean_and_deviation_of_the_training_targets(tmp_path: Path) 
     assert "[task]" not in starter(tmp_path / "near.npz", {}).text
 
 
-def test_several_targets_that_are_far_from_0_are_named() -> None:
+def test_each_of_several_targets_that_are_far_from_0_is_standardised() -> None:
     draw = np.random.default_rng(0)
     audio = draw.normal(size=(60, 4))
     targets = np.stack([audio[:, 0] + audio[:, 3], audio[:, 1] * 1e5 + 1e6, audio[:, 2:].sum(1) * 0.001], 1)
-    with pytest.warns(
-        PolyfedWarning, match=r"means and standard .* are: target 1 \(.*\), target 2 \(.*Standardise each"
-    ):
-        polyfed.make_recipe({"audio": audio}, labels=targets)
+    options: dict[str, Any] = {"data": {"audio": audio}, "labels": targets, "rounds": 12, "clients": 2}
+    options["train"] = {"optimiser": "adam", "lr": 0.02, "epochs": 5}
+    with pytest.warns(PolyfedWarning, match=r"it learns \(target - 0, 1.*e\+06, .*\) / 1, .*e\+04|e\+05"):
+        run = polyfed.run(**options)
+    found = np.asarray(run.predict({"audio": audio}))
+    for n in range(3):  # each target is learnt, whatever its unit
+        assert np.corrcoef(found[:, n], targets[:, n])[0, 1] > 0.9
+
+
+def test_a_target_that_float32_cannot_tell_apart_is_refused() -> None:
+    seconds = 1.7e9 + np.arange(60.0)
+    with pytest.raises(DataError, match=r"target 0 .* float32 cannot tell its values apart. Subtract a constant"):
+        polyfed.make_recipe({"audio": np.eye(60)}, labels=seconds)

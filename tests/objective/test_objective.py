@@ -262,7 +262,7 @@ def test_the_task_is_learnt_and_predictions_give_the_metrics(kind: str, tmp_path
     for run in (done, polyfed.load_run(tmp_path / "run"), polyfed.load_model(done.export(tmp_path / "model"))):
         found = run.predict(x)
         task = done.models.task
-        inner = (found - getattr(task, "shift", 0.0)) / getattr(task, "scale", 1.0)
+        inner = (found - (getattr(task, "shift", 0.0) or 0.0)) / (getattr(task, "scale", 1.0) or 1.0)
         again = task.measured(task.sums(inner, batch(table.label[rows])))
         assert again[score] == pytest.approx(after, abs=1e-5)
     page = (tmp_path / "run" / "report.html").read_text()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laws.rows import PROTOTYPES
-from polyfed.algorithms.cmsfed.messages import Report
+from polyfed.algorithms.cmsfed.cmsfed import Report
 from polyfed.algorithms.cmsfed.selection import Choice
 from polyfed.core.messages import map_fields
 from polyfed.core.tree import SHARED, Tree, block_of, select

@@ -22,7 +22,7 @@ from laws.test_laws import params, world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.data import Columns
-from polyfed.engines.machine.gpu_memory import _with_entries
+from polyfed.engines.machine.gpu import _with_entries
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train

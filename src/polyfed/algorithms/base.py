@@ -41,7 +41,7 @@ import torch
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, cut, message
-from polyfed.core.request import Send
+from polyfed.core.request import HeldOut, Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, parts, task
 from polyfed.core.tree import Tree
@@ -272,10 +272,10 @@ class Algorithm(ABC):
 
         Args:
             task: the task's name.
-            tested: whether some clients have their own test rows.
+            tested: whether some clients have their own test rows, or their own validation rows if they are scored.
         """
         if task == Algorithm.score_own.__name__:
-            return tested and self.evaluation.personal
+            return tested and (self.evaluation.personal or self.evaluation.own_validation)
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -426,16 +426,23 @@ class Algorithm(ABC):
 
     # evaluation
 
+    @property
+    def evaluates_more_at_end(self) -> bool:
+        """Whether `evaluate` does more after the last round, so that it runs again if [stop] ends the run."""
+        return False
+
     def evaluate(self, state: Any, fed: Federation) -> Measured:
         """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
         params = self.global_params(state) if fed.evaluation_clients else None
         measured = {} if params is None else self.evaluate_globally(params, fed)
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        group, accuracies = self.evaluate_personally(
-            fed, self.evaluation_message(state, fed, self.evaluation.asked(fed))
-        )
-        return Measured(measured | {"personal": group}, accuracies)
+        accuracies: dict[int, float] = {}
+        if self.evaluation.personal and fed.clients.tested:
+            send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
+            measured["personal"], accuracies = self.evaluate_personally(fed, send)
+        if self.evaluation.own_validation and fed.clients.validated:
+            send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
+            measured["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
+        return Measured(measured, accuracies)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
@@ -472,9 +479,13 @@ class Algorithm(ABC):
         """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""
         return {}
 
-    def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
-        """Evaluate clients' models. Return the group `personal` of result.json, and the score of each client."""
-        return self.over_clients(fed.ask(self.score_own, self.evaluation.asked(fed), send, accept=possible(fed)), fed)
+    def evaluate_personally(
+        self, fed: Federation, send: Send, held_out: HeldOut = "test"
+    ) -> tuple[dict[str, float], dict[int, float]]:
+        """Evaluate clients' models on their own rows. Return a group of result.json, and the score of each client."""
+        asked = self.evaluation.asked(fed, held_out)
+        replies = fed.ask(self.score_own, asked, send, accept=possible(fed), held_out=held_out)
+        return self.over_clients(replies, fed)
 
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.

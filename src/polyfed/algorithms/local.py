@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import Algorithm, Broadcast
@@ -116,6 +117,11 @@ class Local(Algorithm):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow model uploads only for the server evaluation, and only if the policy allows them."""
         return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
+
+    @property
+    @override
+    def evaluates_more_at_end(self) -> bool:
+        return self.global_test == "last"
 
     def evaluate(self, state: State, fed: Federation) -> Measured:
         """Evaluate every client's own model on the client's own test rows and on the server's test rows."""

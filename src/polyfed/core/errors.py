@@ -116,3 +116,19 @@ def counted(count: int, one: str, many: str) -> str:
     ('1 row has', '1,200 rows')
     """
     return f"{count:,} {one if count == 1 else many}"
+
+
+def require(ok: bool, where: str, value: object, allowed: str) -> None:
+    """Check a value of a recipe.
+
+    Args:
+        ok: Whether the value is allowed.
+        where: The recipe key, such as `data.modalities`.
+        value: The value.
+        allowed: What is allowed, in words.
+
+    Raises:
+        RecipeError: `ok` is false; the message contains the other three arguments.
+    """
+    if not ok:
+        raise RecipeError(f"{where} = {value!r}; allowed: {allowed}", tuple(where.split(".")))

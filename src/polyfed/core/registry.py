@@ -91,6 +91,11 @@ def only(allowance: Allowance) -> Iterator[None]:
         _ALLOWANCE.reset(token)
 
 
+def restricted() -> bool:
+    """Whether the recipe comes from somebody else, because this code runs inside of a `with only(...)` block."""
+    return _ALLOWANCE.get() is not None
+
+
 def check_import(path: str) -> None:
     """Refuse to import a class that the owner of this device has not allowed.
 

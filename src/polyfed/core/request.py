@@ -5,7 +5,7 @@ This file also has the keys from which the clients of a request draw random numb
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -24,6 +24,12 @@ Send = Message | Mapping[int, Message]
 """The messages of a request: one message for all clients, or one for each client."""
 
 
+HeldOut = Literal["test", "validation"]
+"""Own rows of a client that it does not train on."""
+
+HELD_OUT: tuple[HeldOut, ...] = get_args(HeldOut)
+
+
 @dataclass(frozen=True)
 class Request:
     """One question of the server to some clients.
@@ -37,6 +43,8 @@ class Request:
         seed: seed of the run.
         turn: a number from which a client derives its random key, together with the round and the seed. In two
             requests of one round with the same turn, a client therefore draws the same random numbers.
+        held_out: which own rows of a client `ClientData.test` has in this request: its `test` rows, or its
+            `validation` rows.
         enough: number of replies after which the request closes. None means that the server waits for all replies.
         got: the type of message that the task receives.
         reply: the type of message that the task declares as its reply.
@@ -52,6 +60,7 @@ class Request:
     seed: int
     turn: int = 0
     enough: int | None = None
+    held_out: HeldOut = "test"
     got: type[Message] = field(init=False)
     reply: type[Message] = field(init=False)
     scope: str = field(init=False)

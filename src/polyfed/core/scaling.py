@@ -10,8 +10,9 @@ from torch import Tensor
 class Scaling(NamedTuple):
     """The numbers that turn stored samples of a modality into the input of a model: (x - shift) / scale.
 
-    Both are float32 tensors that broadcast over one sample: of shape (F,) or (1, F) for features along the last axis,
-    and (C, 1, 1) for the channels of an image. If polyfed standardised the modality, `shift` holds the means and
+    Both broadcast over one sample: of shape (F,) or (1, F) for features along the last axis, and (C, 1, 1) for the
+    channels of an image. The scale is float32. The shift is float32, or float64 for values that float32 cannot tell
+    apart, such as times in milliseconds since 1970. If polyfed standardised the modality, `shift` holds the means and
     `scale` the deviations of the training rows, in the unit of the stored values.
     """
 
@@ -19,12 +20,20 @@ class Scaling(NamedTuple):
     scale: Tensor
 
     def applied(self, x: Tensor) -> Tensor:
-        """Return the scaled samples, float32 (n, *shape), for stored samples (n, *shape) of any real type."""
-        return (x.to(torch.float32) - self.shift.to(x.device)) / self.scale.to(x.device)
+        """Return the scaled samples, float32 (n, *shape), for stored samples (n, *shape) of any real type.
+
+        In sequences (T, F), time steps that are all zero are padding and stay zero.
+        """
+        shift, scale = self.shift.to(x.device), self.scale.to(x.device)
+        moved = (x.to(shift.dtype) - shift).to(torch.float32)
+        if x.dim() == 3 and shift.dim():
+            moved = torch.where(x.ne(0).any(-1, keepdim=True), moved, torch.zeros_like(moved))
+        return moved / scale
 
     def as_lists(self) -> dict[str, Any]:
-        """Return both tensors as nested lists of numbers, for a JSON file."""
-        return {name: value.tolist() for name, value in self._asdict().items()}
+        """Return both tensors as nested lists of numbers for a JSON file, with the type of a shift in float64."""
+        wide = {"dtype": "float64"} if self.shift.dtype == torch.float64 else {}
+        return {name: value.tolist() for name, value in self._asdict().items()} | wide
 
     @classmethod
     def read(cls, value: Mapping[str, Any], shape: tuple[int, ...]) -> "Scaling":
@@ -38,7 +47,12 @@ class Scaling(NamedTuple):
             ValueError: an entry is not finite or does not broadcast over a sample, or the scale is not positive.
             KeyError, TypeError: an entry is missing, or does not consist of numbers.
         """
-        found = cls(*(torch.as_tensor(value[name], dtype=torch.float32) for name in cls._fields))
+        shift = value["shift"]
+        wide = shift.dtype == torch.float64 if isinstance(shift, Tensor) else value.get("dtype") == "float64"
+        found = cls(
+            torch.as_tensor(shift, dtype=torch.float64 if wide else torch.float32),
+            torch.as_tensor(value["scale"], dtype=torch.float32),
+        )
         for name, numbers in found._asdict().items():
             fits = numbers.dim() <= len(shape) and all(
                 side in (1, wanted) for side, wanted in zip(reversed(numbers.shape), reversed(shape), strict=False)

@@ -83,6 +83,29 @@ def check_ranges(section: str, spec: object) -> None:
     problems.raise_all()
 
 
+def check_shares(section: str, option: str, given: Mapping[str, float] | float | None, within: Within) -> None:
+    """Check an option that holds one share, or a share for each modality. None is allowed.
+
+    Raises:
+        RecipeError: shares are outside of the range. The text gives section, option, modality and the allowed values.
+    """
+    problems = Problems()
+    for name, share in (given if isinstance(given, Mapping) else {"": given}).items():
+        if share is None and not isinstance(given, Mapping):
+            continue
+        number = isinstance(share, Real) and not isinstance(share, bool)
+        if not number or not math.isfinite(share) or not within.holds(share):  # type: ignore[arg-type]
+            place = f"{option}.{name}" if isinstance(given, Mapping) else option
+            text = f"{section} {place} = {share!r}: must be a share {within.words}"
+            problems.add(RecipeError(text, key_of(section, option)))
+    problems.raise_all()
+
+
+def share_of(given: Mapping[str, float] | float, modality: str) -> float:
+    """Return the share of a modality, from an option that holds one share, or a share for each modality."""
+    return float(given.get(modality, 0.0)) if isinstance(given, Mapping) else float(given)
+
+
 def _outside(value: Any, within: Within) -> str:
     """Return an error text if the value is outside of its range, or "" if it is inside the range or is None."""
     if value is None or (math.isfinite(value) and within.holds(value)):

@@ -17,6 +17,8 @@ MEANINGS: dict[str, str] = {
     "train.weight_decay": "wd l2 decay l2_reg",
     "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip max_norm local_max_grad_norm clip_grad_norm",
     "train.lr_schedule": "scheduler lr_scheduler learning_rate_schedule lr_decay",
+    "train.modality_dropout": "modality_drop moddrop modality_dropout_rate modality_drop_rate modal_dropout"
+    " modality_drop_prob modality_dropout_prob drop_modality",
     "train.beta1": "betas adam_beta1",
     "train.beta2": "adam_beta2",
     "train.eps": "adam_epsilon epsilon",
@@ -30,6 +32,10 @@ MEANINGS: dict[str, str] = {
     "clients.min_size": "min_partition_size min_samples min_rows",
     "clients.classes_per_client": "num_classes_per_partition classes_per_user shards_per_client num_classes_per_client",
     "clients.missing": "missing_rate missing_ratio missing_modality missing_modalities modality_missing",
+    "clients.missing_rows": "sample_missing_rate modality_missing_rate missing_modality_rate row_missing_rate"
+    " sample_missing_ratio missing_row_rate",
+    "clients.missing_rows_test": "test_missing_rate missing_rate_test test_missing_ratio",
+    "clients.missing_rows_pattern": "missing_pattern missing_type missing_mechanism",
     "clients.validation": "val_fraction val_split validation_split val_ratio",
     "clients.personal_test": "local_test test_fraction local_test_fraction",
     "rounds": "n_rounds num_rounds nrounds num_server_rounds comm_round comm_rounds communication_rounds"

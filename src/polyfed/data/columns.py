@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 
 OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
 """Codes of `Columns.split_personal`. A guard row is left out because it overlaps a test row, as in sliding windows."""
+
+Standardise = bool | Literal["uneven"] | tuple[str, ...]
+"""Which modalities are standardised; see `Columns.standardise`."""
 
 _CHUNK = 1 << 22  # entries read at a time: 16 MiB as float32, whatever the size of the file
 
@@ -37,12 +41,15 @@ class Column:
         scale: The shifted values are divided by this tensor, which broadcasts over one sample. None means 1.
         index: int64 (N,), for each row, the position of its entry in `values`, if several rows share an entry. None
             means that row i uses entry i.
+        blank: bool (N,), rows that read as zeros, whatever their entry is. None means that there are no such rows. It
+            takes the modality from rows without a copy of the values, which may be memory-mapped.
     """
 
     values: Tensor
     shift: Tensor | None = None
     scale: Tensor | None = None
     index: Tensor | None = None
+    blank: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values if self.index is None else self.index)
@@ -58,7 +65,7 @@ class Column:
         return self.values.nbytes + (0 if self.index is None else self.index.nbytes)
 
     def raw(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """The stored values of `rows`, before shift and scale.
+        """The stored values of `rows`, before shift and scale, and zeros for blank rows.
 
         Args:
             rows: int64 (...), on any device; or a list or an array of row numbers.
@@ -71,10 +78,15 @@ class Column:
         own = rows.to(self.values.device)
         entries = own if self.index is None else self.index[own]
         if not self.values.is_contiguous():
-            return self.values[entries].to(rows.device)
-        # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
-        picked = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
-        return picked.view((*entries.shape, *self.shape)).to(rows.device)
+            picked = self.values[entries].to(rows.device)
+        else:
+            # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
+            flat = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
+            picked = flat.view((*entries.shape, *self.shape)).to(rows.device)
+        if self.blank is None:
+            return picked
+        blank = self.blank[rows.to(self.blank.device)].to(rows.device)
+        return picked.masked_fill(blank.view(*rows.shape, *(1,) * len(self.shape)), 0)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the samples of `rows`, shifted and scaled.
@@ -83,14 +95,17 @@ class Column:
             rows: int64 (...); `torch.func.vmap` may batch it.
 
         Returns:
-            float32 (..., *shape).
+            float32 (..., *shape). In sequences (T, F), time steps that are all zero are padding and stay zero.
         """
-        x = self.raw(rows).to(torch.float32)
-        if self.shift is not None:
-            x = x - self.shift
-        if self.scale is not None:
-            x = x / self.scale
-        return x
+        raw = self.raw(rows)
+        if self.shift is None:
+            x = raw.to(torch.float32)
+        else:
+            # a shift is float64 where float32 could not tell the values apart: the rounding comes after it
+            x = (raw.to(self.shift.dtype) - self.shift).to(torch.float32)
+            if len(self.shape) == 2:
+                x = torch.where(raw.ne(0).any(-1, keepdim=True), x, 0.0)
+        return x if self.scale is None else x / self.scale
 
     def to(self, device: torch.device | str, *, features: bool = True) -> "Column":
         """Return the same column for rows on another device.
@@ -99,10 +114,13 @@ class Column:
             device: the device on which `take` is to return samples.
             features: whether the stored values move there. If not, `raw` copies the values of its rows in each call.
         """
-        shift, scale = (None if t is None else t.to(device) for t in (self.shift, self.scale))
-        if not features:
-            return replace(self, shift=shift, scale=scale)
-        return Column(self.values.to(device), shift, scale, None if self.index is None else self.index.to(device))
+        names = ("shift", "scale", "blank", *(("values", "index") if features else ()))
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: t.to(device) for name, t in found.items() if t is not None})
+
+    def without(self, rows: Tensor) -> "Column":
+        """Return the same column, in which the rows that are true in `rows`, bool (N,), read as zeros."""
+        return replace(self, blank=rows if self.blank is None else self.blank | rows)
 
 
 @dataclass(frozen=True)
@@ -127,6 +145,8 @@ class Columns:
             `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
+        standardise: The modalities whose features `populate` is to standardise over the rows that train: True for all,
+            False for none, a tuple of their names, or "uneven" for those whose features differ in size; see `fitted`.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -146,6 +166,7 @@ class Columns:
     labelled: bool = True
     numbered: bool = False
     notes: tuple[str, ...] = ()
+    standardise: Standardise = False
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -165,7 +186,7 @@ class Columns:
         self._check_codes("split", self.split, LEFT_OUT, "0 train, 1 test, 2 validation, 3 left out")
         if self.split_personal is not None:
             self._check_codes("split_personal", self.split_personal, GUARD, "0 train, 1 test, 2 guard row")
-        for modality in self.present:
+        for modality in (*self.present, *(self.standardise if isinstance(self.standardise, tuple) else ())):
             self.column(modality)
 
     def __len__(self) -> int:
@@ -198,7 +219,7 @@ class Columns:
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
         parts = {"label": self.label, "split": self.split, "ids": self.ids, "client": self.client}
         parts |= {f"{name}.present": mask for name, mask in self.present.items()}
-        parts |= {f"{name}.x": column.take(some) for name, column in self.modalities.items()}
+        parts |= {f"{name}.x": column.raw(some) for name, column in self.modalities.items()}
         for name, part in parts.items():
             if part is not None:
                 sha.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())
@@ -218,6 +239,17 @@ class Columns:
             label=self.label.to(device),
             present={name: mask.to(device) for name, mask in self.present.items()},
         )
+
+    def without(self, lost: Mapping[str, Tensor]) -> "Columns":
+        """Return the table after rows lost modalities.
+
+        Args:
+            lost: modality -> bool (N,), the rows that lose it.
+        """
+        there = {name: ~rows for name, rows in lost.items()}
+        there = {name: self.present[name] & kept if name in self.present else kept for name, kept in there.items()}
+        fewer = {name: self.modalities[name].without(rows) for name, rows in lost.items()}
+        return replace(self, modalities={**self.modalities, **fewer}, present={**self.present, **there})
 
     def with_modalities(self, modalities: Mapping[str, Column]) -> "Columns":
         """Return the same table with these columns. They may hold only some rows, and in other memory."""

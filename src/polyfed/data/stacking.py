@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data.columns import Column, Columns
+from polyfed.data.columns import Column, Columns, Standardise
 
 
 def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
@@ -46,7 +46,25 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
         masks = [columns.present[part] for part in names if part in columns.present]
         if masks:
             present[name] = torch.stack(masks).all(0)
-    return replace(columns, modalities=rest | made, present=present)
+    return replace(columns, modalities=rest | made, present=present, standardise=_standardise(columns, stack))
+
+
+def _standardise(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Standardise:
+    """Return the modalities to standardise, under their names after the concatenation."""
+    if not isinstance(columns.standardise, tuple):
+        return columns.standardise
+    found = [name for name in columns.standardise if not any(name in names for names in stack.values())]
+    for name, names in stack.items():
+        if some := [part for part in names if part in columns.standardise]:
+            if len(some) < len(names):
+                other = next(part for part in names if part not in some)
+                raise RecipeError(
+                    f"data.standardise names '{some[0]}', and not '{other}', which data.stack.{name} joins with it. "
+                    "Name all of its parts, or none",
+                    ("data", "standardise"),
+                )
+            found.append(name)
+    return tuple(found)
 
 
 def _column(columns: Columns, name: str, names: Sequence[str]) -> Column:
@@ -76,6 +94,7 @@ def _norms(norms: Sequence[Tensor | None], parts: Sequence[Column], flat: bool, 
     """
     if all(norm is None for norm in norms):
         return None
-    wide = [torch.tensor(neutral) if norm is None else norm for norm in norms]
+    kind = torch.float64 if any(norm is not None and norm.dtype == torch.float64 for norm in norms) else torch.float32
+    wide = [torch.tensor(neutral, dtype=kind) if norm is None else norm.to(kind) for norm in norms]
     whole = [norm.broadcast_to(part.shape)[None] for norm, part in zip(wide, parts, strict=True)]
     return torch.cat([_shaped(norm, flat)[0] for norm in whole])

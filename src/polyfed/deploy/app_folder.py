@@ -13,8 +13,9 @@ import tomli_w
 from torch import nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Columns, Population, stacked
-from polyfed.data.columns import OWN_TEST, TEST
+from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.deploy.device.arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
 from polyfed.experiment.checks.check import refuse_large
@@ -22,9 +23,13 @@ from polyfed.experiment.checks.privacy_faults import refuse_app
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, population_of
+from polyfed.experiment.running.warm_start import COPY, given_of, write_copy
 from polyfed.federation.attack import refuse_deployed
 from polyfed.model import Custom, user_classes
 from polyfed.privacy.egress.policy import Policy
+
+MOST_BYTES = 9_000_000
+"""The largest warm start of an app. Flower accepts apps of at most 10 MB."""
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
@@ -64,6 +69,8 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
         PolyfedError: the recipe is wrong, its replies are too large, or the folder holds other files.
     """
     recipe, folder = load_recipe(recipe_path), Path(folder)
+    given = given_of(recipe)
+    _refuse_heavy(recipe, given)
     _check(recipe, warn)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
         raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
@@ -71,9 +78,24 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _refuse_another(folder, project["project"]["name"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / APP).write_text(_APP, encoding="utf-8")
+    write_copy(given, folder)
     (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
     return folder
+
+
+def _refuse_heavy(recipe: Recipe, given: Tree) -> None:
+    """Refuse a warm start that is too large for an app.
+
+    Raises:
+        RecipeError: the values take more bytes than Flower accepts in an app.
+    """
+    if (size := size_bytes(given)) > MOST_BYTES:
+        raise RecipeError(
+            f"[model] init = '{recipe.model.init}' takes {size:,} bytes, and an app, which carries it to the devices, "
+            f"holds at most {MOST_BYTES:,}. Take fewer blocks: init_blocks",
+            ("model", "init"),
+        )
 
 
 def _refuse_another(folder: Path, name: str) -> None:
@@ -163,8 +185,10 @@ def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
 
 def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np.ndarray]:
     columns, train = population.columns, population.train[client]
-    own = train[:0] if population.test is None else population.test[client]
-    rows = np.concatenate([train.numpy(), own.numpy()])
+    own, validation = (
+        train[:0] if shards is None else shards[client] for shards in (population.test, population.own_validation)
+    )
+    rows = np.concatenate([train.numpy(), own.numpy(), validation.numpy()])
     arrays: dict[str, np.ndarray] = {}
     for name in population.modalities(client):
         arrays[name] = columns.modalities[name].take(train.new_tensor(rows)).numpy()
@@ -173,7 +197,7 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
     names = array_names(recipe)
     arrays[names["label"]] = columns.label.numpy()[rows]
     arrays[names["ids"]] = columns.ids.numpy()[rows]
-    arrays[names["split"]] = np.repeat([0, TEST], [len(train), len(own)])
+    arrays[names["split"]] = np.repeat([0, TEST, VALIDATION], [len(train), len(own), len(validation)])
     if names["class_names"] != standard("class_names") and columns.class_names:
         arrays[names["class_names"]] = np.array(columns.class_names)
     assert TEST == OWN_TEST == 1
@@ -196,7 +220,7 @@ def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
             "flwr": {
                 "app": {
                     "publisher": "polyfed",
-                    "fab-include": [APP, RECIPE],
+                    "fab-include": [APP, RECIPE, *([COPY] if recipe.model.init else [])],
                     "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
                     "config": config,
                 }

@@ -41,6 +41,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of, with_task
 from polyfed.experiment.running.assembly import initial_of, model_of, population_of
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.warm_start import given_of
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import Ledger
@@ -84,7 +85,7 @@ class Simulated:
         if self.token not in _RUNTIMES:
             torch.set_num_threads(1)  # each client has one CPU, so more threads per process would slow each other down
             population = population_of(self.recipe)
-            recipe = with_task(self.recipe, population.columns)
+            recipe = with_task(self.recipe, population.columns, population.train.rows)
             policy = Policy.parse(recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
@@ -169,7 +170,15 @@ class Deployed:
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
-                recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
+                recipe,
+                population,
+                facts,
+                policy,
+                node.folder,
+                relay=relay,
+                limits=limits,
+                required=required,
+                app=self.recipe_path.parent,
             )
             runtime.conditions = conditions
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
@@ -214,6 +223,7 @@ def runtime_of(
     relay: bool | None = None,
     limits: Limits = NO_LIMITS,
     required: Requirements = NO_REQUIREMENTS,
+    app: Path | None = None,
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
 
@@ -227,13 +237,15 @@ def runtime_of(
             simulation, the recipe's setting applies.
         limits: the limits that a device sets.
         required: the protection that a device demands.
+        app: the folder of the recipe's app, which may hold the values of a warm start.
     """
     recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
-    model = model_of(recipe, facts.shapes, facts.num_classes, told)
+    given = given_of(recipe, app)
+    model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
     own = relay is not None
     emit = Emitter([log_event] if own else [])
-    parts = (population, model, recipe.algorithm, initial_of(recipe, model))
+    parts = (population, model, recipe.algorithm, initial_of(recipe, model, given))
     objective, ledger = task_of(recipe), Ledger("none")
     engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
     engine.limits, engine.required, engine.on_device = limits, required, own

@@ -11,16 +11,17 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
-from polyfed.core.request import Request, Send, client_key, noise_key
+from polyfed.core.request import HeldOut, Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
-from polyfed.data import Population
+from polyfed.data import Population, Shards
 from polyfed.engines.machine.allocator import keep_freed_memory
-from polyfed.engines.machine.gpu_memory import placed, with_rows
+from polyfed.engines.machine.gpu import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
+from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
@@ -51,6 +52,10 @@ class Method(Asking, Protocol):
     @property
     def train(self) -> Train:
         """The [train] section: how clients train."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The [evaluate] section: when and how models are evaluated."""
 
     @property
     def secure_aggregation(self) -> SecureAggregation | None:
@@ -214,9 +219,9 @@ class Engine(ABC):
         evaluated = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
         return evaluated[client] if client < 0 else self.population.train[client]
 
-    def test_rows(self, client: int) -> Tensor:
-        """Return the indices of the client's own test rows. Evaluation clients have none."""
-        own = self.population.test
+    def own_rows(self, client: int, held_out: HeldOut) -> Tensor:
+        """Return the indices of the client's own test or validation rows. Evaluation clients have none."""
+        own = held_out_of(self.population, held_out)
         return self.population.test_rows[:0] if own is None or client < 0 else own[client]
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
@@ -241,10 +246,16 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             policy = self.with_model(self.policy.for_client(modalities))
-            parts = policy, bool(self.registry.tested), PrivateNames.of(self.algorithm, self.model)
+            parts = policy, self._asks_own, PrivateNames.of(self.algorithm, self.model)
             demand = self.required, self.privacy
             self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
         return self._announcements[modalities]
+
+    @property
+    def _asks_own(self) -> bool:
+        """Whether the server may ask for scores on own test rows or on own validation rows of a client."""
+        asks = self.algorithm.evaluation.own_validation
+        return bool(self.registry.tested) or (asks and bool(self.registry.validated))
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
         """Pass the message through the client's gate, then run the task on this client alone; see `run_received`."""
@@ -264,7 +275,7 @@ class Engine(ABC):
         """
         context = self.context(client)
         node = self.node((client,), context)
-        rows, tests = self.rows(client), self.test_rows(client)
+        rows, tests = self.rows(client), self.own_rows(client, request.held_out)
         view = SingleClientData(
             columns=with_rows(self.columns, [rows, tests], context.modalities, self.device),
             index=rows.to(self.device),
@@ -327,6 +338,11 @@ class Engine(ABC):
 
     def _to_device(self, msg: Any) -> Any:
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
+
+
+def held_out_of(population: Population, held_out: HeldOut) -> Shards | None:
+    """Return the own test rows or the own validation rows of all clients, or None if no client has any."""
+    return population.test if held_out == "test" else population.own_validation
 
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:

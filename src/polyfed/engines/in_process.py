@@ -21,7 +21,7 @@ from polyfed.federation.clock import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 UNIT_FLOPS = 1e8
 """Floating-point operations of local training that justify a worker process. They take about 20 ms of one core for the
@@ -243,6 +243,7 @@ def _refuse_missing_rows(population: Population, algorithm: Method) -> None:
     if lacking:
         raise RecipeError(
             f"data '{population.columns.name}': some rows of a client lack {', '.join(lacking)} "
-            f"('{lacking[0]}_present'), and {type(algorithm).__name__} takes every row of a client for complete. Leave "
-            "such rows out, or give them to clients of their own, which [clients] missing or holdings says lack it"
+            f"('{lacking[0]}_present', or [clients] missing_rows), and {type(algorithm).__name__} takes every row of a "
+            "client for complete. Leave such rows out, or give them to clients of their own, which [clients] missing "
+            "or holdings says lack it. Test rows may lack modalities, as with [clients] missing_rows_test"
         )

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import BadReply
-from polyfed.core.request import Request
+from polyfed.core.request import HELD_OUT, Request
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
@@ -89,11 +89,13 @@ class Facts:
         shapes: shape of a sample by modality, in the federation's order.
         num_classes: number of classes, or number of targets if the objective has no classes.
         frozen: digest of the model's frozen parameters and constant buffers. Every client makes these locally.
+        standardise: the modalities that every device standardises with the statistics of its own rows.
     """
 
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
     frozen: str = ""
+    standardise: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, header: Header) -> "Facts":
@@ -103,10 +105,17 @@ class Facts:
             BadReply: the facts are missing or malformed.
         """
         match header.get("facts"):
-            case {"shapes": dict(shapes), "num_classes": int(num_classes), "frozen": str(frozen)} if num_classes > 0:
+            case {
+                "shapes": dict(shapes),
+                "num_classes": int(num_classes),
+                "frozen": str(frozen),
+                "standardise": list() | tuple() as scaled,
+            } if num_classes > 0:
                 whole = all(isinstance(shape, list | tuple) for shape in shapes.values())
-                if whole and all(type(n) is int and n > 0 for shape in shapes.values() for n in shape):
-                    return cls({str(name): tuple(shape) for name, shape in shapes.items()}, num_classes, frozen)
+                sized = whole and all(type(n) is int and n > 0 for shape in shapes.values() for n in shape)
+                if sized and all(isinstance(name, str) for name in scaled):
+                    named = {str(name): tuple(shape) for name, shape in shapes.items()}
+                    return cls(named, num_classes, frozen, tuple(scaled))
         raise BadReply("carries no facts about the federation that can be read")
 
 
@@ -120,8 +129,10 @@ class Enrolment:
         modalities: the modalities of the client.
         silo: number of the client's silo, or None.
         tested: whether the client has test rows of its own.
+        validated: whether the client has validation rows of its own.
         shapes: shape of a sample by modality.
         num_classes: the client's largest label plus one, or the number of targets of a row.
+        uneven: the modalities whose features differ in size there, if [data] standardise is "uneven".
     """
 
     client: int
@@ -131,6 +142,8 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    validated: bool = False
+    uneven: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -147,6 +160,8 @@ class Enrolment:
         found._check_numbers()
         if not found.modalities or set(found.modalities) != set(found.shapes):
             raise BadReply("enrolled without modalities, or with modalities that have no shape")
+        if not set(found.uneven) <= set(found.modalities):
+            raise BadReply("enrolled with uneven features of a modality that it does not have")
         if strange := [name for name in found.modalities if not NAME.fullmatch(name)]:
             raise BadReply(f"enrolled with a modality whose name cannot be used: {strange[0]!r:.80}")
         return found
@@ -259,7 +274,9 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
             earlier one, so clients may delete older local states. `modalities` are the client's modalities according to
             the server.
     """
-    about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    about: Header = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    if request.held_out != HELD_OUT[0]:
+        about["held_out"] = request.held_out
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
     return Packet(header | content.header, content.body)
 

@@ -85,7 +85,8 @@ class Remote(Engine):
         self.transport, self.terms = transport, terms
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent))
+        scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
+        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled)
         if self.clock is not None:
             raise RecipeError("[network] is simulated time; the flower engine runs in real time. Remove the section")
         self._refuse_silos()

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from polyfed.engines.machine.gpu_memory import total_bytes
+from polyfed.engines.machine.gpu import total_bytes
 
 STACK_BYTES = 512 * 2**20
 """Memory budget of a stack on a CPU, in bytes, for the parameters, gradients, optimiser moments and batches of all its
@@ -17,7 +17,7 @@ clients. 512 MiB keep two cores busy and fit into the memory of a laptop (measur
 
 GPU_SHARE = 0.25
 """Share of a GPU's memory that is the memory budget of a stack. The features of the data set may take half of the
-memory (`engines/machine/gpu_memory.py`), and the replies and the results of single operations need the rest."""
+memory (`engines/machine/gpu.py`), and the replies and the results of single operations need the rest."""
 
 STACK_FLOPS = 5e8
 """Floating-point operations of local training that are worth a stack of their own. With 1.9e8 operations in each of two

@@ -22,8 +22,9 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
+from polyfed.engines.base import held_out_of
 from polyfed.engines.in_process import InProcess
-from polyfed.engines.machine.gpu_memory import with_rows
+from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
@@ -185,7 +186,7 @@ class Vectorised(InProcess):
 
     def _view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
         """Return a constructor of the clients' datasets under `vmap`. It lacks only the argument `lane`."""
-        train, tests = self.population.train, self.population.test
+        train, tests = self.population.train, held_out_of(self.population, request.held_out)
         rows, own = Rows.of(train, group), None if tests is None else Rows.of(tests, group)
         read = [part.index for part in (rows, own) if part is not None]
         modalities = self.context(group[0]).modalities

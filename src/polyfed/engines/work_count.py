@@ -12,7 +12,7 @@ from polyfed.federation.clock import TRAINING_PASSES, Count
 from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult
 from polyfed.training.optimisers import Train
-from polyfed.training.step_counts import rows_trained
+from polyfed.training.step_plan import rows_trained
 
 
 class MeteredClientData(ClientData):

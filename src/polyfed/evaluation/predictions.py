@@ -67,8 +67,9 @@ def predict(
     with torch.no_grad():
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
             numbers = rows.to(place)
-            samples = {m: given[m][rows.to(given[m].device)].to(place, torch.float32) for m in used}
+            samples = {m: given[m][rows.to(given[m].device)].to(place) for m in used}
             samples |= {m: by.applied(samples[m]) for m, by in (scaling or {}).items() if m in samples}
+            samples = {m: value.to(torch.float32) for m, value in samples.items()}
             known = {m: there[m][rows.to(there[m].device)].to(place) for m in used if m in there}
             batch = Batch(x=samples, y=torch.zeros_like(numbers), rows=numbers, present=known)
             by_modality = objective.BY_MODALITY

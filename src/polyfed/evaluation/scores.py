@@ -16,7 +16,7 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, READ, Message, carries, message
-from polyfed.core.request import Accept
+from polyfed.core.request import Accept, HeldOut
 from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.federation.context import ClientContext
@@ -94,6 +94,9 @@ class Evaluation:
         clients: number of clients that evaluate on their own test rows. Each evaluation draws them anew, uniformly and
             without replacement. If None, every client with test rows evaluates, which takes long if there are hundreds
             of thousands of clients.
+        own_validation: whether clients also score the model on their own validation rows, for the group
+            `personal_validation`. In a deployment, these are the rows of split 2 of a device. `[stop] metric =
+            "personal_validation.weighted"` sets this option.
         unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
             OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
             nearest mean of the modality's features over the training rows. Every client sends these class means before
@@ -105,6 +108,7 @@ class Evaluation:
     personal: bool = True
     clients: Annotated[int | None, AT_LEAST_ONE] = None
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
+    own_validation: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -118,9 +122,9 @@ class Evaluation:
         """Return whether to evaluate round number `round` of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)
 
-    def asked(self, fed: Federation) -> Sequence[int]:
-        """Return the clients that evaluate on their own test rows in this round, in ascending order."""
-        tested = fed.clients.tested
+    def asked(self, fed: Federation, held_out: HeldOut = "test") -> Sequence[int]:
+        """Return the clients that evaluate on their own test or validation rows in this round, in ascending order."""
+        tested = fed.clients.tested if held_out == "test" else fed.clients.validated
         if self.clients is None or self.clients >= len(tested):
             return tested
         places = keys.choice(keys.key(fed.seed, "evaluated", fed.round), len(tested), self.clients)

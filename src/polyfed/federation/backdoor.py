@@ -83,7 +83,7 @@ class Trigger:
             wanted = wanted.round().clamp(limits.min, limits.max)
         flat = values.reshape(len(values), -1)
         flat[:, -self.size :] = wanted.to(values.dtype).reshape(1, -1)[:, -self.size :]
-        return replace(column, values=flat.view(values.shape), index=None)
+        return replace(column, values=flat.view(values.shape), index=None, blank=None)
 
     def planted(self, column: Column, rows: Tensor) -> Column:
         """Return a copy of the column in which these rows have the trigger. The given column does not change."""

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from polyfed.core.tree import SHARED
-from polyfed.data import Population
+from polyfed.data import Population, Shards
 
 TEST, VALIDATION = -1, -2
 """Numbers of the evaluation clients: pseudo-clients that hold the server's own test and validation rows. They run only
@@ -78,6 +78,7 @@ class ClientRegistry:
         holds: bool (K, M). An entry is True if the client of its row has the modality of its column.
         silo: the silo of each client, int64 (K,), or None if the federation has no silos.
         tested: clients that have test rows of their own.
+        validated: clients that have validation rows of their own.
         limited: clients whose number of rows in `num_rows` is smaller than the number that they reported. The option
             `rows_cap` of the [engine] section sets this limit.
         eligible: clients that have training rows. The server never asks other clients to train.
@@ -89,6 +90,7 @@ class ClientRegistry:
     silo: Tensor | None = None
     tested: Sequence[int] = ()
     limited: frozenset[int] = frozenset()
+    validated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Compute `eligible` once instead of in every round."""
@@ -129,13 +131,16 @@ class ClientRegistry:
 
 def registry_of(population: Population) -> ClientRegistry:
     """Make the client registry of a population."""
-    own = population.test
-    tested = () if own is None else ClientNumbers(own.sizes > 0)
     return ClientRegistry(
         modalities=tuple(population.columns.modalities),
         num_rows=population.train.sizes,
         holds=population.holds,
         silo=population.silo,
-        tested=tested,
+        tested=_with_rows(population.test),
         limited=population.limited,
+        validated=_with_rows(population.own_validation),
     )
+
+
+def _with_rows(own: Shards | None) -> Sequence[int]:
+    return () if own is None else ClientNumbers(own.sizes > 0)

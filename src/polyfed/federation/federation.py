@@ -16,7 +16,7 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
-from polyfed.core.request import Accept, Request, Send, Task, contiguous
+from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tasks import path_of, types_of
@@ -133,6 +133,7 @@ class Federation:
         accept: Accept | None = None,
         enough: int | None = None,
         secure: bool = True,
+        held_out: HeldOut = "test",
     ) -> Replies:
         """Send a request to these clients and return their replies.
 
@@ -146,6 +147,7 @@ class Federation:
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
             enough: how many replies close the request, without waiting for slower clients. None waits for all.
+            held_out: which own rows the task scores, if it scores any.
             secure: whether sum-only replies are summed under [secure_aggregation]. The protocol's own steps pass False.
 
         Returns:
@@ -158,9 +160,11 @@ class Federation:
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
         if secure and types_of(task)[1].masks is not None:
-            return self._summed(task, clients, send, quorum=quorum, turn=turn, enough=enough)
+            options: dict[str, Any] = {"turn": turn, "enough": enough, "held_out": held_out}
+            return self._summed(task, clients, send, quorum=quorum, **options)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
-        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn, enough)
+        place = (self.round, self.rounds, self.asked, self.seed, turn)
+        request = Request(task, path_of(task, self.owner), *place, enough, held_out)
         self.asked += 1
         self._check_clients(request, clients)
         if not clients:
@@ -173,16 +177,20 @@ class Federation:
         missing = dict(answer.missing)
         stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
         parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
-        broken = self._broken(peak) if peak > HUGE else ""
-        missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
+        replies = Replies(parts, self._missing(request, missing, peak))
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
-        for client, reason in sorted(missing.items()):
-            self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
-        replies = Replies(parts, missing)
         if quorum:
             self.require_quorum(replies, request.name)
         self.watch(send, replies)
         return replies
+
+    def _missing(self, request: Request, missing: dict[int, str], peak: float) -> dict[int, str]:
+        """Emit an event for each client without a usable reply, and return the clients with the reasons."""
+        broken = self._broken(peak) if peak > HUGE else ""
+        told = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
+        for client, reason in sorted(told.items()):
+            self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
+        return told
 
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""

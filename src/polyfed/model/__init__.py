@@ -5,8 +5,7 @@ what a recipe can name; `modules` runs PyTorch modules on a Tree; `whole_module.
 """
 
 from polyfed.model.build import build_model
-from polyfed.model.encoders.catalogue import ENCODERS, Custom, encoder_spec
-from polyfed.model.encoders.defaults import default_encoder
+from polyfed.model.encoders.catalogue import ENCODERS, Custom, default_encoder, encoder_spec
 from polyfed.model.encoders.hugging_face import HuggingFace
 from polyfed.model.encoders.images import Cnn4, ResNet18
 from polyfed.model.encoders.sequences import ConvGru, TokenTransformer, Transformer

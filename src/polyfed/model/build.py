@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
-from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.core.tree import SHARED, Tree, block_of, select, under
 from polyfed.model.checks import check_entries, refuse_state
 from polyfed.model.encoders.catalogue import Custom
 from polyfed.model.encoders.spec import EncoderSpec, Shape
@@ -29,7 +31,12 @@ _FORM = (
 
 
 def build_model(
-    spec: ModelSpec, inputs: Mapping[str, Shape], num_classes: int, only: Collection[str] | None = None, key: int = 0
+    spec: ModelSpec,
+    inputs: Mapping[str, Shape],
+    num_classes: int,
+    only: Collection[str] | None = None,
+    key: int = 0,
+    given: Mapping[str, Tensor] | None = None,
 ) -> Model:
     """Build the model of a recipe.
 
@@ -39,6 +46,7 @@ def build_model(
         num_classes: number of classes C.
         only: the modalities that the model reads. Default: all of `inputs`.
         key: random key of the initial values of frozen parameters; see `Model`.
+        given: the values of the blocks in `spec.freeze`, by name. Without values, they are not frozen.
 
     Raises:
         ModelError: a modality has no encoder, or an encoder has no modality. The error also occurs if an encoder cannot
@@ -52,8 +60,11 @@ def build_model(
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
     width = (*spec.head, num_classes)[0]
     read = [name for name in inputs if only is None or name in only]
-    factories = {name: _block_factory(name, shapes[name], spec, width, rows) for name in read}
-    shared = _shared_factory(spec, num_classes, read[0], rows)
+    kept = {block: select(given or {}, [block]) for block in spec.freeze}
+    factories = {
+        name: _frozen_factory(_block_factory(name, shapes[name], spec, width, rows), name, kept) for name in read
+    }
+    shared = _frozen_factory(_shared_factory(spec, num_classes, read[0], rows), SHARED, kept)
     model = Model(factories, shared, rows, shapes, num_classes, key)
     _check_outputs(model, spec)
     return model
@@ -89,6 +100,37 @@ def _block_factory(name: str, shape: Shape, spec: ModelSpec, width: int, rows: R
         return Block(net, None if part is None else adopt(part, rows, f"{name}.fusion"))
 
     return make
+
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]) -> Callable[[], _M]:
+    """Return a factory of the block with these values, which do not train, if `kept` has values for the block.
+
+    Raises:
+        ModelError: the values do not fit the block. The text names each tensor that does not.
+    """
+    values = under(block, kept.get(block, {}))
+    if not values:
+        return make
+
+    def made() -> _M:
+        module = make()
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        lacking = [n for n, t in module.named_parameters() if n not in values and t.requires_grad]
+        odd = [n for n, t in values.items() if n not in own or own[n].shape != t.shape]
+        if lacking or odd:
+            names = ", ".join(f"{block}.{name}" for name in (*lacking, *odd))
+            raise ModelError(f"[model] freeze: the values of init do not fit this model: {names}.")
+        with torch.no_grad():
+            for name, value in values.items():
+                own[name].copy_(value)
+        module.requires_grad_(False).eval()
+        module.train = lambda mode=True: module  # type: ignore[method-assign]  # stays in evaluation mode
+        return module
+
+    return made
 
 
 def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -> Callable[[], Fusion]:

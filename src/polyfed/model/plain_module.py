@@ -48,6 +48,11 @@ class PlainModule(nn.Module):
                 self.register_buffer(f"{part}{number}", numbers.detach().clone().to(place))
         self.eval()
 
+    def takes(self, modality: str) -> torch.dtype:
+        """Return the type of samples that keeps their precision: float64 where float32 cannot tell the values apart."""
+        number = self.scaled.get(modality)
+        return torch.float32 if number is None else self.get_buffer(f"shift{number}").dtype
+
     def train(self, mode: bool = True) -> Self:
         """Ignore `mode` and stay in evaluation mode: dropout would need a batch's key, which the module lacks."""
         return super().train(False)
@@ -101,11 +106,12 @@ class PlainModule(nn.Module):
                 own[m], there[m] = _present_rows(x[m], there.get(m))
         for m in own.keys() & self.scaled.keys():
             own[m] = Scaling(*(self.get_buffer(f"{part}{self.scaled[m]}") for part in Scaling._fields)).applied(own[m])
+        own = {m: value.to(torch.float32) for m, value in own.items()}
         return self.predicted(self.model, w, Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=there))
 
 
 def _present_rows(value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return samples in float32, with zeros in rows of NaN, and which rows have the modality, bool (n,).
+    """Return samples with zeros in rows of NaN, and which rows have the modality, bool (n,).
 
     There are no branches on values, so that ONNX files and exported programs do the same.
     """
@@ -114,7 +120,7 @@ def _present_rows(value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor
         missing = value.isnan().flatten(1).all(1) if value.dim() > 1 else value.isnan()
         there = there & ~missing
         value = torch.where(there.reshape(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
-    return value.to(torch.float32), there
+    return value, there
 
 
 class _ByPosition(nn.Module):
@@ -140,7 +146,7 @@ def write_onnx(module: PlainModule, path: Path) -> None:
     Raises:
         ModelError: PyTorch cannot export this model, or a package that the export needs is not installed.
     """
-    samples = tuple(torch.zeros(2, *module.model.shapes[m]) for m in module.reads)
+    samples = tuple(torch.zeros(2, *module.model.shapes[m], dtype=module.takes(m)) for m in module.reads)
     names = list(module.reads)
     try:
         with warnings.catch_warnings():

@@ -44,6 +44,12 @@ class ModelSpec:
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of parameter names in `module`. The parameters with these prefixes serve
             only this modality.
+        init: where the initial parameters come from (warm start): the folder of a run, a folder that `Run.export`
+            wrote, or a safetensors file with names as in a Tree, such as `audio.encoder.0.weight`. If it is empty, the
+            parameters are drawn from the seed.
+        init_blocks: the blocks that `init` fills: modalities, or `shared`. The others are drawn from the seed. If it
+            is empty, `init` fills all of them.
+        freeze: blocks of `init` that keep its values: they are neither trained nor sent, and stay in evaluation mode.
     """
 
     fusion: str = "concat"
@@ -57,12 +63,16 @@ class ModelSpec:
     module: Any = None
     module_options: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    init: str = ""
+    init_blocks: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = Problems()
         checks: dict[str, Callable[[], Any]] = {
             "fusion": self._check_fusion,
             "module": self._check_module,
+            "init": self._check_init,
             "dropout": lambda: probability("[model] dropout", self.dropout),
             "head": lambda: sizes("[model] head", self.head),
         }
@@ -96,6 +106,20 @@ class ModelSpec:
         else:
             fusion = user_classes.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
             object.__setattr__(self, "fusion", fusion)
+
+    def _check_init(self) -> None:
+        """Check that the options of a warm start have an effect.
+
+        Raises:
+            ModelError: there is no `init`, or a block is frozen that `init` does not fill.
+        """
+        for name in ("init_blocks", "freeze"):
+            if getattr(self, name) and not self.init:
+                raise ModelError(f"[model] {name} takes values from a warm start, and there is none: set init.")
+        if self.freeze and self.module is not None:
+            raise ModelError("[model] freeze: a whole module freezes its parameters itself, with requires_grad=False.")
+        if strange := [block for block in self.freeze if self.init_blocks and block not in self.init_blocks]:
+            raise ModelError(f"[model] freeze: init_blocks leaves out '{strange[0]}'. Add it there, or train it.")
 
     def _check_module(self) -> None:
         """Check the options of a whole module.

@@ -1,5 +1,6 @@
 """`Regression`: one or several numbers for each row. `base.py` explains the shape letters."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.schema import POSITIVE
 from polyfed.data.columns import Columns
 from polyfed.objective import ranking, sentiment
@@ -36,9 +37,12 @@ class Regression(Objective):
         error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.
         delta: the threshold of the Huber loss, which is quadratic for smaller errors and linear for larger ones. The
             errors are those of the model's output, `(y - shift) / scale`.
-        shift: number that is subtracted from all targets, such as their mean. Set this number in the recipe, because a
-            deployment has no statistics over all clients.
-        scale: number by which the shifted targets are divided, such as their standard deviation.
+        shift: number that is subtracted from the targets, such as their mean, or one number for each target. If it is
+            not given, a simulation takes the mean over the rows that train of each target that is far from the outputs
+            of a new model, unless [data] standardise is false; a deployment, which has no statistics over all clients,
+            takes 0.
+        scale: number by which the shifted targets are divided, such as their standard deviation, or one for each
+            target. If it is not given, it is chosen as `shift` is.
         target_weights: weight of each target in the loss. If empty, all weights are 1.
         report: `sentiment` adds Acc-7, Acc-2 and F1 as in papers on CMU-MOSI and CMU-MOSEI, for one target from -3 to
             3.
@@ -51,8 +55,8 @@ class Regression(Objective):
 
     error: Literal["square", "absolute", "huber"] = "square"
     delta: Annotated[float, POSITIVE] = 1.0
-    shift: float = 0.0
-    scale: Annotated[float, POSITIVE] = 1.0
+    shift: float | tuple[float, ...] | None = None
+    scale: float | tuple[float, ...] | None = None
     target_weights: tuple[float, ...] = ()
     report: Literal["none", "sentiment"] = "none"
 
@@ -60,6 +64,11 @@ class Regression(Objective):
         """Check that the options are in range; see `Objective`."""
         super().__post_init__()
         check_weights("target_weights", self.target_weights)
+        for option, least in (("shift", -math.inf), ("scale", 0.0)):
+            value = getattr(self, option)
+            if any(not (math.isfinite(number) and number > least) for number in numbers_of(value)):
+                words = "finite" if option == "shift" else "above 0 and finite"
+                raise RecipeError(f"[task] {option} = {value}: must be {words}", ("task", option))
 
     def prepared(self, columns: Columns) -> Columns:
         """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
@@ -90,10 +99,13 @@ class Regression(Objective):
     def check_size(self, size: int) -> None:
         """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("target_weights", self.target_weights, size, "targets")
+        for option in ("shift", "scale"):
+            if isinstance(value := getattr(self, option), tuple):
+                check_length(option, value, size, "targets")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each row's weighted loss over its known targets, and the weight."""
-        known, y = known_of((batch.y - self.shift) / self.scale)
+        known, y = known_of((batch.y - self._unit("shift", batch.y)) / self._unit("scale", batch.y))
         if self.target_weights:
             known = known * outputs.new_tensor(self.target_weights)
         if self.error == "huber":
@@ -173,11 +185,23 @@ class Regression(Objective):
 
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the predicted values (n, T) in the unit of the targets."""
-        return outputs if self.shift == 0.0 and self.scale == 1.0 else outputs * self.scale + self.shift
+        return outputs * self._unit("scale", outputs) + self._unit("shift", outputs)
+
+    def _unit(self, option: str, like: Tensor) -> Tensor | float:
+        """Return the shift or the scale: one number, or a tensor (T,) of the type and on the device of `like`."""
+        value = getattr(self, option)
+        if isinstance(value, tuple):
+            return like.new_tensor(value)
+        return {"shift": 0.0, "scale": 1.0}[option] if value is None else value
 
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the predicted values unchanged."""
         return predicted
+
+
+def numbers_of(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """Return the numbers that an option of one or several numbers holds."""
+    return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def moment_scores(

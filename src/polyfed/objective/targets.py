@@ -55,17 +55,30 @@ def doubtful_targets(columns: Columns) -> str:
     )
 
 
-def far_targets(columns: Columns) -> dict[int, tuple[float, float]]:
-    """Return target -> (mean, standard deviation), if each row has several targets, for targets far from 0.
+Units = float | tuple[float, ...]
 
-    The rule for each target is that of `units_of`. One `shift` and `scale` cannot fit targets with different units.
+
+def units_of(label: Tensor, rows: Tensor) -> tuple[Units, Units] | None:
+    """Return the shifts and the scales by which a regression standardises its targets, or None if none is far from 0.
+
+    They are the means and the standard deviations of the known targets. An untrained model has outputs near 0. If a
+    target is far from 0 or has a large or small spread, training therefore spends its first rounds on the mean. A
+    target keeps its unit if its mean is at most three standard deviations from 0 and the standard deviation is from 0.1
+    to 10.
+
+    Args:
+        label: float targets (N,) or (N, T).
+        rows: the rows that train, int64 (n,).
+
+    Returns:
+        One number each for one target, and T numbers for T targets.
     """
-    label = as_matrix(columns.label)
-    if label.shape[1] < 2:
-        return {}
-    rows = label[columns.rows(0)].double()
-    found = {n: _far(rows[:, n]) for n in range(label.shape[1])}
-    return {n: units for n, units in found.items() if units is not None}
+    targets = as_matrix(label)[rows.to(label.device)].double()
+    found = [_far(target) for target in targets.unbind(1)]
+    if all(units is None for units in found):
+        return None
+    shifts, scales = zip(*(units or (0.0, 1.0) for units in found), strict=True)
+    return (shifts, scales) if len(found) > 1 else (shifts[0], scales[0])
 
 
 def _far(target: Tensor) -> tuple[float, float] | None:
@@ -76,18 +89,6 @@ def _far(target: Tensor) -> tuple[float, float] | None:
     mean, deviation = float(known.mean()), float(known.std())
     near = abs(mean) <= 3 * deviation and 0.1 <= deviation <= 10
     return None if near or deviation == 0 else (mean, deviation)
-
-
-def units_of(columns: Columns) -> tuple[float, float] | None:
-    """Return the mean and the standard deviation by which a regression should standardise its targets, or None.
-
-    They are computed from the known training targets. An untrained model has outputs near 0. If the targets are far
-    from 0 or have a large or small spread, the model therefore spends the first rounds on learning their mean. The
-    result is None if the mean is at most three standard deviations from 0 and the standard deviation is from 0.1 to 10.
-    It is also None if each row has several targets, because the targets may have different units.
-    """
-    label = as_matrix(columns.label)
-    return _far(label[columns.rows(0), 0].double()) if label.shape[1] == 1 else None
 
 
 def in_words(label: Tensor) -> str:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     BELOW_ONE,
     NOT_NEGATIVE,
     POSITIVE,
     check_ranges,
+    check_shares,
 )
 from polyfed.core.tree import Tree, like
 
@@ -57,6 +59,9 @@ class Train:
             The parameters, the loss, the gradients and every evaluation stay in float32.
         accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. The
             result equals that of the whole batch up to rounding, if the loss of a row depends only on this row.
+        modality_dropout: probability with which a row of a training batch loses a modality, in each step anew (Neverova
+            et al., ModDrop, TPAMI 2016). A table has a probability for each modality, a number is that of all of them.
+            A row that would lose all its modalities keeps one of them, drawn at random. Evaluations use complete rows.
     """
 
     epochs: Annotated[int, NOT_NEGATIVE] = 1
@@ -76,6 +81,7 @@ class Train:
     clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
     precision: Literal["float32", "bf16"] = "float32"
     accumulate: Annotated[int, AT_LEAST_ONE] = 1
+    modality_dropout: Mapping[str, float] | float = 0.0
 
     def __post_init__(self) -> None:
         """Check types and ranges, and that the options are compatible.
@@ -83,7 +89,10 @@ class Train:
         Raises:
             RecipeError: an option is out of range, or needs another option that is missing.
         """
-        check_ranges("[train]", self)
+        problems = Problems()
+        problems.attempt(lambda: check_ranges("[train]", self))
+        problems.attempt(lambda: check_shares("[train]", "modality_dropout", self.modality_dropout, BELOW_ONE))
+        problems.raise_all()
         if self.nesterov and not self.momentum:
             raise RecipeError("[train] nesterov = true needs momentum > 0")
         if self.accumulate > max(self.batch_size, 1):

@@ -16,7 +16,6 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, clone, like
 from polyfed.data import Columns
 from polyfed.model import Model
-from polyfed.training.accumulation import added, parts_of, refuse_aux
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -30,10 +29,12 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
+from polyfed.training.gradients import added, parts_of, refuse_aux
+from polyfed.training.modality_dropout import with_dropout
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.programs.tensor_memory import apart_from, snapshot
-from polyfed.training.step_counts import steps_trained, usable_rows
+from polyfed.training.step_plan import steps_trained, usable_rows
 
 
 @dataclass
@@ -159,7 +160,7 @@ class SingleClientData(ClientData):
         order = keys.permutation(keys.fold_in(order_key, epoch), n, device=self.index.device)
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows = order[slot * size : min((slot + 1) * size, end)]
-        return self._gather(rows, keys.fold_in(dropout_key, int(number) - 1))
+        return with_dropout(self._gather(rows, keys.fold_in(dropout_key, int(number) - 1)), train)
 
     def _batches(self, train: Train, model: Model, stream: int, first_epoch: int, first_step: int) -> Iterator[Batch]:
         n = len(self.index)
@@ -181,13 +182,14 @@ class SingleClientData(ClientData):
             ):
                 if done >= limit:
                     return
-                yield Batch(
+                batch = Batch(
                     x={m: parts[slot] for m, parts in x.items()},
                     y=y,
                     rows=rows,
                     present={m: parts[slot] for m, parts in present.items()},
                     key=keys.fold_in(dropout_key, first_step + done),
                 )
+                yield with_dropout(batch, train)
                 done += 1
 
     def _gather(self, rows: Tensor, key: int | None = None) -> Batch:

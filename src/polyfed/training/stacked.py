@@ -11,6 +11,7 @@ keeps its values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,13 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
+from polyfed.training.gradients import accumulating, gradient_of
+from polyfed.training.modality_dropout import with_dropout
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.programs import replay
 from polyfed.training.programs.source import Source, Unreadable
 from polyfed.training.programs.tensor_memory import apart_from, snapshot
-from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
@@ -180,10 +182,12 @@ class StackedClientData(ClientData):
         )
         count = plan.count[self.lane] + done
         kinds = list(zip(plan.full, plan.live, strict=True))
-        return Schedule(kinds, self._steps(plan, done, job.stream), count, self._step_batch)
+        return Schedule(kinds, self._steps(plan, done, job.stream), count, partial(self._step_batch, train))
 
-    def _step_batch(self, full: bool, rows_B: Tensor, where_B: Tensor, ok_B: Tensor, key: Tensor) -> Batch:
-        return self._batch(rows_B, where_B, None if full else ok_B, key)
+    def _step_batch(
+        self, train: Train, full: bool, rows_B: Tensor, where_B: Tensor, ok_B: Tensor, key: Tensor
+    ) -> Batch:
+        return with_dropout(self._batch(rows_B, where_B, None if full else ok_B, key), train)
 
     def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
         """Return what the training steps read, or None if the steps are not replayed as a recorded `Program`.
@@ -214,7 +218,7 @@ class StackedClientData(ClientData):
         slot = hit.to(torch.int8).argmax().unsqueeze(0)
         rows, ok = plan.rows[self.lane, slot].squeeze(0), plan.ok[self.lane, slot].squeeze(0)
         dropout_key = stream_key(self.key, DROPOUT, stream)
-        return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
+        return with_dropout(self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1)), train)
 
     def _steps(self, plan: Plan, done: Tensor | int, stream: int) -> tuple[Tensor, ...]:
         """Return the inputs of all steps, tensors (T, ...).

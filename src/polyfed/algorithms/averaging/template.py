@@ -28,6 +28,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import Algorithm, Broadcast
@@ -290,6 +291,11 @@ class Averaging(Algorithm):
             stream=private_blocks.TUNE_STREAM,
         )
         return Tuned(), local | nested(private_blocks.TUNED, fit.params)
+
+    @property
+    @override
+    def evaluates_more_at_end(self) -> bool:
+        return self.fine_tune > 0
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
         """Evaluate like `Algorithm.evaluate`. After the last round, clients first fine-tune if `fine_tune` is set."""

@@ -26,12 +26,12 @@ from polyfed.algorithms.cmsfed import aggregation, client_gradients, selection
 from polyfed.algorithms.cmsfed.client_gradients import CE, PCE, GradientSums, whole_gradients
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, client_ratios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
-from polyfed.algorithms.cmsfed.messages import Assignment, Report
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
+from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
+from polyfed.core.schema import BELOW_ONE, FLAG, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.aggregation import aggregate
@@ -46,7 +46,42 @@ from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
+
+
+@message
+class Assignment(Message):
+    """The message to a client: the model, global prototypes (C, D) by modality, and a flag.
+
+    A class without a prototype has a row of zeros. The flag is stored under the modality whose PCE is added to the
+    loss. A client that trains one modality alone receives only the blocks of this modality.
+    """
+
+    params: Tree = carries("parameters", optional=True)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), optional=True)
+    target: Tree = carries("statistic", dtype="float32", within=FLAG, optional=True)
+
+
+@message
+class Report(Message):
+    """A client's reply after training: mean loss terms, trained blocks, and the mean gradients g and h.
+
+    The reply also describes the client's rows: prototypes (C, D) by modality, class counts (C,), and the imbalance
+    ratio of the first modality over every other modality. Trees that the options do not use are empty.
+    """
+
+    cross_entropy: Tensor = carries("statistic", dtype="float32")
+    prototype_loss: Tensor = carries("statistic", dtype="float32")
+    params: Tree = carries("parameters")
+    gradient: Tree = carries("gradients")
+    encoder_gradient: Tree = carries("gradients", partial=True, blocks=(MODALITIES,))
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    rows_per_class: Tree = carries(
+        "statistic", dtype="float32", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM
+    )
+    ratio: Tree = carries("statistic", dtype="float32", within=POSITIVE, blocks=(MODALITIES,))
+    loss: Tensor = carries("statistic", dtype="float32")
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

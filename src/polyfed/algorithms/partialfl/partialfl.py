@@ -22,8 +22,17 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.knowledge.second_model import embed, embedding_size, second_model, shapes_of
 from polyfed.algorithms.partialfl import teacher_rows
-from polyfed.algorithms.partialfl.deposits import PRESENT, flaw, logged, usable_embeddings, usable_rows
-from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
+from polyfed.algorithms.partialfl.messages import (
+    PRESENT,
+    Call,
+    Deposit,
+    Guided,
+    GuidedUpdate,
+    flaw,
+    logged,
+    usable_embeddings,
+    usable_rows,
+)
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms.partialfl.deposits import PRESENT
+from polyfed.algorithms.partialfl.messages import PRESENT
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, under

@@ -45,7 +45,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.objective import Objective
 from polyfed.training import ClientData
-from polyfed.training.step_counts import rows_trained, steps_trained
+from polyfed.training.step_plan import rows_trained, steps_trained
 
 MOVED = 0.005
 """A run learns if the mean coefficient of devices' own uploads changes by this amount over a third of the run."""

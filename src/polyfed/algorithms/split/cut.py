@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.split.local_state import (
+from polyfed.algorithms.split.messages import (
+    CutGradients,
+    Half,
+    HeadGradient,
+    HeadInput,
+    Ready,
+    Smashed,
+    StepNumber,
     client_half,
     fresh_local,
     last_loss,
@@ -20,7 +27,6 @@ from polyfed.algorithms.split.local_state import (
     padded,
     steps_before,
 )
-from polyfed.algorithms.split.messages import CutGradients, Half, HeadGradient, HeadInput, Ready, Smashed, StepNumber
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -36,7 +42,7 @@ from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.optimisers import Moments, Train
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 STEP = 1.0
 """An optimiser step that moves the server's half by more than this many times its norm follows from false activations.

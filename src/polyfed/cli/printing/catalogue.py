@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import ALTERS, Algorithm
@@ -200,6 +200,8 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         base, *ranges = get_args(annotation)
         return ", ".join([_kind(base), *(entry.words for entry in ranges)])
+    if get_origin(annotation) is Union:  # a union of types with a Literal
+        return " | ".join(_kind(part) if part is not type(None) else "None" for part in get_args(annotation))
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     text = re.sub(r"\b(?:typing|collections\.abc)\.", "", text)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | ").replace("'", '"'), text)

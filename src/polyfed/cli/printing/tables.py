@@ -23,10 +23,13 @@ def result_table(result: dict[str, Any]) -> Group:
     for name, value in _scores(result["metrics"], head):
         table.add_row(Text(name), value)
     if best := result.get("best"):
-        reached = best["metrics"].get("global", {})
+        groups = best["metrics"]
+        reached = groups.get("global") or groups.get("validation", {})
         if reached:
             words = ", ".join(f"{k} {number_of(reached[k], unit_of(k))}" for k in head.shown if k in reached)
             table.add_row(f"at best validation, round {best['round']}", words)
+    if (end := result.get("stopped", {})).get("by", "rounds") != "rounds":
+        table.add_row("stopped", Text(end["why"]))
     if backdoor := result.get("backdoor"):
         turned, without = (number_of(backdoor[name], "share") for name in ("success", "without_trigger"))
         table.add_row(

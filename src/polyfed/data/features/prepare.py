@@ -4,8 +4,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.checks import require
+from polyfed.core.errors import RecipeError, did_you_mean, require
 from polyfed.data.features.extraction import Listener, OnCorrupt
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES

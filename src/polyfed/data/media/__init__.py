@@ -13,12 +13,11 @@ A new extractor is a frozen dataclass that extends `clip.PlainExtractor`. docs/d
 computes.
 """
 
-from polyfed.data.media.clip import Clip, Extractor, Norm
+from polyfed.data.media.clip import Clip, Extractor, Norm, Values
 from polyfed.data.media.embedding import ImageEmbedding, TextEmbedding, Tokens
 from polyfed.data.media.image import IMAGENET, Image
 from polyfed.data.media.signals import Ecg, SensorWindow
 from polyfed.data.media.spectra import LogMel, LogSpectrogram, StftMagnitude
-from polyfed.data.media.values import Values
 from polyfed.data.media.video import Frames
 
 __all__ = [

@@ -4,11 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
-from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
-from polyfed.data.checks import require
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    check_ranges,
+    check_shares,
+)
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.iid import SILOS, Sized
 
@@ -64,6 +72,18 @@ class ClientsSpec:
             over two modalities, the first modality gets one client fewer.
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
+        missing_rows: Modality -> share of rows that lack it, drawn at random. A single number is the share of every
+            modality. The shares are exact on average over draws. Every row keeps a modality, so a client's only
+            modality is never missing. See docs/missing.md.
+        missing_rows_test: The same for test and validation rows. If None, these have the shares of `missing_rows`.
+        missing_rows_pattern: Which rows lack a modality. "random": each row alone, all with the same share. "client":
+            each client draws its own share from a Beta distribution. "label": each class does. "spans": whole spans of
+            consecutive rows lack it, as if a sensor failed.
+        missing_rows_concentration: With "client" and "label": the sum of both parameters of the Beta distribution,
+            whose mean is the given share. Larger values bring the shares nearer to the mean.
+        missing_rows_span: With "spans": the number of rows of a span. The rows of a natural client, or else of a
+            client, are cut into spans in the order of the table.
+        missing_rows_empty: Whether a row may lack all modalities, which are then lost independently of each other.
         ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
             An adapter whose rank is already lower keeps its rank. If None, every client has the rank of the model's
             adapters.
@@ -102,6 +122,12 @@ class ClientsSpec:
     keep_both: Annotated[float | None, PROBABILITY] = None
     only: Mapping[str, list[int]] = field(default_factory=dict)
     holdings: list[list[str]] | None = None
+    missing_rows: Mapping[str, float] | float = field(default_factory=dict)
+    missing_rows_test: Mapping[str, float] | float | None = None
+    missing_rows_pattern: Literal["random", "client", "label", "spans"] = "random"
+    missing_rows_concentration: Annotated[float, POSITIVE] = 4.0
+    missing_rows_span: Annotated[int, AT_LEAST_ONE] = 20
+    missing_rows_empty: bool = False
     ranks: list[int] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
@@ -120,10 +146,30 @@ class ClientsSpec:
             self._check_personal_test,
             self._check_ranks,
             self._check_assignment,
+            self._check_missing_rows,
             self._check_silos,
         ):
             problems.attempt(check)
         problems.raise_all()
+
+    @property
+    def loses_rows(self) -> bool:
+        """Whether rows lose modalities: whether one of the shares in `missing_rows` or `missing_rows_test` is not 0."""
+        given = (self.missing_rows, self.missing_rows_test or 0.0)
+        return any(any(one.values()) if isinstance(one, Mapping) else bool(one) for one in given)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Return every option of `missing_rows` that has no effect in this recipe, with the reason."""
+        found = {}
+        if self.missing_rows_pattern not in ("client", "label"):
+            found["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
+        if self.missing_rows_pattern != "spans":
+            found["missing_rows_span"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
+        if not self.loses_rows:
+            options = ("pattern", "concentration", "span", "empty")
+            found |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")
+        return found
 
     def counted(self) -> "ClientsSpec":
         """Return this section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
@@ -217,6 +263,13 @@ class ClientsSpec:
         if self.ranks is not None:
             whole = all(type(rank) is int and rank >= 1 for rank in self.ranks)
             require(bool(self.ranks) and whole, "clients.ranks", self.ranks, "whole numbers of at least 1, not none")
+
+    def _check_missing_rows(self) -> None:
+        problems = Problems()
+        for option in ("missing_rows", "missing_rows_test"):
+            with problems.noting():
+                check_shares("[clients]", option, getattr(self, option), PROBABILITY)
+        problems.raise_all()
 
     def _check_silos(self) -> None:
         given = {"silo_partition": self.silo_partition != "iid", "silo_sizes": self.silo_sizes is not None}

@@ -14,6 +14,7 @@ from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.missing_rows import lost_rows
 from polyfed.data.population.modality_assignment import assign, devices_per_silo
 from polyfed.data.population.silo_devices import dealt_to_devices, of_clients
 
@@ -34,6 +35,8 @@ class Population:
         limited: In a deployment, the clients that reported more rows than the option `rows_cap` of the [engine]
             section allows. In averages, the weight of such a client is the allowed number of rows, not the reported
             number.
+        own_validation: The validation rows of each client, which a device holds itself. None if no client has any. In a
+            simulation, these are the rows of the option `validation`, which the server pools as well.
     """
 
     columns: Columns
@@ -44,6 +47,7 @@ class Population:
     test_rows: Tensor
     validation_rows: Tensor
     limited: frozenset[int] = frozenset()
+    own_validation: Shards | None = None
 
     @property
     def num_clients(self) -> int:
@@ -62,16 +66,17 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     Args:
         columns: The table. This function checks its features for NaN and infinity.
         clients: The schema of `[clients]`.
-        key: Key of the run. There is a separate random stream for each of four steps: the partition, the validation
-            split, the choice of own test rows and the assignment of modalities.
+        key: Key of the run. There is a separate random stream for each of five steps: the partition, the validation
+            split, the choice of own test rows, the assignment of modalities and the rows that lose a modality.
 
     Raises:
         DataError: A feature is not finite, or a client has no row or no modality.
         RecipeError: The data lacks something that an option requires.
     """
     check_finite(columns)
-    train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
-    pooled = torch.cat([columns.rows(VALIDATION), validation]).sort().values
+    train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
+    own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
+    pooled = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
     if clients.measure_on == "validation":
         train, own_test = _own_validation(train, own_test, pooled, clients, key)
     silo = None
@@ -81,16 +86,21 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         device_key = keys.key(key, "devices of silos")
         train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
         own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
+    if len(test_rows) == 0 and own_test is not None:
+        test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
+    if clients.loses_rows:
+        rows = torch.cat([test_rows, pooled])
+        lost = lost_rows(columns, clients, holds, train, own_test, rows, keys.key(key, "missing rows"))
+        columns = columns.without(lost)
+        holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
     if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
         # a silo without any modality stays, for the check below
         kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
         own_test = None if own_test is None else of_clients(own_test, kept)
         silo, holds = silo[kept], holds[kept]
-    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
-    if len(test_rows) == 0 and own_test is not None:
-        test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     population = Population(
         columns=columns,
         train=train,
@@ -99,6 +109,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         silo=silo,
         test_rows=test_rows,
         validation_rows=pooled,
+        own_validation=own_validation,
     )
     _check(population, clients)
     return population
@@ -106,31 +117,34 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
 
 def _split(
     columns: Columns, clients: ClientsSpec, partition: Partition, key: int
-) -> tuple[Shards, Shards | None, Tensor]:
-    """Return training rows and own test rows of each client, and pooled validation rows, int64."""
+) -> tuple[Shards, Shards | None, Shards, bool]:
+    """Return training rows, own test rows and validation rows, and whether the latter are listed by client.
+
+    If each natural client is cut into several clients, the validation rows are listed by natural client.
+    """
     own_test, trainable = _roles(columns, clients)
     rows = (trainable | own_test).nonzero()[:, 0].numpy()
     val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
-    validation = torch.zeros(0, dtype=torch.int64)
+    validation, natural = None, isinstance(partition, ByClient)
     if isinstance(partition, ByClient):
-        natural = Shards.of(natural_clients(columns, rows))
-        validation = natural.where(trainable[natural.rows]).held_out(clients.validation, val_key)[1].rows
+        owners = Shards.of(natural_clients(columns, rows))
+        validation = owners.where(trainable[owners.rows]).held_out(clients.validation, val_key)[1]
         left = np.ones(len(columns), dtype=np.bool_)
-        left[validation.numpy()] = False
+        left[validation.rows.numpy()] = False
         rows = rows[left[rows]]
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
     train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
-    if not isinstance(partition, ByClient):
-        train, pooled = train.held_out(clients.validation, val_key)
-        validation = pooled.rows
+    if validation is None:
+        train, validation = train.held_out(clients.validation, val_key)
+    by_owner = not natural or len(validation) == len(train)
     if clients.personal_test is None:
-        return train, None, validation
+        return train, None, validation, by_owner
     if clients.personal_test == "split_personal":
-        return train, marked, validation
+        return train, marked, validation, by_owner
     if clients.personal_test == "matched":
-        return train, matched(columns, train, own_key), validation
-    return *train.held_out(float(clients.personal_test), own_key), validation
+        return train, matched(columns, train, own_key), validation, by_owner
+    return *train.held_out(float(clients.personal_test), own_key), validation, by_owner
 
 
 def _own_validation(
@@ -263,7 +277,8 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     if len(bare):
         raise DataError(
             f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack the modalities "
-            "that it may hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
+            "that it may hold. Change clients.missing, only, keep_both, holdings or missing_rows, or the arrays of "
+            "present rows"
         )
     for name, held in zip(population.columns.modalities, population.holds.any(0).tolist(), strict=True):
         there = population.columns.present.get(name)

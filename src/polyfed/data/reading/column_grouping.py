@@ -48,6 +48,12 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
     return _named(groups | {name: [name] for name in lists})
 
 
+def is_numbered(group: Sequence[str]) -> bool:
+    """Whether columns differ only in a number at their end, so that they may be the positions of one sequence."""
+    found = [_NUMBERED.fullmatch(column) for column in group]
+    return len(group) > 1 and len({match[1] if match else None for match in found}) == 1 and found[0] is not None
+
+
 def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Return the groups of columns, renamed so that each group name is valid as the name of a modality.
 

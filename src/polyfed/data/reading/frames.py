@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.reading.cell_values import array_of, is_missing
-from polyfed.data.reading.column_grouping import chosen
+from polyfed.data.reading.column_grouping import chosen, is_numbered
 from polyfed.data.reading.column_guess import WRITTEN, Guess, guessed, kind_of, row_ids
 from polyfed.data.reading.row_facts import missing, ordered_words
 from polyfed.data.reading.table_draft import Draft
@@ -223,6 +223,8 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
     read = [problems.attempt(lambda column=column: _numbers(frame, column, where, cure)) for column in group]  # type: ignore[misc]
     problems.raise_all()
     values = np.stack([column for column in read if column is not None], 1)
+    if is_numbered(group) and all(frame[column].dtype.kind in "iu" for column in group):
+        return _Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
     empty: NDArray[np.bool_] = np.isnan(values)
     there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
     partly = np.asarray(empty.any(1)) & there
@@ -238,11 +240,11 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
                 "without this modality"
             )
         there, note = there & ~partly, f"{text}; such rows count as rows without it"
-    return _Read(np.where(there[:, None], values, np.float32(0.0)), there, note, partly if note else None)
+    return _Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None)
 
 
-def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float32]:
-    """Return a column of single numbers as float32, with NaN for empty cells.
+def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float64]:
+    """Return a column of single numbers as float64, with NaN for empty cells.
 
     Raises:
         DataError: a cell is not a number. The message tells the user to correct the cell, and ends with the text
@@ -251,7 +253,7 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     import pandas as pd  # imported here, because the import takes half a second
 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
-    values: NDArray[np.float32] = numbers.to_numpy(dtype=np.float32, na_value=np.nan)
+    values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())

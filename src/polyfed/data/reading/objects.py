@@ -36,7 +36,12 @@ ALLOWED = (
 
 
 def table_of(
-    data: Any, given: Given, *, test_share: float = 0.2, seed: int = 0, standardise: bool | Sequence[str] = False
+    data: Any,
+    given: Given,
+    *,
+    test_share: float = 0.2,
+    seed: int = 0,
+    standardise: bool | str | Sequence[str] = "uneven",
 ) -> Columns:
     """Make a table from data in memory.
 
@@ -46,7 +51,7 @@ def table_of(
         given: labels, natural clients, splits and more.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
-        standardise: the modalities to standardise. True means all of them.
+        standardise: the modalities to standardise; see `Columns.standardise`.
 
     Raises:
         DataError: the data has faults; the message lists all of them.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.schema import BELOW_ONE, checked
+from polyfed.data.columns import Standardise
 from polyfed.data.reading.frames import Partial
 from polyfed.data.reading.layout import Layout
 from polyfed.data.reading.row_facts import as_array
@@ -23,14 +24,14 @@ class ReadingOptions:
         class_names: names of the classes in order of their numbers.
         layout: modality -> axes of a sample; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
-        standardise: the modalities to standardise. True means all of them; see `standardised`.
+        standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
     """
 
     class_names: tuple[str, ...] | None = None
     layout: Mapping[str, Layout] | None = None
     partial: Partial = "refuse"
-    standardise: bool | tuple[str, ...] = False
+    standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
 
     @classmethod

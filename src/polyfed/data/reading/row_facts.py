@@ -18,6 +18,9 @@ MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
 (inferred)."""
 
+TARGET_STEPS = 256
+"""A target must span at least this many steps of float32 (ours)."""
+
 _UNEQUAL = (
     "{}: the rows differ in length. Give one entry for each row; or several targets, the same number for each row"
 )
@@ -81,12 +84,29 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None, *, nu
         raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
     if array.dtype.kind == "f" or array.ndim > 1 or numeric:
         target = torch.from_numpy(array.astype(np.float32))
+        _refuse_collapsed(array, where)
         return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
     label = torch.from_numpy(array.astype(np.int64))
     if names is None:
         check_numbering(label, where)
     count = max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names)
     return Labels(label, None if names is None else tuple(names), count)
+
+
+def _refuse_collapsed(array: NDArray[Any], where: str) -> None:
+    """Refuse a target that varies by only a few steps of float32, in which targets are stored.
+
+    Raises:
+        DataError: there is such a target.
+    """
+    for place, target in enumerate(array.reshape(len(array), -1).T.astype(np.float64)):
+        known = target[np.isfinite(target)]
+        low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+        if 0 < high - low < TARGET_STEPS * np.finfo(np.float32).eps * max(-low, high):
+            raise DataError(
+                f"{where}: target {place} (counted from 0) lies from {low!r} to {high!r}, where float32 cannot tell "
+                "its values apart. Subtract a constant, as in values - values.min()"
+            )
 
 
 def unlabelled(num_rows: int) -> Labels:

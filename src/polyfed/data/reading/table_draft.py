@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, counted
 from polyfed.core.problems import Problems
-from polyfed.data.column_scaling import standardised
-from polyfed.data.columns import Column, Columns
+from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.population.splits import drawn, drawn_note
 from polyfed.data.reading.layout import laid_out, tensor_of
@@ -69,7 +68,7 @@ def columns_of(
     *,
     test_share: float = 0.2,
     seed: int = 0,
-    standardise: bool | Sequence[str] = False,
+    standardise: Standardise = "uneven",
     problems: Problems | None = None,
 ) -> Columns:
     """Check a draft and make a table from it.
@@ -78,7 +77,7 @@ def columns_of(
         draft: The parts.
         test_share: Share of every class that becomes the test set, if the draft has no split.
         seed: Seed for drawing that test set.
-        standardise: The modalities to standardise, or True for all modalities; see `standardised`.
+        standardise: The modalities to standardise; see `Columns.standardise`.
         problems: Faults that were found while the draft was read. They are raised together with the faults found here.
 
     Raises:
@@ -105,9 +104,9 @@ def columns_of(
         _check_rows(draft, len(labels.values), arrays, {n: p for n, (_, p) in found.items() if p is not None}, problems)
     problems.raise_all()
     assert labels is not None
-    columns = _table(draft, labels, found, facts, test_share, seed)
+    columns = replace(_table(draft, labels, found, facts, test_share, seed), standardise=standardise)
     refuse_leaked_labels(columns)
-    return standardised(columns, standardise)
+    return columns
 
 
 def _table(

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import require
+from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing

@@ -14,7 +14,7 @@ from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.privacy.egress.policy import EVERY
 
-ELSEWHERE = Npz(path="")
+ELSEWHERE = Npz(path="", standardise=False)
 """The data source that replaces a recipe's [data] on a device, because the device has its own rows."""
 
 ROLES = ("label", "ids", "split", "class_names")

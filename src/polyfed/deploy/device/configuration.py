@@ -37,7 +37,7 @@ class NodeConfig:
 
     Attributes:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
-            array `split`, rows of split 1 are the device's own test rows.
+            array `split`, rows of split 1 are the device's own test rows, and rows of split 2 its own validation rows.
         client: the device's client number in the federation, from 0. No two devices may have the same number.
         modalities: the arrays with which the device takes part, separated by commas.
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A

@@ -1,5 +1,6 @@
 """Reads the data of a device, and checks that it fits the federation."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,12 +9,13 @@ import torch
 from polyfed.core.errors import DataError, NotAllowed
 from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
-from polyfed.data.columns import TEST, TRAIN, check_finite
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.files import Arrays
 from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.deploy.device.arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import WHERE, NodeConfig
 from polyfed.engines.protocol import Facts
+from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
 
@@ -55,7 +57,8 @@ def population_on(
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
-    own = columns.rows(TEST)
+    columns = _scaled(columns, recipe, facts)
+    own, validation = columns.rows(TEST), columns.rows(VALIDATION)
     return Population(
         columns=columns,
         train=_only(node.client, columns.rows(TRAIN)),
@@ -64,7 +67,21 @@ def population_on(
         silo=None if node.silo < 0 else torch.full((node.client + 1,), node.silo),
         test_rows=own[:0],
         validation_rows=own[:0],
+        own_validation=_only(node.client, validation) if len(validation) else None,
     )
+
+
+def _scaled(columns: Columns, recipe: Recipe, facts: Facts | None) -> Columns:
+    """Return the columns, standardised with the statistics of this device's own training rows.
+
+    With "uneven", all devices standardise the same modalities: each reports at enrolment which of its own are uneven,
+    and `facts` name those that most devices reported. Before that, the result is scaled by the device's own finding.
+    """
+    if columns.standardise == "uneven" and facts is not None:
+        columns = replace(columns, standardise=tuple(name for name in facts.standardise if name in columns.modalities))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `polyfed check --node` says what the owner of the device must know
+        return scaled(recipe, columns, columns.rows(TRAIN))
 
 
 def _refuse_left_out_split(split: str, node: NodeConfig) -> None:

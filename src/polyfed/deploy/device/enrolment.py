@@ -4,7 +4,7 @@ import torch
 
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED
-from polyfed.data import Population
+from polyfed.data import Population, Shards
 from polyfed.engines.protocol import REFUSED, Enrolment, reason
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
@@ -34,17 +34,20 @@ def enrolment(
         rows=known.num_rows,
         modalities=known.modalities,
         silo=known.silo,
-        tested=client in registry.tested and _enough_tests(population, client, limits, objective),
+        tested=client in registry.tested and _enough(population, population.test, client, limits, objective),
+        validated=client in registry.validated
+        and _enough(population, population.own_validation, client, limits, objective),
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
+        uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
     )
     return Packet(told.header())
 
 
-def _enough_tests(population: Population, client: int, limits: Limits, objective: Objective) -> bool:
-    """Return whether a score on the client's own test rows covers enough rows in each group; see `Limits`."""
-    assert population.test is not None, "a client is tested on rows"
-    y = population.columns.label[population.test[client]]
+def _enough(population: Population, own: Shards | None, client: int, limits: Limits, objective: Objective) -> bool:
+    """Return whether a score on these own rows of the client covers enough rows in each group; see `Limits`."""
+    assert own is not None, "a client is scored on rows"
+    y = population.columns.label[own[client]]
     sizes = objective.group_sizes(Batch({}, y, torch.arange(len(y)))).reshape(-1)
     return bool((sizes[sizes > 0] >= (limits.value("min_test_rows") or 0)).all())
 

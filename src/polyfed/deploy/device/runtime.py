@@ -10,7 +10,7 @@ from pathlib import Path
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.messages import Message, cut
-from polyfed.core.request import Request
+from polyfed.core.request import HELD_OUT, Request
 from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
@@ -28,7 +28,7 @@ from polyfed.deploy.device.state_store import Store
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
-from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.reply_validation import Receiver, ReplyValidator
@@ -209,7 +209,7 @@ class ClientRuntime:
         classes = engine.population.columns.num_classes
         everyone = tuple(engine.model.shapes)
         validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
-        num_rows = max(len(engine.rows(client)), len(engine.test_rows(client)))
+        num_rows = max(len(engine.rows(client)), *(len(engine.own_rows(client, kind)) for kind in HELD_OUT))
         shapes, may_lack = self.ranks.shapes(client), method.may_lack(request.name)
         receiver = Receiver(engine.registry.owned(client), num_rows, shapes, may_lack)
         validator.check_received(got, request.got, receiver)
@@ -322,10 +322,14 @@ class ClientRuntime:
             BadReply: the header is malformed, or the algorithm has no such task.
             EgressError: the reply would pass through the server, and this client does not allow the server to see it.
         """
+        own = packet.header.get("held_out", HELD_OUT[0])
         match packet.header:
-            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)} if all(
-                type(n) is int and 0 <= n < LARGEST_NUMBER
-                for n in (seed, rounds, turn, packet.header.get("kept", 0))  # a truth value is an int too
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)} if (
+                own in HELD_OUT
+                and all(
+                    type(n) is int and 0 <= n < LARGEST_NUMBER
+                    for n in (seed, rounds, turn, packet.header.get("kept", 0))  # a truth value is an int too
+                )
             ):
                 task = tasks_of(self.engine.algorithm).get(name)
             case _:
@@ -333,7 +337,7 @@ class ClientRuntime:
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
         self._check_rounds(request_id.round, rounds)
-        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
+        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn, held_out=own)
         if request.scope == "silo" and not self.relay:
             raise EgressError(
                 f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through "

@@ -19,11 +19,12 @@ import torch
 
 from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
-from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
+from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.server.claimed_shapes import flaws_of
 from polyfed.deploy.server.membership import expected
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
+from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.events import Emitter
@@ -139,6 +140,7 @@ class Admission:
         num_classes: number of classes.
         columns: the server's own rows, or None.
         recipe: the recipe.
+        standardise: the modalities that every device standardises with the statistics of its own rows.
     """
 
     clients: list[Enrolment]
@@ -147,6 +149,7 @@ class Admission:
     num_classes: int
     columns: Columns | None
     recipe: Recipe
+    standardise: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
@@ -163,7 +166,7 @@ class Admission:
         shapes = _agreed_shapes(recipe, own, _left(known, out), out)
         num_classes = _agreed_classes(recipe, own, _left(known, out), out)
         clients = sorted(_left(known, out), key=lambda told: told.client)
-        return cls(clients, out, shapes, num_classes, own, recipe)
+        return cls(clients, out, shapes, num_classes, own, recipe, _agreed_scaling(recipe, clients))
 
     def population(self, emit: Emitter) -> Population:
         """Return the server's knowledge about the clients. An unused client number becomes a client without rows."""
@@ -171,12 +174,13 @@ class Admission:
         for name in self.recipe.model.encoders.keys() - columns.modalities.keys():
             emit("note", text=f"WARNING: no client that takes part has '{name}', so the model has no encoder for it")
         size = max(told.client for told in self.clients) + 1
-        rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        rows, tested, validated = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
         holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
         silo = torch.full((size,), -1)
         counted = capped_rows(self.clients, self.recipe.engine.rows_cap, emit)
         for told in self.clients:
             rows[told.client], tested[told.client] = counted[told.client], int(told.tested)
+            validated[told.client] = int(told.validated)
             holds[told.client] = torch.tensor([name in told.modalities for name in columns.modalities])
             silo[told.client] = -1 if told.silo is None else told.silo
         return Population(
@@ -188,18 +192,23 @@ class Admission:
             test_rows=columns.rows(TEST),
             validation_rows=columns.rows(VALIDATION),
             limited=frozenset(told.client for told in self.clients if told.rows > counted[told.client]),
+            own_validation=_elsewhere(validated) if bool(validated.any()) else None,
         )
 
     def _table(self) -> Columns:
         """Return the server's rows, or a single unused row if the server has no rows."""
         if self.columns is not None:
-            return replace(self.columns, num_classes=self.num_classes)
+            agreed = tuple(name for name in self.standardise if name in self.columns.modalities)
+            own = replace(self.columns, num_classes=self.num_classes, standardise=agreed)
+            rows = own.rows(TRAIN)
+            return scaled(self.recipe, own, rows if len(rows) else torch.arange(len(own)))
         order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
         zero, split = torch.zeros(1, dtype=torch.int64), torch.full((1,), LEFT_OUT, dtype=torch.int8)
         shape = task_of(self.recipe).label_shape(self.num_classes)
         label = torch.zeros(1, *shape) if shape else zero
         columns = {name: Column(torch.zeros(1, *self.shapes[name])) for name in order or sorted(self.shapes)}
-        return Columns("deployed", columns, label, self.num_classes, split, zero)
+        agreed = tuple(name for name in self.standardise if name in columns)
+        return Columns("deployed", columns, label, self.num_classes, split, zero, standardise=agreed)
 
 
 def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict[int, int]:
@@ -288,6 +297,17 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
                 f"it has labels of {told.num_classes} {what}, there are {agreed} by {by}; [engine] classes decides"
             )
     return agreed
+
+
+def _agreed_scaling(recipe: Recipe, clients: Sequence[Enrolment]) -> tuple[str, ...]:
+    """Return the modalities that all devices standardise.
+
+    With [data] standardise = "uneven", these are the modalities that more than half of the devices that have them
+    report as uneven.
+    """
+    held = Counter(name for told in clients for name in told.modalities)
+    uneven = Counter(name for told in clients for name in told.uneven)
+    return tuple(name for name in held if 2 * uneven[name] > held[name])
 
 
 def _classes_of_most(reported: list[int]) -> int:

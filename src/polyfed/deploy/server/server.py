@@ -166,7 +166,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             engine = engine_by(transport, recipe.engine, members.session, deployed=True)
             with naming_the_option():
-                execute(recipe, records, emit, population=population, engine=engine)
+                execute(recipe, records, emit, population=population, engine=engine, app=recipe_path.parent)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ class Workers:
         places = iter(worker.down.write(flat))
         messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
         locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
-        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn")}
+        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn", "held_out")}
         return Job(request.name, facts, units, messages if sent is None else sent, sent is not None, locals_)
 
     def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:

@@ -18,7 +18,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
-from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Place, copied
 from polyfed.federation.clock import Clock
 from polyfed.federation.replies import Answer
@@ -85,7 +85,7 @@ class Job:
     """
 
     task: str
-    facts: dict[str, int]
+    facts: dict[str, Any]
     units: list[Unit]
     sent: Sent
     shared: bool

@@ -20,7 +20,9 @@ from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
-from polyfed.experiment.running.dry_run import Place, Size, run_dry
+from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
+from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
+from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.announcement import Announced, Announcement
 from polyfed.privacy.egress.policy import Policy
@@ -51,6 +53,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     """
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
+    refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
     sizes, failures, code = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
@@ -186,7 +189,37 @@ def check_before_run(assembly: Assembly) -> None:
     refuse_forbidden(assembly)
     if not assembly.engine.keeps_locals:
         refuse_large(assembly)
+    refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
+
+
+def refuse_idle_metric(assembly: Assembly) -> None:
+    """Refuse a section [stop] whose metric the run will never measure.
+
+    The untrained model is evaluated on a few rows, see `metrics_of`. The server of a deployment has no rows of its
+    clients, so it only knows whether there are validation rows.
+
+    Raises:
+        RecipeError: there are no such rows, or there is no such metric on them.
+    """
+    recipe, fed = assembly.recipe, assembly.fed
+    if not (recipe.stop.metric or recipe.stop.patience):
+        return
+    choice = Choice.of(recipe.stop, fed.context.objective)
+    if assembly.engine.deployed:
+        has = VALIDATION in fed.evaluation_clients if choice.group == "validation" else bool(fed.clients.validated)
+        refuse_unmeasured(recipe.stop, choice, {choice.group: {choice.name}} if has else {})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cpu = replace(recipe, engine=replace(recipe.engine, device="cpu", name="sequential"))
+        try:
+            measured = metrics_of(cpu, assembly.population)
+        except (RecipeError, EgressError):
+            raise
+        except Exception:  # the run itself will say what is wrong
+            return
+    refuse_unmeasured(recipe.stop, choice, measured)
 
 
 def refuse_forbidden(assembly: Assembly) -> None:

@@ -1,7 +1,7 @@
 """The tables that `polyfed check` prints: clients, blocks and their sizes, and the data that can leave the clients."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -52,6 +52,7 @@ def check_tables(check: CheckResult) -> Group:
         Text(_task(check.facts["task"])),
         *([_about(check.guesses)] if check.guesses else []),
         _clients(check.facts),
+        *_missing_rows(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),
         *crossing.remarks(check),
@@ -90,6 +91,56 @@ def _clients(facts: dict[str, Any]) -> Group:
         numbers = (len(rows), sum(rows), min(rows), round(statistics.median(rows)), max(rows))
         table.add_row(Text(" + ".join(held) or "none"), *(f"{number:,}" for number in numbers))
     return titled(title, table)
+
+
+MOST_CLIENTS = 20
+"""With more clients than this, the table of rows that lack a modality has quantiles instead of a line for each."""
+
+
+def _missing_rows(facts: dict[str, Any]) -> Iterator[Group]:
+    """The share of rows that lack each modality, by client, if some rows lack one."""
+    parts = [
+        ("training rows", "missing_rows", facts["clients"]),
+        ("own test rows", "missing_test_rows", facts["clients"]),
+        ("server's test rows", "missing_test_rows", [facts["data"]]),
+        ("server's validation rows", "missing_validation_rows", [facts["data"]]),
+    ]
+    given = [(title, [one for one in held if one.get(entry)], entry) for title, entry, held in parts]
+    names = dict.fromkeys(name for _, held, entry in given for one in held for name in one[entry])
+    if not names:
+        return
+    table = plain_table("rows that lack the modality", *names, left=1)
+    for title, held, entry in given:
+        if not held:
+            continue
+        if held == [facts["data"]]:
+            table.add_row(title, *(_share([held[0][entry].get(name)]) for name in names))
+            continue
+        if entry == "missing_rows":
+            table.add_row(f"{title}, all clients", *(_share([_over(held, name)]) for name in names))
+        if len(held) <= MOST_CLIENTS:
+            for one in held:
+                table.add_row(f"{title}, client {one['id']}", *(_share([one[entry].get(name)]) for name in names))
+        else:
+            for word, pick in (("least", min), ("median", statistics.median), ("most", max)):
+                table.add_row(
+                    f"{title} of a client, {word}",
+                    *(_share([one[entry].get(name) for one in held], pick) for name in names),
+                )
+    yield titled("Missing modalities", table)
+
+
+def _over(held: Sequence[dict[str, Any]], name: str) -> float | None:
+    """The share over the training rows of all clients that hold the modality, or None if no client does."""
+    own = [(one["missing_rows"][name], one["rows"]) for one in held if name in one["missing_rows"]]
+    total = sum(rows for _, rows in own)
+    return sum(share * rows for share, rows in own) / total if total else None
+
+
+def _share(shares: Sequence[float | None], pick: Callable[[list[float]], float] = min) -> str:
+    """The chosen one of these shares, in per cent. A dash stands for clients that do not hold the modality."""
+    known = [share for share in shares if share is not None]
+    return f"{100 * pick(known):.1f} %" if known else "-"
 
 
 def _blocks(facts: dict[str, Any]) -> Group:

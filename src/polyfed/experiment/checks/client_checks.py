@@ -1,14 +1,17 @@
 """Checks whether the clients of a run, and the over-selection of clients, fit the rest of the recipe."""
 
+from collections.abc import Mapping
+
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.data import Population
 from polyfed.experiment.checks.sum_checks import refuse_single_replies, refuse_small_blocks
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import refuse_breaches
+from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.federation.outliers import COMPARED
 from polyfed.privacy.egress.limits import NO_LIMITS
 
@@ -25,13 +28,14 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
-            `refuse_small_blocks`.
+            `refuse_dropout`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
     refuse_overselect(recipe)
     refuse_single_replies(recipe, population)
     refuse_idle_attack(recipe)
+    refuse_dropout(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -54,6 +58,37 @@ def refuse_idle_attack(recipe: Recipe) -> None:
             "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
             ("attack", "name"),
         )
+
+
+def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse `[train] modality_dropout` where rows cannot lose a modality, or where this makes no sense.
+
+    Raises:
+        RecipeError: the option names an unknown modality, the method takes rows for complete, the task learns from
+            pairs of modalities, or no client has two modalities.
+    """
+    given, method = recipe.algorithm.train.modality_dropout, recipe.algorithm
+    if not (any(given.values()) if isinstance(given, Mapping) else given):
+        return
+    names, where = tuple(population.columns.modalities), "[train] modality_dropout"
+    unknown = [name for name in given if name not in names] if isinstance(given, Mapping) and not one_device else []
+    if unknown:
+        why = f"names modality '{unknown[0]}', which the data lacks; {did_you_mean(unknown[0], names)}"
+    elif not method.handles_missing_rows:
+        why = (
+            f"'{name_of(method, ALGORITHMS)}' takes every row of a client for complete, and its loss would use the "
+            "embeddings of modalities that a row has lost. Remove it"
+        )
+    elif task_of(recipe).BY_MODALITY:
+        why = "the task learns from pairs of modalities, and a row with one modality is no pair. Remove it"
+    elif not one_device and not bool((population.holds.sum(1) > 1).any()):
+        why = (
+            "no client has two modalities, and a row never loses its only one, so it has no effect. Remove it, or give "
+            "clients more modalities"
+        )
+    else:
+        return
+    raise RecipeError(f"{where}: {why}", ("train", "modality_dropout"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

@@ -80,7 +80,7 @@ def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
     Epsilon covers only the replies of clients. The named data depends on the clients' rows as well, but is not part of
     a reply.
     """
-    if getattr(recipe.data, "standardise", False):
+    if population.columns.standardise:
         yield "the means and deviations of [data] standardise, which are computed from all rows before the run"
     if recipe.clients.validation and len(population.validation_rows):
         yield f"{len(population.validation_rows):,} rows of [clients] validation, which the server of a simulation gets"

@@ -121,7 +121,7 @@ def _faults_of_data(recipe: Recipe, spec: Privacy) -> Iterator[str]:
     """Yield the options of [data] that would reveal more about the device's file than epsilon covers."""
     if not isinstance(recipe.data, Npz):
         return
-    if spec.unit == "example" and recipe.data.standardise:
+    if spec.unit == "example" and recipe.data.standardise not in (False, "uneven", ()):
         yield (
             "[data] standardise computes means over all rows, so each row would change the features of all others. "
             "Standardise the file with public numbers, and set standardise = false"

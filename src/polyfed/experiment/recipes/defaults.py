@@ -3,18 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from polyfed.core.errors import DataError, ModelError
 from polyfed.core.problems import Problems
 from polyfed.data import Column, Columns
+from polyfed.data.column_scaling import fitted
+from polyfed.data.token_ids import WHOLE, vocabulary_of, whole_numbers
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
 from polyfed.model.encoders import pretrained
 from polyfed.model.encoders.hugging_face import HuggingFace
-
-_WHOLE = (torch.int16, torch.int32, torch.int64)
-"""Types of token ids. Tensors of bytes are treated as pixels."""
 
 
 def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
@@ -59,15 +58,25 @@ def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
         raise ModelError(f"modality '{name}': {error}", ("model", "encoders", name)) from None
 
 
-def vocabulary_of(column: Column) -> int | None:
-    """Return the number of token ids, which is the largest id plus one, or None if the samples are not token ids.
+def scaled(recipe: Recipe, columns: Columns, rows: Tensor) -> Columns:
+    """Return the table with features standardised over `rows`, as [data] standardise says; see `fitted`.
 
-    Vectors of whole numbers from 0 are token ids, unless they are stored as bytes, or are shifted or scaled.
+    If epsilon counts single rows, "uneven" standardises nothing, because each row would change the features of all.
+    Whole numbers are token ids if the recipe's encoder reads ids, and numbers if it names another one. A whole module
+    gets them unchanged.
+
+    Args:
+        recipe: the recipe.
+        columns: the table.
+        rows: the rows that train, int64 (n,).
     """
-    raw = column.shift is None and column.scale is None
-    if not raw or column.values.dtype not in _WHOLE or len(column.shape) != 1 or int(column.values.min()) < 0:
-        return None
-    return int(column.values.max()) + 1
+    if columns.standardise == "uneven" and recipe.privacy is not None and recipe.privacy.unit == "example":
+        return replace(columns, standardise=False)
+    whole = [name for name, column in columns.modalities.items() if whole_numbers(column)]
+    named = {name: recipe.model.encoders[name] for name in whole if name in recipe.model.encoders}
+    ids = {name for name, spec in named.items() if isinstance(spec, TokenTransformer | HuggingFace)}
+    ids |= set(whole) if recipe.model.module is not None else set()
+    return fitted(columns, rows, named.keys() - ids, ids)
 
 
 def kind_of(column: Column) -> str:
@@ -86,12 +95,26 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
             lacking = int((~columns.present[name]).sum())
             found.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
         if recipe.model.module is None and name not in recipe.model.encoders:
-            entry = encoder_text(encoder_for(name, column, recipe.model.embedding))
-            found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {entry}")
+            spec = encoder_for(name, column, recipe.model.embedding)
+            found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {encoder_text(spec)}")
+            found += told_of_whole(name, column, spec)
     if columns.client is not None and recipe.clients.partition == "iid":
         count = len(set(columns.client.tolist()))
         found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
     return tuple(found)
+
+
+def told_of_whole(name: str, column: Column, spec: EncoderSpec) -> list[str]:
+    """Return the line about whole numbers, which are either token ids or quantities, with the other reading."""
+    kept = column.values.dtype in WHOLE and len(column.shape) == 1 and int(column.values.min()) >= 0
+    if not kept:
+        return []
+    vocabulary = int(column.values.max()) + 1
+    if isinstance(spec, TokenTransformer):
+        cure = f'[model.encoders] {name} = {{ kind = "mlp", hidden = [64] }}'
+        return [f"the whole numbers of '{name}' are taken as token ids; if they are quantities, write {cure}"]
+    cure = f'[model.encoders] {name} = {{ kind = "token-transformer", vocabulary = {vocabulary} }}'
+    return [f"the whole numbers of '{name}' are taken as quantities; if they are token ids, write {cure}"]
 
 
 def encoder_text(spec: EncoderSpec) -> str:

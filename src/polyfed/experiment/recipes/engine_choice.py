@@ -12,7 +12,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.system.openmp import using_threads
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
-from polyfed.engines.machine.gpu_determinism import deterministic
+from polyfed.engines.machine.gpu import deterministic
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running import machine
 

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
-from polyfed.data.column_scaling import moments, standardised
 from polyfed.data.reading.column_grouping import column_names
 from polyfed.data.reading.column_guess import guessed, row_ids
 from polyfed.data.reading.files import Arrays, existing
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table import SUFFIXES, Table, read
-from polyfed.experiment.recipes.defaults import vocabulary_of
 from polyfed.experiment.recipes.parts import build
 
 if TYPE_CHECKING:
@@ -62,8 +60,7 @@ class Reading:
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
     """Read a file and guess everything that the options do not give.
 
-    A modality is standardised if its features have very different means or deviations. A row that lacks some cells of a
-    modality counts as a row without this modality.
+    A row that lacks some cells of a modality counts as a row without this modality.
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
@@ -93,13 +90,6 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
-    if "standardise" not in table and (uneven := uneven_features(columns)):
-        table["standardise"] = uneven
-        text = f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)"
-        notes.append(text)
-        remarks.append(f"{text}. `predict` does the same with new rows; standardise=False turns this off")
-        source = replace(source, standardise=tuple(uneven))
-        columns = standardised(columns, uneven)
     return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
 
 
@@ -202,20 +192,6 @@ def _roles(
             f"polyfed init {where} --label NAME, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
         )
     return {"label": ""} | table
-
-
-def uneven_features(columns: Columns) -> list[str]:
-    """Return the modalities of float vectors whose features are far from mean 0 and deviation 1 in training rows."""
-    found = []
-    rows = columns.rows(0)
-    for name, column in columns.modalities.items():
-        vectors = len(column.shape) == 1 and column.values.is_floating_point() and column.shift is None
-        if vectors and vocabulary_of(column) is None and len(rows):
-            use = rows[columns.present[name][rows]] if name in columns.present else rows
-            mean, deviation = moments(column, use)
-            if float(mean.abs().max()) > 3 or float(deviation.max()) > 3 or float(deviation.max()) < 1 / 3:
-                found.append(name)
-    return found
 
 
 def _pattern(group: Sequence[str], columns: Sequence[str]) -> str | list[str]:

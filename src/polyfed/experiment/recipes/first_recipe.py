@@ -12,8 +12,10 @@ import numpy as np
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.data import Columns
+from polyfed.data.column_scaling import uneven_modalities
+from polyfed.data.columns import TRAIN
 from polyfed.data.sources.own.npz import Npz
-from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of
+from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.task_choice import needs_labels, prepared
@@ -70,6 +72,12 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
         table["test_share"] = source.test_share
+    if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
+        table["standardise"] = list(uneven)
+        notes.append(
+            f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
+            "this off"
+        )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table)
     notes.append(words)
@@ -77,6 +85,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
     notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
     notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
+    notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
     lines = [
         f"# A first recipe for {path}, written by `polyfed init`. Every line may be changed.",
         "# `polyfed check` says what this recipe lets leave a client; `polyfed run` trains.",
@@ -108,8 +117,9 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
 
 def _task(columns: Columns, task: str | None) -> list[str]:
     """Return the section [task], empty if the labels alone decide the task."""
-    units = units_of(columns) if (task or looks_like(columns.label)) == "regression" else None
-    if units is None:
+    label = columns.label.float()
+    units = units_of(label, columns.rows(TRAIN)) if (task or looks_like(columns.label)) == "regression" else None
+    if units is None or isinstance(units[0], tuple) or isinstance(units[1], tuple):
         return ["[task]", f"name = {json.dumps(task)}", ""] if task else []
     shift, scale = (float(f"{number:.4g}") for number in units)
     return [

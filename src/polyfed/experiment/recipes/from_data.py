@@ -18,15 +18,14 @@ from polyfed.data import Source
 from polyfed.data.columns import Columns
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.objects import table_of
-from polyfed.data.reading.split_objects import has_columns
 from polyfed.data.sources.own.memory import Memory
-from polyfed.experiment.recipes.file_reading import read_file, uneven_features
+from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.overrides import SECTIONS, homes
 from polyfed.experiment.recipes.parts import PARTS
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective, Regression
-from polyfed.objective.targets import doubtful_targets, far_targets, looks_like, units_of
+from polyfed.objective.targets import doubtful_targets
 
 
 class DataOptions(TypedDict, total=False):
@@ -45,7 +44,8 @@ class DataOptions(TypedDict, total=False):
         class_names: names of the classes.
         ids: sample ids of the rows, or `rows`. The devices of a silo match their rows by these ids.
         layout: modality -> axes of a sample, such as `HWC`.
-        standardise: whether to standardise all modalities, or the names of those to standardise.
+        standardise: whether to standardise all modalities, the names of those to standardise, or `uneven` (the
+            default) for those whose features differ in size.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
         test_share: share of every class that becomes the test set, if there is no split.
         algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
@@ -66,7 +66,7 @@ class DataOptions(TypedDict, total=False):
     class_names: Sequence[str]
     ids: Any
     layout: Mapping[str, str]
-    standardise: bool | Sequence[str]
+    standardise: bool | str | Sequence[str]
     partial: str
     test_share: float
     algorithm: str | Mapping[str, Any] | Algorithm
@@ -134,8 +134,6 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     source, columns = _source(data, read, natural, made.task)
     # for data in files, each run warns anew, because a recipe's file can name them
     if made.task is None and isinstance(source, Memory) and (remark := doubtful_targets(columns)):
-        warn(remark, PolyfedWarning, stacklevel=3)
-    if remark := _far_targets(made.task, columns):
         warn(remark, PolyfedWarning, stacklevel=3)
     if columns.client is not None and "partition" not in section and "num" not in section:
         section["partition"] = "by-client"
@@ -238,30 +236,6 @@ def _named_encoder(modality: str, entry: Any) -> Any:
     return {**entry, "kind": path}
 
 
-def _far_targets(task: Objective | None, columns: Columns) -> str:
-    """Return a remark on a regression whose targets are far from the outputs of a new model; else an empty text."""
-    plain = task is None and looks_like(columns.label) == "regression"
-    if not plain and not (isinstance(task, Regression) and (task.shift, task.scale) == (0.0, 1.0)):
-        return ""
-    if far := far_targets(columns):
-        names = columns.class_names or tuple(map(str, range(1 + max(far))))
-        listed = ", ".join(f"target {names[n]} ({mean:.4g} and {spread:.4g})" for n, (mean, spread) in far.items())
-        return (
-            f"data '{columns.name}': targets are far from the outputs of a new model, which are about 0. Their means "
-            f"and standard deviations in the training rows are: {listed}. Training may diverge, or learn only the "
-            "largest target. Standardise each target, as in labels=(y - mean) / deviation, and scale predictions back"
-        )
-    units = units_of(columns)
-    if units is None:
-        return ""
-    shift, scale = units
-    return (
-        f"data '{columns.name}': the training targets have the mean {shift:.4g} and the standard deviation "
-        f"{scale:.4g}, and a new model predicts about 0. Training then spends its first rounds on the mean. Write "
-        f"task={{'name': 'regression', 'shift': {shift:.4g}, 'scale': {scale:.4g}}}, or give targets near 0"
-    )
-
-
 def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm, Algorithm):
         written = [name for name in PARTS.values() if name in table]
@@ -309,12 +283,8 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
             raise RecipeError(f"{next(iter(read), 'clients')} is given, but a source reads its own")
         source_data: Source = data
         return source_data, source_data.load()
-    share, standardise = read.get("test_share", 0.2), read.get("standardise", False)
+    share, standardise = read.get("test_share", 0.2), read.get("standardise", "uneven")
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
     held = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **described)
     columns = table_of(data, held, test_share=share, standardise=standardise)
-    if "standardise" not in read and has_columns(data) and (uneven := uneven_features(columns)):
-        text = f"{', '.join(uneven)}: features differ in size, which slows or prevents learning"
-        cure = "standardise=True shifts and scales them; standardise=False keeps them without this warning"
-        warn(f"data: {text}. {cure}", PolyfedWarning, stacklevel=5)
-    return Memory.of(columns), columns
+    return Memory.of(columns, standardise), columns

@@ -12,7 +12,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.vocabulary import advice_for
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
+from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec, StopSpec
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
@@ -39,6 +39,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "limits": Limits,
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
+    "stop": StopSpec,
     "tracking": ("name",),
     "task": ("name",),
 }

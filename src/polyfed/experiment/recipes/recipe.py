@@ -22,8 +22,8 @@ from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.experiment.recipes.line_numbers import in_file
 from polyfed.experiment.recipes.overrides import apply, refuse_unknown
 from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build, class_of, egress_of
-from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
-from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
+from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_idle_stop, refuse_no_training
+from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.display import recipe_html, recipe_line
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.attack import Attack
@@ -55,6 +55,7 @@ class Recipe:
         rounds: the number of rounds.
         engine: the section [engine].
         checkpoint: the section [checkpoint].
+        stop: the section [stop].
         egress: the policy table, `{block: {destination: [kinds]}}`.
         limits: the section [limits]: limits for every device in this run, in addition to the device's own limits.
         stack: the key `stack` of [data], for early fusion (`data.stacking`). It maps the name of a new modality to the
@@ -75,6 +76,7 @@ class Recipe:
     rounds: Annotated[int, NOT_NEGATIVE] = 10
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    stop: StopSpec = StopSpec()
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     limits: Limits = NO_LIMITS
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -92,8 +94,13 @@ class Recipe:
                 problems.add(RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more", (name,)))
         with problems.noting():
             refuse_breaches(self.limits, self.algorithm.train, self.rounds)
+        with problems.noting():
+            refuse_idle_stop(self.stop, self.algorithm, private=self.privacy is not None)
         problems.raise_all()
         object.__setattr__(self, "clients", self.clients.counted())
+        if self.stop.of_clients and not self.algorithm.evaluation.own_validation:
+            scoring = dataclasses.replace(self.algorithm.evaluation, own_validation=True)
+            object.__setattr__(self, "algorithm", dataclasses.replace(self.algorithm, evaluation=scoring))
 
     def __repr__(self) -> str:
         return recipe_line(self.table())
@@ -120,6 +127,8 @@ class Recipe:
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
+        if self.stop != StopSpec():
+            table["stop"] = as_table(self.stop)
         optional = {"network": self.network, "attack": self.attack, "privacy": self.privacy}
         table |= {name: as_table(held) for name, held in optional.items() if held is not None}
         for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
@@ -254,6 +263,7 @@ _FIXED: Mapping[str, type] = {
     "model": ModelSpec,
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
+    "stop": StopSpec,
     "limits": Limits,
     "network": Network,
     "attack": Attack,

@@ -1,11 +1,11 @@
-"""The sections of a recipe that say how a run is executed, not what it learns: [engine] and [checkpoint]."""
+"""The sections of a recipe that say how a run is executed and when it ends: [engine], [checkpoint] and [stop]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
+from polyfed.core.schema import AT_LEAST_ONE, EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +138,63 @@ class CheckpointSpec:
     def due(self, round: int, rounds: int) -> bool:
         """Whether a checkpoint is written after this round of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)
+
+
+OWN_VALIDATION = "personal_validation"
+"""The group of metrics on the clients' own validation rows."""
+
+CHOOSING = ("validation", OWN_VALIDATION)
+"""The groups of metrics that may choose a round or end a run. Test rows never do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopSpec:
+    """The [stop] section: which round is the best one, and what ends a run before its last round.
+
+    Attributes:
+        metric: the validation metric that chooses the best round, such as `validation.loss` (on the server's validation
+            rows) or `personal_validation.weighted` (on the clients' own validation rows: in a deployment, rows of split
+            2 of each device). If it is empty, this is the task's metric on the server's validation rows, such as
+            `validation.macro_f1`.
+        patience: the run ends after this number of evaluations in a row without an improvement of `metric`. If None,
+            no metric ends the run.
+        min_delta: an improvement must be larger than this.
+        max_seconds: the run ends after the round in which its time reaches this number of seconds, resumed parts
+            included.
+        max_bytes: the run ends after the round in which the bytes sent up and down, evaluations included, reach this
+            number.
+        max_epsilon: the run ends before the first round that would raise the epsilon of [privacy] above this number.
+    """
+
+    metric: str = ""
+    patience: Annotated[int | None, AT_LEAST_ONE] = None
+    min_delta: Annotated[float, NOT_NEGATIVE] = 0.0
+    max_seconds: Annotated[float | None, POSITIVE] = None
+    max_bytes: Annotated[int | None, AT_LEAST_ONE] = None
+    max_epsilon: Annotated[float | None, POSITIVE] = None
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the options.
+
+        Raises:
+            RecipeError: an option is out of range, or `metric` does not come from validation rows.
+        """
+        check_ranges("[stop]", self)
+        group, _, name = self.metric.partition(".")
+        if self.metric and (group not in CHOOSING or not name):
+            raise RecipeError(
+                f"[stop] metric = '{self.metric}': must come from validation rows, because test rows may not choose a "
+                "round: validation.NAME (the server's rows) or personal_validation.NAME (the clients' own rows), as in "
+                '"validation.loss" or "personal_validation.weighted"',
+                ("stop", "metric"),
+            )
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Return the options that have no effect, each with the setting that makes it ineffective."""
+        return {} if self.patience is not None else {"min_delta": "no patience"}
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether the metric comes from the clients' own validation rows."""
+        return self.metric.startswith(f"{OWN_VALIDATION}.")

@@ -4,19 +4,54 @@ from dataclasses import replace
 from typing import Any
 from warnings import warn
 
+from torch import Tensor
+
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.registry import find, name_of
 from polyfed.data import Columns, Population
 from polyfed.data.sources import Memory
 from polyfed.experiment.recipes.recipe import Recipe, as_table
-from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, guessed
-from polyfed.objective.targets import doubtful_targets
+from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, Regression, guessed
+from polyfed.objective.regression import numbers_of
+from polyfed.objective.targets import doubtful_targets, units_of
 
 
-def with_task(recipe: Recipe, columns: Columns) -> Recipe:
-    """Return the recipe. If it has no section [task], add the task that polyfed guesses from the labels."""
-    return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
+def with_task(recipe: Recipe, columns: Columns, rows: Tensor | None = None) -> Recipe:
+    """Return the recipe with its task, which polyfed guesses from the labels if there is no section [task].
+
+    A regression whose `shift` and `scale` are not given gets those of targets that are far from the outputs of a new
+    model, with a warning, unless [data] standardise is false or epsilon counts single rows.
+
+    Args:
+        recipe: the recipe.
+        columns: the table.
+        rows: the rows that train, int64 (n,). None if they are not known yet.
+    """
+    objective = recipe.task or guessed(columns)
+    plain = isinstance(objective, Regression) and objective.shift is None and objective.scale is None
+    known = plain and rows is not None and _may_standardise(recipe, rows)
+    if known and rows is not None and (units := units_of(columns.label, rows)) is not None:
+        objective = replace(objective, shift=units[0], scale=units[1])  # type: ignore[call-arg]
+        warn(_told(columns, units), PolyfedWarning, stacklevel=3)
+    return replace(recipe, task=objective)
+
+
+def _may_standardise(recipe: Recipe, rows: Tensor) -> bool:
+    """Whether the mean of the targets may be computed over these rows, which are elsewhere if they are negative."""
+    by_row = recipe.privacy is not None and recipe.privacy.unit == "example"
+    known = len(rows) > 0 and int(rows[0]) >= 0
+    return known and not by_row and getattr(recipe.data, "standardise", "uneven") is not False
+
+
+def _told(columns: Columns, units: tuple[Any, Any]) -> str:
+    """Return the line about standardised targets."""
+    shift, scale = (", ".join(f"{number:.4g}" for number in numbers_of(part)) for part in units)
+    return (
+        f"data '{columns.name}': the targets are far from the outputs of a new model, so it learns (target - {shift}) "
+        f"/ {scale}; predictions and metrics keep the unit of the targets. [task] shift and scale set other numbers, "
+        "and standardise = false turns this off"
+    )
 
 
 def needs_labels(task: str | None) -> bool:

@@ -27,13 +27,13 @@ from polyfed.experiment.results.records import Records
 from polyfed.experiment.results.saved_model import save
 from polyfed.experiment.running.assembly import model_of
 from polyfed.experiment.running.constants import constant_facts, refuse_changes
-from polyfed.experiment.running.run_state import load_content
+from polyfed.experiment.running.run_state import kept_best, load_content
+from polyfed.experiment.running.warm_start import given_of, warmed
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
-from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.egress.policy import Policy
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Run:
         model: the model, as functions of a Tree of parameters.
         folder: the folder of the run's files, or None if it wrote none.
         models: the trained models; `params`, `personal`, `predict` and `export` use them.
+        best: the models of the best round (`[stop] metric`), or None without validation rows.
     """
 
     result: dict[str, Any]
@@ -59,6 +60,7 @@ class Run:
     model: Model
     folder: Path | None
     models: Models = field(repr=False)
+    best: Models | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """A short text, without the many numbers of `state` and `model`."""
@@ -145,11 +147,12 @@ class Run:
             )
         return logits
 
-    def export(self, folder: str | Path, *, onnx: bool = False) -> Path:
+    def export(self, folder: str | Path, *, onnx: bool = False, best: bool = False) -> Path:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
         Args:
             folder: the folder.
+            best: whether to write the models of the best round instead of the last one.
             onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
 
         Returns:
@@ -161,28 +164,14 @@ class Run:
             ModelError: a model cannot be written as ONNX.
             DataError: the folder cannot be written.
         """
-        return save(self.models, folder, onnx=onnx)
+        if best and self.best is None:
+            raise RecipeError("the run has no best round, because it measured nothing on validation rows: best=False")
+        return save(self.best if best and self.best is not None else self.models, folder, onnx=onnx)
 
     @cached_property
     def _participants(self) -> set[int]:
         """The clients that were in the cohort of any round."""
         return {client for row in self.rounds for client in row.get("cohort", ())}
-
-
-def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES) -> dict[str, Any] | None:
-    """Return the first round with the best validation score, and its metrics. None if there is no such score.
-
-    Args:
-        rounds: rows of rounds.jsonl.
-        objective: the task. Its attribute `BEST` is the name of the score.
-    """
-    metric = objective.BEST
-    evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
-    if not evaluated:
-        return None
-    choose = max if objective.RISING else min
-    best = choose(evaluated, key=lambda row: row["metrics"]["validation"][metric])
-    return {"round": best["round"], "metrics": best["metrics"]}
 
 
 def models_of(
@@ -288,9 +277,28 @@ def load_run(folder: str | Path) -> Run:
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
     policy = Policy.parse(recipe.egress, shapes)
-    model = model_of(recipe, shapes, facts["classes"], policy)
+    given = given_of(recipe, folder)
+    model = model_of(recipe, shapes, facts["classes"], policy, given)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
-    initial = model.init(keys.key(recipe.seed, "init"))
+    fed = _facts_of(recipe, model, facts, policy, given)
+    elsewhere = recipe.engine.name == "flower"
+    if (scaling := facts.get("scaling")) is None and not elsewhere:
+        warn_unscaled(folder)
+    elif scaling is not None:
+        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
+
+    def models(kept: Mapping[str, Any]) -> Models:
+        own = None if elsewhere else kept["locals"]
+        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling)
+
+    best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
+    last = records.result(), records.rounds(), content["state"], model, folder, models(content)
+    return Run(*last, None if best is None else models(best))
+
+
+def _facts_of(recipe: Recipe, model: Model, facts: Mapping[str, Any], policy: Policy, given: Tree) -> Federation:
+    """Return the federation of a run that has ended: facts about its clients and its model, and nobody to ask."""
+    shapes, initial = model.shapes, warmed(model.init(keys.key(recipe.seed, "init")), model, given, recipe)
     context = ClientContext(
         model,
         tuple(shapes),
@@ -300,7 +308,7 @@ def load_run(folder: str | Path) -> Run:
         policy=policy,
         objective=task_of(recipe),
     )
-    fed = Federation(
+    return Federation(
         clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
         engine=_NoClients(),
         owner=recipe.algorithm,
@@ -309,11 +317,3 @@ def load_run(folder: str | Path) -> Run:
         seed=recipe.seed,
         rounds=recipe.rounds,
     )
-    locals = None if recipe.engine.name == "flower" else content["locals"]
-    scaling = facts.get("scaling")
-    if scaling is None and recipe.engine.name != "flower":
-        warn_unscaled(folder)
-    elif scaling is not None:
-        scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
-    models = models_of(recipe, fed, content["state"], locals, facts["class_names"], scaling)
-    return Run(records.result(), records.rounds(), content["state"], model, folder, models)

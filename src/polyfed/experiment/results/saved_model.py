@@ -31,6 +31,7 @@ from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
 from polyfed.experiment.results.models import Models, warn_unscaled
 from polyfed.experiment.running.checkpoint import sha256_of
+from polyfed.experiment.running.warm_start import DESCRIPTION, FROZEN, GLOBAL
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders.catalogue import entry_of
 from polyfed.model.plain_module import write_onnx
@@ -38,8 +39,6 @@ from polyfed.objective import OBJECTIVES, Classification, Objective
 
 FORMAT = 1
 """The version of the folder's layout. polyfed does not read other versions."""
-
-DESCRIPTION, GLOBAL = "model.json", "global.safetensors"
 
 
 def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
@@ -69,10 +68,12 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
     try:
         draft.mkdir(parents=True)
         trees = {} if models.shared is None else {GLOBAL: models.shared}
+        if kept := select(models.model.unsent, models.spec.freeze):
+            trees[FROZEN] = kept
         sums = {name: _write_tree(tree, draft / name) for name, tree in trees.items()}
         for client in models.clients if models.own and not models.elsewhere else ():
             sums[_file_of(client)] = _write_tree(models.tree_of(client), draft / _file_of(client))
-        for name in sums if onnx else ():
+        for name in [name for name in sums if onnx and name != FROZEN]:
             who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
             write_onnx(models.module(who), (draft / name).with_suffix(".onnx"))
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
@@ -211,7 +212,8 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
     shapes = {name: tuple(shape) for name, shape in said["shapes"].items()}
     spec = build("[model]", ModelSpec, said["model"])
     try:
-        model = build_model(spec, shapes, said["classes"], said["reads"], said.get("key", 0))
+        given = _read_frozen(folder, said["sha256"])
+        model = build_model(spec, shapes, said["classes"], said["reads"], said.get("key", 0), given)
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
     if said.get("frozen") and digest(model.frozen) != said["frozen"]:
@@ -273,6 +275,18 @@ def _read_description(folder: Path) -> dict[str, Any]:
             f"{folder / DESCRIPTION} is not of format {FORMAT}; polyfed {by} wrote it. Load it with that version"
         )
     return said
+
+
+def _read_frozen(folder: Path, sums: Mapping[str, str]) -> Tree:
+    """Read the values of the blocks that [model] freeze kept."""
+    if FROZEN not in sums:
+        return {}
+    try:
+        if sha256_of(folder / FROZEN) != sums[FROZEN]:
+            raise ValueError(f"its SHA-256 differs from the one in {DESCRIPTION}")
+        return dict(load_file(folder / FROZEN))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"{folder / FROZEN} is damaged: {error}. Restore it from a copy") from error
 
 
 def _read_tree(path: Path, wanted: str, model: Model, modalities: Sequence[str], device: torch.device | str) -> Tree:

@@ -1,27 +1,32 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.problems import Problems
-from polyfed.core.tree import SHARED, Tree, blocks, select, size_bytes
+from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines.base import Engine
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
-from polyfed.experiment.recipes.defaults import guesses_of, with_encoders
+from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import check_model
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
-from polyfed.experiment.results.label_counts import dealt_classes, label_counts
+from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.stopping import refuse_spent
+from polyfed.experiment.running.warm_start import given_of, warmed
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
@@ -48,6 +53,7 @@ class Assembly:
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
+        given: the values of a warm start, by name.
     """
 
     recipe: Recipe
@@ -61,6 +67,7 @@ class Assembly:
     was_guessed: bool = False
     guesses: tuple[str, ...] = ()
     guarantee: Guarantee | None = None
+    given: Tree = field(default_factory=dict)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -73,14 +80,17 @@ ENGINES = ("sequential", "vectorised", "flower")
 
 
 def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
-    """Load the recipe's data, unless they are given, and divide them among the clients."""
+    """Load the recipe's data, unless they are given, divide them among the clients, and scale the features."""
     columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
-def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
+def model_of(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy, given: Tree | None = None
+) -> Model:
     """Build the model that the algorithm needs.
 
     Args:
@@ -89,15 +99,17 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
         num_classes: the number of classes, or the number of targets if the task has no classes.
         policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
             clients.
+        given: the values of a warm start, for the blocks that [model] freeze names.
     """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
-    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
+    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe), given)
 
 
-def initial_of(recipe: Recipe, model: Model) -> Tree:
-    """Return the initial parameters, which are drawn from the run's seed, on the run's device."""
+def initial_of(recipe: Recipe, model: Model, given: Tree | None = None) -> Tree:
+    """Return the initial parameters on the run's device: the values of a warm start, the others from the run's seed."""
     device = device_of(recipe)
-    return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
+    drawn = warmed(model.init(_init_key(recipe)), model, given or {}, recipe)
+    return {name: value.to(device) for name, value in drawn.items()}
 
 
 def _init_key(recipe: Recipe) -> int:
@@ -113,6 +125,7 @@ def assemble(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
     one_device: bool = False,
+    folder: Path | None = None,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -123,6 +136,7 @@ def assemble(
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
         one_device: whether `population` has only one device. Checks that need all clients are then skipped.
+        folder: the folder of a run or of an app that may hold a copy of the warm start's values.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -130,9 +144,10 @@ def assemble(
     emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
     recipe, policy, guesses = _completed(recipe, population, one_device)
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    model = model_of(recipe, shapes, population.columns.num_classes, policy)
+    given = given_of(recipe, folder)
+    model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
     check_model(recipe.algorithm, model)
-    initial, ledger = initial_of(recipe, model), Ledger(run)
+    initial, ledger = initial_of(recipe, model, given), Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(
         population,
@@ -147,25 +162,31 @@ def assemble(
         clock=clock,
         objective=task_of(recipe),
     )
-    fed = Federation(
-        clients=held.registry,
-        engine=held,
+    fed = _federation(recipe, held, initial, None if one_device else population.num_clients)
+    recipe, guarantee = _protected(recipe, fed, held, one_device)
+    policy = held.with_model(policy)
+    parts = (recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee, given)
+    return Assembly(*parts)
+
+
+def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int | None) -> Federation:
+    """Return the federation of a run. The number of clients is None if only one of them is known."""
+    return Federation(
+        clients=engine.registry,
+        engine=engine,
         owner=recipe.algorithm,
-        context=held.context(TEST),
+        context=engine.context(TEST),
         template=initial,
         seed=recipe.seed,
         rounds=recipe.rounds,
-        evaluation_clients=held.evaluation_clients,
+        evaluation_clients=engine.evaluation_clients,
         min_replies=recipe.engine.min_replies,
         outlier_factor=recipe.engine.outlier_factor,
-        emit=emit,
-        clock=clock,
+        emit=engine.emit,
+        clock=engine.clock,
         attack=recipe.attack,
-        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
+        ranks=client_ranks(recipe, engine.model, num_clients),
     )
-    recipe, guarantee = _protected(recipe, fed, held, one_device)
-    policy = held.with_model(policy)
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
@@ -179,6 +200,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool
     fed.privacy = guarantee.mechanism
     engine.protect(guarantee.mechanism)
     fed.rounds = guarantee.rounds
+    refuse_spent(recipe.stop, guarantee)
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
@@ -190,7 +212,7 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
-    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
         problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
@@ -217,6 +239,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     population, columns = assembly.population, assembly.population.columns
     shown = [registry[client] for client in range(min(limit, len(registry)))]
+    without = rows_without(population, len(shown))
     return {
         "data": {
             "rows": len(columns),
@@ -225,6 +248,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             "test_rows": len(population.test_rows),
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
+            **tests_without(population),
         },
         "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
         "num_clients": len(registry),
@@ -232,10 +256,12 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
             | dealt_classes(population, assembly.recipe.clients.partition, c.id)
             | label_counts(population, c.id)
+            | without[c.id]
             for c in shown
         ],
         "blocks": block_sizes(assembly),
         **constant_facts(assembly.model),
+        **({"init": {"sha256": digest(assembly.given)}} if assembly.given else {}),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
     }

@@ -14,6 +14,7 @@ from polyfed.model import Model
 _PARTS = (
     ("data", "the data is not that of the run in {}: its labels, splits or features have changed"),
     ("frozen", "the model's frozen parameters are not those of the run in {}: their file has changed"),
+    ("init", "the values of [model] init are not those of the run in {}: its copy init.safetensors has changed"),
     (
         "constants",
         "the model's constant buffers are not those of the run in {}: their values depend on more than the run's seed, "

@@ -237,6 +237,7 @@ def _shortened(population: Population, most: int) -> Population:
         population,
         train=population.train.first(most),
         test=None if population.test is None else population.test.first(most),
+        own_validation=None if population.own_validation is None else population.own_validation.first(most),
         test_rows=population.test_rows[:most],
         validation_rows=population.validation_rows[:most],
     )

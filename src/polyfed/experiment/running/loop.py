@@ -1,7 +1,7 @@
 """Run a recipe round by round: train, summarise, evaluate, save."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -12,10 +12,11 @@ import torch
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import CheckpointError
+from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.engines.base import Engine
+from polyfed.evaluation.scores import Measured
 from polyfed.experiment.checks.check import check_before_run
 from polyfed.experiment.checks.protection import privacy_after, privacy_facts
 from polyfed.experiment.checks.repetition import Repetitions
@@ -33,13 +34,24 @@ from polyfed.experiment.results.round_facts import (
     versions,
     warn_silent,
 )
-from polyfed.experiment.results.run_result import Run, best_round, models_of
+from polyfed.experiment.results.run_result import Run, models_of
 from polyfed.experiment.results.update_norms import ClientUpdates, block_norms
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.events import Emitter
-from polyfed.experiment.running.run_state import TOTALS, kept_facts, load_content, num_kept, returned_state
+from polyfed.experiment.running.run_state import (
+    TOTALS,
+    best_folder,
+    forget_bests,
+    kept_best,
+    kept_facts,
+    load_content,
+    num_kept,
+    returned_state,
+)
+from polyfed.experiment.running.stopping import Choice, Stop, best_round, best_row, out_of_budget, out_of_patience
+from polyfed.experiment.running.warm_start import write_copy
 from polyfed.report import write_report
 
 
@@ -50,6 +62,7 @@ def execute(
     *,
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
+    app: Path | None = None,
 ) -> Run:
     """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
 
@@ -59,6 +72,7 @@ def execute(
         emit: called with every event.
         population: the clients, if they are not those of the recipe's data; see `assemble`.
         engine: the engine's constructor, if it is not the recipe's; see `assemble`.
+        app: the folder of the app of a deployment, which may hold the values of a warm start.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
@@ -66,7 +80,8 @@ def execute(
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
     with pytorch_settings(recipe), ExitStack() as stack:
-        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        kept = records.folder if records is not None and records.begun else app
+        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine, folder=kept)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
         for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
@@ -75,6 +90,8 @@ def execute(
         first, state = loop.start()
         with emit.stopped_in(lambda: loop.fed.round):
             for round in range(first, loop.recipe.rounds + 1):
+                if loop.stop is not None:
+                    break
                 with loop.booked(round):
                     state, row = loop.train(round, state)
                     loop.summarise(row, state)
@@ -96,6 +113,9 @@ class _Loop:
         self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
+        self.choice = Choice.of(self.recipe.stop, assembly.fed.context.objective)
+        self.stop: Stop | None = None
+        self.best: dict[str, Any] | None = None
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
 
     @contextmanager
@@ -121,7 +141,11 @@ class _Loop:
             self._write_report(folder)
         warn_silent(self.rounds)
         self.emit("run-finished", result=result)
-        return Run(result, self.rounds, state, self.assembly.model, folder, models)
+        best = None
+        if self.best is not None:
+            own = self.best["locals"] if engine.keeps_locals else None
+            best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
+        return Run(result, self.rounds, state, self.assembly.model, folder, models, best)
 
     def _write_report(self, folder: Path) -> None:
         """Write the report. A failure only causes a note, because the result of the run is already on disk."""
@@ -152,6 +176,7 @@ class _Loop:
             self.fed.template = getattr(state, "params", self.assembly.initial)
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
+                write_copy(self.assembly.given, records.folder)
                 self.repeated.rewound(records, {}, 0)
             self._book(0)
             self._announce(1)
@@ -163,7 +188,9 @@ class _Loop:
         engine.locals, state = content["locals"], content["state"]
         engine.kept = round
         self.fed.template = getattr(state, "params", self.assembly.initial)
+        self.best = kept_best(records.checkpoints, content.get("best"), algorithm, engine.device)
         self.emit("note", text=f"resumed after round {round}")
+        self._stop(self._ended(self.rounds))
         self._announce(round + 1)
         return round + 1, state
 
@@ -209,6 +236,7 @@ class _Loop:
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
+        self._stop(self._spent([*self.rounds, row]))
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):
@@ -220,14 +248,17 @@ class _Loop:
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
         algorithm: Algorithm = self.recipe.algorithm
-        if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
+        if not algorithm.evaluation.due(row["round"], self._last):
             return
-        started, self.confusion = time.perf_counter(), None
-        self.fed.evaluating = True
-        measured = algorithm.evaluate(state, self.fed)
-        row["metrics"] = measured.metrics
+        started = time.perf_counter()
+        measured = self._measured(row, state)
+        rows = [*self.rounds, row]
+        if self.stop is None and self._stop(out_of_patience(self.recipe.stop, rows, self.choice)):
+            measured = self._measured(row, state) if algorithm.evaluates_more_at_end else measured
+        if best_row(rows, self.choice) is row:
+            self.best = {"round": row["round"], "state": state, "locals": dict(self.assembly.engine.locals)}
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
-        if self.confusion is not None and row["round"] == self.recipe.rounds:
+        if self.confusion is not None and row["round"] == self._last:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:
             name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
@@ -235,6 +266,38 @@ class _Loop:
         row["seconds"]["evaluate"] = time.perf_counter() - started
         booked = self._book(row["round"], counted=False)
         row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
+
+    def _measured(self, row: dict[str, Any], state: Any) -> Measured:
+        """Evaluate the state, and add the metrics to the row."""
+        self.fed.evaluating, self.confusion = True, None
+        measured = self.recipe.algorithm.evaluate(state, self.fed)
+        row["metrics"] = measured.metrics
+        return measured
+
+    @property
+    def _last(self) -> int:
+        """The last round of the run, as far as it is known."""
+        return self.recipe.rounds if self.stop is None else self.stop.round
+
+    def _stop(self, stop: Stop | None) -> bool:
+        """End the run, if there is a reason to. Return whether there is."""
+        if stop is None or stop.round >= self.recipe.rounds:  # the run ends there anyway
+            return False
+        self.stop, self.fed.rounds = stop, stop.round
+        self.emit("note", text=f"the run ends after round {stop.round} of {self.recipe.rounds}: {stop.why}")
+        return True
+
+    def _spent(self, rows: Sequence[dict[str, Any]]) -> Stop | None:
+        """Return the end of the run if these rounds have used up a budget of [stop]."""
+        sent = self.totals["bytes_up"] + self.totals["bytes_down"]
+        sent += sum(sum(row.get("evaluation", {}).values()) for row in rows)
+        seconds = self.totals["seconds"] + (time.perf_counter() - self._started if self._started else 0.0)
+        round, repeated = int(rows[-1]["round"]), self.repeated.rounds
+        return out_of_budget(self.recipe.stop, round, seconds, int(sent), self.assembly.guarantee, repeated)
+
+    def _ended(self, rows: Sequence[dict[str, Any]]) -> Stop | None:
+        """Return the end of a resumed run whose rounds so far give a reason to end it."""
+        return self._spent(rows) or out_of_patience(self.recipe.stop, rows, self.choice)
 
     def save(self, row: dict[str, Any], state: Any) -> None:
         """Write the round's row, and a checkpoint if one is due."""
@@ -269,7 +332,11 @@ class _Loop:
             self.assembly.engine.kept = round
             return
         self.records.append(row)
-        if self.recipe.checkpoint.due(round, self.recipe.rounds):
+        if self.recipe.checkpoint.due(round, self._last):
+            best, modules = self.best, checkpoint.modules_of(self.recipe.algorithm)
+            number = None if best is None else int(best["round"])
+            if best is not None and number is not None and not best_folder(self.records.checkpoints, number).exists():
+                checkpoint.save(best_folder(self.records.checkpoints, number), number, best, modules)
             content = {
                 "run": self.ledger.run,
                 "round": round,
@@ -278,8 +345,10 @@ class _Loop:
                 "federation": self.kept_facts(self.records.checkpoints),
                 "totals": self.totals,
                 "places": self.records.places(),
+                "best": number,
             }
-            checkpoint.save(self.records.checkpoints, round, content, checkpoint.modules_of(self.recipe.algorithm))
+            checkpoint.save(self.records.checkpoints, round, content, modules)
+            forget_bests(self.records.checkpoints, number)
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:
@@ -308,18 +377,26 @@ class _Loop:
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
-        result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
+        result |= {"seed": self.recipe.seed, "rounds": self._last, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
         result |= facts_of_models(models, self.recipe, self.assembly.population)
-        result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
+        result |= {"best": best} if (best := best_round(self.rounds, self.choice)) else {}
+        result["stopped"] = self._end().facts()
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
         result["concerns"] = self.recipe.algorithm.concerns(logged) if logged else []
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
+
+    def _end(self) -> Stop:
+        """Return why the run has ended."""
+        guarantee = self.assembly.guarantee
+        if self.stop is None and guarantee is not None and guarantee.stop_note:
+            return Stop(self._last, "budget", guarantee.stop_note)
+        return self.stop or Stop(self._last, "rounds", f"all {counted(self._last, 'round', 'rounds')} ran")
 
     def _facts(self) -> dict[str, Any]:
         """The content of `run.json`."""

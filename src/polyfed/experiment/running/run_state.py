@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,45 @@ def load_content(
     return round, content
 
 
+BEST = "best"
+"""The folder of the best round's state, in the folder of the checkpoints."""
+
+
+def best_folder(checkpoints: Path, round: int) -> Path:
+    """Return the folder of the state of the best round. It has the layout of a folder of checkpoints."""
+    return checkpoints / BEST / f"{round:06d}"
+
+
+def kept_best(
+    checkpoints: Path, round: int | None, algorithm: Algorithm, device: torch.device | str = "cpu"
+) -> dict[str, Any] | None:
+    """Return `round`, `state` and `locals` of the best round, or None if the run has none.
+
+    Args:
+        checkpoints: the run's `checkpoint` folder.
+        round: the best round according to the checkpoint of the run.
+        algorithm: the algorithm of the run; see `load_content`.
+        device: the device for the tensors.
+
+    Raises:
+        CheckpointError: the state is damaged or gone.
+    """
+    if round is None:
+        return None
+    found = checkpoint.load(best_folder(checkpoints, round), checkpoint.modules_of(algorithm), device)
+    content = None if found is None else found[1]
+    if not isinstance(content, dict) or content.get("round") != round or not _is_locals(content.get("locals")):
+        raise CheckpointError(f"{best_folder(checkpoints, round)} has not the best model, of round {round}. {RESTORE}")
+    return content
+
+
+def forget_bests(checkpoints: Path, round: int | None) -> None:
+    """Delete the states of former best rounds."""
+    for folder in (checkpoints / BEST).glob("*"):
+        if round is None or folder != best_folder(checkpoints, round):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _wrong_key(content: Any) -> str:
     """Return the first entry that is missing or has a wrong type, or "" if all entries are right."""
     if not isinstance(content, dict):
@@ -124,6 +164,7 @@ def _wrong_key(content: Any) -> str:
         "locals": _is_locals(content.get("locals")),
         "totals": _are_numbers(content.get("totals"), (int, float), TOTALS),
         "places": _are_numbers(content.get("places"), (int,)),
+        "best": content.get("best") is None or type(content["best"]) is int,
         "federation": _are_facts(content.get("federation")) or "federation" not in content,
     }
     return next((key for key, fits in checks.items() if not fits), "")

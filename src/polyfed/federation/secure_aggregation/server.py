@@ -105,7 +105,7 @@ class SecureSum:
             task: the task.
             clients: the clients.
             send: the message to the clients.
-            options: `turn` and `enough` of `Federation.ask`.
+            options: `turn`, `enough` and `held_out` of `Federation.ask`.
 
         Returns:
             The sums, or an empty `Replies` if the server abandoned the request.

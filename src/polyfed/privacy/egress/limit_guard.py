@@ -22,7 +22,7 @@ from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult
 from polyfed.training.optimisers import Train
-from polyfed.training.step_counts import steps_trained, usable_rows
+from polyfed.training.step_plan import steps_trained, usable_rows
 
 
 class _BreachError(Exception):

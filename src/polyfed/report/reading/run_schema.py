@@ -146,6 +146,15 @@ class BestRound(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class EndOfRun(TypedDict):
+    """Why a run ended, in `result.json`."""
+
+    round: Count
+    by: str
+    why: str
+
+
+@with_config(ANY_KEYS)
 class Calibration(TypedDict):
     """The calibration of the global model in `result.json`: the numbers of each confidence bin."""
 
@@ -193,6 +202,7 @@ class RunResult(TypedDict, total=False):
     task: TaskFacts
     metrics: Scores
     best: BestRound
+    stopped: EndOfRun
     bytes_up: Count
     bytes_down: Count
     seconds_total: Number

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import require
+from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from polyfed.core.errors import DataError
-from polyfed.data.columns import Columns
+from polyfed.data.columns import Columns, Standardise
 from polyfed.data.sources.base import Facts, Source
 
 
@@ -18,11 +18,12 @@ class Memory(Source):
     about: str = ""
 
     @classmethod
-    def of(cls, columns: Columns) -> "Memory":
-        """Make a source whose `load` returns this table."""
+    def of(cls, columns: Columns, standardise: Standardise = "uneven") -> "Memory":
+        """Make a source whose `load` returns this table. `standardise` is what the user said; see `Columns`."""
         shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.modalities.items())
         made = cls(about=f"{len(columns):,} rows of {shapes}")
         object.__setattr__(made, "_columns", columns)
+        object.__setattr__(made, "standardise", standardise)
         return made
 
     def load(self) -> Columns:

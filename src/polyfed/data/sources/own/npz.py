@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import require
-from polyfed.data.column_scaling import standardised
-from polyfed.data.columns import Column, Columns
+from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.labels import num_targets
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.population.splits import drawn, drawn_note
@@ -54,9 +52,10 @@ class Npz(Source):
             (F). A sample with two axes is an image (H, W) if its type is uint8, otherwise a sequence (T, F). A sample
             with three axes is (H, W, C) if the last axis has 1, 3 or 4 entries, otherwise (C, H, W). Samples
             are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences whose first axis is the features.
-        standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
-            modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
-            values are unchanged. A trained model scales new samples with the same numbers.
+        standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
+            modalities, a list for some, "uneven" for those whose features differ in size, false for none. In the
+            others, uint8 images are scaled to [0, 1], and all other values are unchanged. A trained model scales new
+            samples with the same numbers.
         test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
             test set. If the labels are targets, it is a share of all rows.
         seed: Seed for drawing that test set; the run's own seed has no effect.
@@ -71,7 +70,7 @@ class Npz(Source):
     class_names: str = "label_name"
     ids: str = "id"
     layout: Mapping[str, Layout] = field(default_factory=dict)
-    standardise: bool | tuple[str, ...] = False
+    standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
 
@@ -129,10 +128,11 @@ class Npz(Source):
             present=present or {},
             client=client,
             split_personal=codes["split_personal"],
+            standardise=self.standardise,
             notes=(*((label.note,) if label.note else ()), *((drawn_note(self.test_share),) if split is None else ())),
         )
         refuse_leaked_labels(columns)
-        return standardised(columns, self.standardise)
+        return columns
 
     def _labels(self, arrays: Arrays) -> Labels:
         if not self.label:

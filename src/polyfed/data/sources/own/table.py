@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import require
-from polyfed.data.columns import Columns
+from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.files import check_expansion, existing
 from polyfed.data.reading.frames import Partial, Roles, drafted
@@ -53,8 +52,9 @@ class Table(Source):
             guess is the same as in the source `npz`.
         partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
             "absent" in this row.
-        standardise: Shift and scale every feature by its mean and deviation over the training rows: true for all
-            modalities, or a list of the modalities to standardise. The trained models do the same with new samples.
+        standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
+            modalities, a list for some, "uneven" for those whose features differ in size, false for none. The trained
+            models do the same with new samples.
         test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
             test set.
         seed: Seed for drawing that test set; the run's own seed has no effect.
@@ -70,7 +70,7 @@ class Table(Source):
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
-    standardise: bool | tuple[str, ...] = False
+    standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
 

@@ -9,9 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
-from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.reading.files import existing, stored_name
 from polyfed.data.sources.base import Facts, Source

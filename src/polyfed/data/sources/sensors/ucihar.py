@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.core.schema import check_ranges
-from polyfed.data.checks import require
 from polyfed.data.column_scaling import standardised
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.reading.files import Arrays, existing

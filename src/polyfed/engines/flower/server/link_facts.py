@@ -9,7 +9,7 @@ from alembic.util.exc import CommandError
 from flwr.supercore.constant import NodeStatus
 
 from polyfed.core.errors import RecipeError
-from polyfed.engines.flower.server.node_keys import PEM, fingerprint
+from polyfed.engines.flower.server.device_keys import PEM, fingerprint
 
 LATEST = 10
 """Most runs in the list, which begins with the latest run."""

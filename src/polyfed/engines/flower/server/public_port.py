@@ -33,8 +33,8 @@ from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
+from polyfed.engines.flower.server.device_keys import keep_registered, public_key
 from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts
-from polyfed.engines.flower.server.registration import keep_registered, public_key
 
 LOOPBACK = "127.0.0.1"
 

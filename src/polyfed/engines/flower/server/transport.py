@@ -3,21 +3,24 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+import httpx
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.superlink.grid import http_grid
 
+from polyfed.core.errors import TransportError
 from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.flower.server.grid_calls import is_too_large, online, pull, push
-from polyfed.engines.flower.server.node_keys import device_of
-from polyfed.engines.flower.server.open_request import OpenRequest
+from polyfed.engines.flower.device.fetch_limit import TOO_LARGE, at_most
+from polyfed.engines.flower.server.device_keys import device_of
 from polyfed.engines.flower.server.server_process import when_lost
-from polyfed.engines.protocol import ENROLLED, FAILED, Patience, hello, one_line
+from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
@@ -45,6 +48,63 @@ FINAL = (
     ErrorCode.INVALID_FAB,
 )
 """Flower's errors that would occur again for the same request. After other errors, polyfed sends the request again."""
+
+GRACE = 1.1
+"""For a client that missed its last deadline, the server waits this multiple of the time that the others took."""
+
+
+@dataclass
+class OpenRequest:
+    """One request to several clients while the server waits for their replies.
+
+    Attributes:
+        packets: the packets, by client.
+        patience: how long to wait.
+        waiting: id of each unanswered message -> client.
+        answers: client -> its answer, or the reason why there is no answer.
+        again: the clients to which the request must be sent again, because it was lost when the client's node went
+            offline. Client -> the reason that Flower gave for the loss.
+        away: client -> the time at which its node went offline.
+        settled: the time at which the server stopped waiting for expected clients; since then, it waits only for other
+            clients. A client is expected if its node is online and if it did not miss an earlier deadline. Infinity
+            while the server still waits for an expected client.
+    """
+
+    packets: Mapping[int, Packet]
+    patience: Patience
+    started: float
+    waiting: dict[str, int] = field(default_factory=dict)
+    answers: dict[int, Packet | str] = field(default_factory=dict)
+    again: dict[int, str] = field(default_factory=dict)
+    away: dict[int, float] = field(default_factory=dict)
+    settled: float = math.inf
+
+    @property
+    def end(self) -> float:
+        """The deadline on the monotonic clock."""
+        return self.started + self.patience.seconds
+
+    @property
+    def grace(self) -> float:
+        """The time until which the server waits for clients that missed an earlier deadline.
+
+        While the server still waits for other clients too, the value is `math.inf`: this wait has no end yet.
+        """
+        return self.started + GRACE * (self.settled - self.started)
+
+    @property
+    def replied(self) -> int:
+        """The number of clients that have replied. Refusals and failures do not count."""
+        found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
+        return sum(answer.header.get("verdict") == REPLY for answer in found)
+
+    def pending(self) -> list[int]:
+        """Return the clients that have not answered."""
+        return [client for client in self.packets if client not in self.answers]
+
+    def gone(self, client: int, now: float) -> bool:
+        """Return whether the client's node has been offline for longer than `patience.away_seconds`."""
+        return client in self.away and now - self.away[client] >= self.patience.away_seconds
 
 
 @dataclass
@@ -316,3 +376,61 @@ def _content(message: Message) -> Packet:
         return Packet({"verdict": FAILED, "reason": f"Flower says: {one_line(message.error.reason)}"})
     packet = packet_of(message.content)
     return Packet({"verdict": FAILED, "reason": packet}) if isinstance(packet, str) else packet
+
+
+def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
+    """Send messages and return their ids, with an empty text for each message that the SuperLink did not accept.
+
+    Raises:
+        TransportError: the SuperLink failed, or did not say which messages it accepted.
+    """
+    with _sentence("send messages"):
+        sent = [identity or "" for identity in grid.push_messages(messages)] if messages else []
+        if len(sent) != len(messages):
+            raise OSError(f"the SuperLink returned {len(sent)} ids for {len(messages)} messages")
+    return sent
+
+
+def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:
+    """Of the replies to these messages, return those that have already arrived.
+
+    For a reply that is too large, the result holds an error message (`is_too_large`). This function fetches at most
+    about `limit` bytes of such a reply.
+
+    Args:
+        grid: the grid.
+        identities: the ids of the messages.
+        limit: size of the largest reply, in bytes.
+
+    Raises:
+        TransportError: the SuperLink failed.
+    """
+    with _sentence("fetch replies"), at_most(http_grid, limit):
+        return list(grid.pull_messages(identities)) if identities else []
+
+
+def online(grid: Grid) -> list[int]:
+    """Return the ids of the nodes that are online.
+
+    Raises:
+        TransportError: the SuperLink failed.
+    """
+    with _sentence("list the SuperNodes"):
+        return list(grid.get_node_ids())
+
+
+def is_too_large(reason: str | None) -> bool:
+    """Return whether this reason of a Flower error means that a message was too large to fetch."""
+    return reason is not None and TOO_LARGE in reason
+
+
+@contextmanager
+def _sentence(what: str) -> Iterator[None]:
+    """Turn connection errors in this block into a `TransportError`. Flower has already tried the call repeatedly."""
+    try:
+        yield
+    except (httpx.HTTPError, OSError) as error:
+        raise TransportError(
+            f"the server could not {what} ({type(error).__name__}: {error!s:.300}). The SuperLink's own log says why "
+            "(a full disk, a locked database, a message that is too large); `polyfed submit` goes on"
+        ) from error

@@ -1,5 +1,7 @@
 """Registers the keys of devices with a SuperLink, and revokes the keys whose files are gone."""
 
+import base64
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,14 +9,19 @@ from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.serverapp import Grid
 from flwr.supercore.constant import NodeStatus
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.log_lines import logger_of
-from polyfed.engines.flower.server.node_keys import fingerprint
 
 _HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
 
@@ -64,3 +71,28 @@ def keep_registered(state: Any, keys: Mapping[bytes, Path]) -> None:
                 "register a revoked key again. Make a new key on the device and remove this file; or, if the "
                 "revocation was a mistake, move link.db elsewhere and start again (a run goes on from its checkpoint)"
             ) from None
+
+
+PEM = b"-----BEGIN "
+"""A SuperLink stores public keys in PEM format (RFC 7468), which begins with these bytes."""
+
+
+def device_of(grid: Grid, node: int) -> str:
+    """Return the name of a node's device: the fingerprint of its key, or the node's number if the node has no key.
+
+    If the grid does not list the node, the result is a unique name that no device has. In Flower's simulation, the
+    public key of a node consists of random bytes. Such a node counts as a node without a key.
+    """
+    key = next((info.public_key for info in grid.get_nodes() if info.node_id == node), b"")
+    return fingerprint(key) if key.startswith(PEM) else f"node {node}"
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the fingerprint of a public key in the format of `ssh-keygen -l -f node.key.pub`.
+
+    Args:
+        key: the public key, PEM.
+    """
+    line = load_pem_public_key(key).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"

@@ -1,16 +1,20 @@
-"""Decides where a run keeps its data set: on the GPU or, if the features need too much GPU memory, in main memory.
+"""What a run does on a GPU: deterministic algorithms, and where its data set lies.
 
-If the features stay in main memory, `with_rows` copies the features of a task's rows to the GPU before the task.
+The data set is on the GPU or, if its features need too much of the memory, in main memory; `with_rows` then copies the
+features of a task's rows to the GPU before the task.
 """
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from polyfed.data import Column, Columns
@@ -92,7 +96,8 @@ def _with_entries(column: Column, rows: Tensor, entries: Tensor, device: torch.d
         start += len(part)
     index = torch.full((len(column),), -1, device=device)  # -1, so that PyTorch refuses to read other rows
     index[rows.to(device)] = places.to(device)
-    return replace(column, values=values, index=index)
+    blank = None if column.blank is None else column.blank.to(device)
+    return replace(column, values=values, index=index, blank=blank)
 
 
 def _room(num: int) -> int:
@@ -122,3 +127,42 @@ def total_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     code = f"import torch; print(torch.cuda.get_device_properties('{device}').total_memory)"
     return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+WORKSPACE = ":4096:8"
+"""One of the two values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS computes the same bits each time. The other value
+makes cuBLAS slower (NVIDIA's documentation of cuBLAS, "Results Reproducibility")."""
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Let PyTorch use deterministic algorithms in this block, if the device is a GPU.
+
+    By default, some operations on a GPU add numbers in an order that changes from call to call, such as the gradients
+    of convolutions. A resumed run would then differ from the uninterrupted run. If PyTorch has no deterministic
+    algorithm for an operation, it gives a warning with the name of the operation, and computes as usual.
+
+    The settings apply to all Python threads of the process. PyTorch needs the variable CUBLAS_WORKSPACE_CONFIG before
+    the first matrix product on the GPU. If the variable is not set, this function sets it, and it stays set after the
+    block.
+
+    Args:
+        device: the device that trains.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    settings: Any = torch.utils.deterministic  # PyTorch sets the attribute in a way that type checkers cannot see
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    # 1 gives a warning for an operation without a deterministic algorithm. If the user has chosen 2, an error, it stays
+    torch.set_deterministic_debug_mode(max(mode, 1))
+    settings.fill_uninitialized_memory = False  # it takes time, and polyfed reads no such memory
+    torch.backends.cudnn.benchmark = False  # otherwise measured times choose the algorithms
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill
+        torch.backends.cudnn.benchmark = benchmark
