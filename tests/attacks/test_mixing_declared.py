@@ -68,6 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {name: {} for name in ALGORITHMS} | {
     "moon": {"per_modality": True},
     "fedamp": {"uploads": 1},
     "pfmml": {"uploads": 1},
+    "pfedme": {"inner_lr": 0.005, "lam": 1.0},
 }
 
 

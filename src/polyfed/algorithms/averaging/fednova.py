@@ -1,8 +1,8 @@
 """FedNova: the server averages what clients learn in one step, so that clients with more steps do not pull harder.
 
 Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
-NeurIPS 2020, Eq. 7. Client k moves the model x by its gradients g_1 ... g_tau, each times lr and a factor: x - y_k =
-lr * sum_i a_i g_i. The server's update is
+NeurIPS 2020, Section 5. Client k moves the model x by its gradients g_1 ... g_tau, each times lr and a factor:
+x - y_k = lr * sum_i a_i g_i. The server's update is
 
     x <- x + (sum_k p_k |a_k|) sum_k p_k (y_k - x) / |a_k|
 
@@ -39,7 +39,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.optimisers import Train
-from polyfed.training.step_counts import steps_trained
+from polyfed.training.step_plan import steps_trained
 
 
 @message

@@ -4,7 +4,7 @@ Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv:2
 a batch, client i updates its version w of the global model, and its own model v at the mixture u = alpha v +
 (1 - alpha) w:
 
-    w <- w - eta grad f(w),    v <- v - eta alpha grad f(u),    alpha <- alpha - eta <v - w, grad f(u)>   (Eq. 11)
+    w <- w - eta grad f(w),    v <- v - eta alpha grad f(u),    alpha <- alpha - eta <v - w, grad f(u)>
 
 Both gradients are taken before the step. The server averages w as in federated averaging.
 

@@ -3,10 +3,10 @@
 Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1. In each step
 on a batch, a client solves
 
-    theta = argmin l(theta) + lambda / 2 ||theta - w||^2           (Eq. 7)
+    theta = argmin l(theta) + lambda / 2 ||theta - w||^2
 
 by K steps of gradient descent, and moves its version of the global model towards the solution:
-w <- w - eta lambda (w - theta) (Eq. 8). The last theta is its personal model. The server averages the w.
+w <- w - eta lambda (w - theta). The last theta is its personal model. The server averages the w.
 
 polyfed's choices: the inner descent starts at w. The paper's beta is the learning rate of [server]. Only the cohort
 trains; in the paper all clients do, and the server draws some of their replies.
