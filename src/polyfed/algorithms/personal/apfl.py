@@ -61,7 +61,7 @@ class Apfl(Averaging):
         return kept(context, context.initial) | partner | {ALPHA: torch.tensor(self.alpha)}
 
     @task()
-    def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:
+    def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
         """Train the client's version of the global model and its own model together, step by step."""
         alpha = local[ALPHA]
         other = under(PARTNER, local)  # empty without the placebo
