@@ -59,7 +59,11 @@ def test_a_whole_number_too_large_for_an_array_is_named_with_row_and_column(
         path.write_text("\n".join(lines) + "\n")
     if (column == "a" and (suffix == ".csv" or len(digits) < 300)) or (suffix == ".csv" and len(digits) > 4000):
         pytest.skip("this is a float or a word, and no whole number")
+    if suffix == ".csv" and column == "client":
+        assert len(loaded(path).client.unique()) == 4  # in a text file, clients are words
+        return
     with pytest.raises(DataError) as told:
         loaded(path)
-    assert "line 6" in str(told.value) or f"column '{column}' holds" in str(told.value)
+    named = f"column '{column}' holds" in str(told.value) or f"the {column} column holds" in str(told.value)
+    assert "line 6" in str(told.value) or named
     assert len(str(told.value)) < 400

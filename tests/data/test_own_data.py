@@ -66,7 +66,7 @@ COMMAS = frame().assign(audio_1=["1,5"] * ROWS)
     [
         (ONE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
         (ONE_LATE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
-        (COMMAS, "column 'audio_1' holds '1,5' at row 0 .* Write decimal points instead of decimal commas"),
+        (COMMAS, "column 'audio_1' holds '1,5' at row 0 .* Write decimal points, or"),
     ],
 )
 def test_a_word_among_numbers_is_refused_without_named_modalities_too(tmp_path, held, words):
@@ -227,9 +227,9 @@ def test_class_numbers_that_are_floats_are_remarked_on():
     ("name", "content", "words"),
     [
         ("a.csv", b"label;x_0;x_1\n0;1;2\n", "one column, 'label;x_0;x_1': its cells seem to be separated by ';'"),
-        ("a.tsv", b"label,x_0,x_1\n0,1,2\n", "separated by ',', and polyfed reads tabs in .tsv files"),
+        ("a.tsv", b"label,x_0,x_1\n0,1,2\n", "separated by ',', and polyfed reads tabs in it"),
         ("a.csv", b"x_0,label\n", "'.*a.csv' has no rows, only the names of columns"),
-        ("a.csv", "größe_0,label\n1,0\n".encode("latin-1"), "is not UTF-8 text .* Save it as UTF-8"),
+        ("a.csv", "größe_0,label\n1,0\n".encode("latin-1"), "in the encoding utf-8 .* Save it as UTF-8"),
     ],
 )
 def test_files_in_other_forms_are_told_apart(tmp_path, name, content, words):

@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import RECIPE, Devices
-from polyfed.core.errors import DataError, TooFewReplies
+from polyfed.core.errors import BadReply, DataError, TooFewReplies
 from polyfed.deploy.device.check import inspect
 from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.device.data import population_on
+from polyfed.engines.protocol import Enrolment, digest_of_names
 from polyfed.experiment.recipes.recipe import load_recipe
 
 WORDS = np.array(["cat", "dog", "eel", "fox"])
@@ -54,6 +55,34 @@ def test_words_with_a_list_of_the_classes_have_the_numbers_of_the_list(tmp_path:
     assert population.columns.label.tolist() == before.tolist()
     assert inspect(load_recipe(devices.recipe), config).num_classes == 4
     devices.serve(tmp_path / "run")
+
+
+def test_a_device_whose_list_of_the_classes_is_another_takes_no_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = Devices(tmp_path, RECIPE.replace("enrol_seconds = 2.0", "enrol_seconds = 2.0\nmin_nodes = 2"))
+    for place, names in zip(devices.places, (WORDS, WORDS, WORDS[[1, 0, 2, 3]]), strict=True):
+        reworded(place / "data.npz", WORDS[labels_of(place / "data.npz")], label_name=names)
+    devices.serve(tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "starting with 2 of 3 clients" in said
+    assert "client 2: its class names ('label_name') are not those of most clients" in said
+
+
+def test_lists_of_the_classes_without_a_majority_end_the_run(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    for shift, place in enumerate(devices.places):
+        reworded(place / "data.npz", labels_of(place / "data.npz"), label_name=np.roll(WORDS, shift))
+    with pytest.raises(TooFewReplies, match="do not agree on the class names"):
+        devices.serve(tmp_path / "run")
+
+
+def test_a_forged_digest_of_class_names_is_no_enrolment() -> None:
+    header = Enrolment(0, 9, ("a",), None, False, {"a": (3,)}, 2, classes=digest_of_names(["x", "y"])).header()
+    assert Enrolment.read(header).classes == digest_of_names(("x", "y"))
+    for forged in ("x", "0" * 65, 5, None, ["0" * 64]):
+        with pytest.raises(BadReply):
+            Enrolment.read(header | {"classes": forged})
 
 
 def test_a_server_whose_own_labels_are_words_without_a_list_ends_the_run(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict. The task `score`
-evaluates the global model on the evaluation clients; the task `score_own` evaluates a client's model on the client's
-own test rows. The class variables `protects` and `spare` are about [privacy]. docs/own-method.md explains how to write
-a method.
+evaluates the global model on the evaluation clients. The tasks `score_own` and `score_subsets` evaluate a client's
+model on the client's own test rows. The class variables `protects` and `spare` are about [privacy]. docs/own-method.md
+explains how to write a method.
 """
 
 import warnings
@@ -56,6 +56,13 @@ from polyfed.evaluation.scores import (
     own_score,
     possible,
     scores,
+)
+from polyfed.evaluation.subsets import (
+    SubsetScores,
+    global_metrics,
+    own_subset_scores,
+    personal_metrics,
+    possible_subsets,
 )
 from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.clock import Timetable
@@ -263,6 +270,15 @@ class Algorithm(ABC):
         """Return small matrices to log after every round, by name, such as coefficients or similarities."""
         return {}
 
+    def told(self, state: Any, fed: Federation) -> dict[str, Any]:
+        """Return entries that the method adds to result.json, by name.
+
+        Args:
+            state: the state after the last round.
+            fed: the federation. This hook sends no requests.
+        """
+        return {}
+
     # what may leave a client
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
@@ -276,6 +292,8 @@ class Algorithm(ABC):
         """
         if task == Algorithm.score_own.__name__:
             return tested and (self.evaluation.personal or self.evaluation.own_validation)
+        if task == Algorithm.score_subsets.__name__:
+            return tested and self.evaluation.personal and self.evaluation.subsets != "none"
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -422,7 +440,7 @@ class Algorithm(ABC):
         A field with `carries(optional=True)` may lack blocks in every task. A device refuses any other message that
         lacks one. By default, only the evaluation of models that clients have may receive no model.
         """
-        return task == "score_own" and self.own_models == "clients"
+        return task in ("score_own", "score_subsets") and self.own_models == "clients"
 
     # evaluation
 
@@ -439,6 +457,7 @@ class Algorithm(ABC):
         if self.evaluation.personal and fed.clients.tested:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
             measured["personal"], accuracies = self.evaluate_personally(fed, send)
+            measured["personal"] |= self.evaluate_subsets(fed, send)
         if self.evaluation.own_validation and fed.clients.validated:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
             measured["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
@@ -473,7 +492,8 @@ class Algorithm(ABC):
         if tell and matrix is not None:
             fed.emit("evaluated", round=fed.round, confusion=matrix)
         exact = zip(objective.exact, scores.exact.tolist(), strict=True)
-        return objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
+        found = objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
+        return found | global_metrics(self.evaluation.subsets, fed.context.model, objective, scores.subsets)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""
@@ -486,6 +506,14 @@ class Algorithm(ABC):
         asked = self.evaluation.asked(fed, held_out)
         replies = fed.ask(self.score_own, asked, send, accept=possible(fed), held_out=held_out)
         return self.over_clients(replies, fed)
+
+    def evaluate_subsets(self, fed: Federation, send: Send) -> dict[str, float]:
+        """Evaluate clients' models on their own test rows, from the subsets that `[evaluate] subsets` names."""
+        which = self.evaluation.subsets
+        if which == "none":
+            return {}
+        replies = fed.ask(self.score_subsets, self.evaluation.asked(fed), send, accept=possible_subsets(fed))
+        return personal_metrics(which, replies, fed)
 
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
@@ -512,9 +540,17 @@ class Algorithm(ABC):
     @task()
     def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:
         """Compute the scores of a model on the rows of an evaluation client."""
-        return scores(context, got, data, self.evaluation.unimodal), local
+        return scores(context, got, data, self.evaluation.unimodal, self.evaluation.subsets), local
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
         """Compute what the client reports about its own test rows, such as the number of correct predictions."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
+
+    @task()
+    def score_subsets(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+    ) -> tuple[SubsetScores, Tree]:
+        """Compute what the client reports about its own test rows, predicted from subsets of the modalities."""
+        w, which = self.own_params(got, local), self.evaluation.subsets
+        return own_subset_scores(context, w, data.test, self.predictor.logits, which), local

@@ -300,6 +300,7 @@ class Engine(ABC):
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
             guard.check_reply(reply, view, context.num_classes)
+            reply = self.required.with_noise(reply, self.objective, client)
             if self.privacy is not None and client >= 0:
                 reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
             reply, local = masked(request, reply, local, secrets)

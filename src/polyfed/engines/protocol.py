@@ -9,10 +9,12 @@ repeated request, and the reply is the same bit for bit.
 Enrolments and requests carry the versions of polyfed and of the wire format. Both sides refuse other versions.
 """
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -132,6 +134,7 @@ class Enrolment:
         validated: whether the client has validation rows of its own.
         shapes: shape of a sample by modality.
         num_classes: the client's largest label plus one, or the number of targets of a row.
+        classes: SHA-256 of the names of the classes, in order, or "" if the client lists none; see `digest_of_names`.
         uneven: the modalities whose features differ in size there, if [data] standardise is "uneven".
     """
 
@@ -143,6 +146,7 @@ class Enrolment:
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
     validated: bool = False
+    classes: str = ""
     uneven: tuple[str, ...] = ()
 
     @classmethod
@@ -160,6 +164,8 @@ class Enrolment:
         found._check_numbers()
         if not found.modalities or set(found.modalities) != set(found.shapes):
             raise BadReply("enrolled without modalities, or with modalities that have no shape")
+        if found.classes and not _SEAL.fullmatch(found.classes):
+            raise BadReply("enrolled with a digest of class names that cannot be read")
         if not set(found.uneven) <= set(found.modalities):
             raise BadReply("enrolled with uneven features of a modality that it does not have")
         if strange := [name for name in found.modalities if not NAME.fullmatch(name)]:
@@ -180,6 +186,11 @@ class Enrolment:
     def header(self) -> Header:
         """Return the header in which the enrolment is sent."""
         return {"verdict": ENROLLED, **versions(), **asdict(self)}
+
+
+def digest_of_names(names: Sequence[str] | None) -> str:
+    """Return the SHA-256 of a list of class names, or "" without a list. It reveals names to whoever can guess them."""
+    return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest() if names is not None else ""
 
 
 _ENROLMENT = TypeAdapter(Enrolment)

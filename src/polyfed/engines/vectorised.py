@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
+from polyfed.core.messages import Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.base import held_out_of
@@ -279,11 +279,12 @@ def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> 
     """Refuse a field that has an entry for each row but does not declare `rows`, because it may contain padding.
 
     Raises:
-        RecipeError: the field declares neither `rows` nor a shape, and its length equals the padded number of rows.
+        RecipeError: the field declares no `rows`, its first size is open, and its length equals the padded number of
+            rows.
     """
     for name, key, value in tensors(reply):
         said = reply.declared[name]
-        told = said.rows is not None or said.shape is not None or said.kind in OF_THE_MODEL
+        told = said.rows is not None or said.kind == "statistic" or (said.shape or ("",))[0] is not None
         if not told and _may_be_padded(value, counts):
             raise RecipeError(
                 f"task {request.name} sends {name if key is None else f'{name}.{key}'} with an entry for each of its "

@@ -1,6 +1,6 @@
 """A client dataset that counts the work of its client, for simulated time. Tasks use it like any client dataset."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,11 @@ class MeteredClientData(ClientData):
         """Return the dataset of these rows; see `ClientData.at`. The new dataset also counts the work of the client."""
         view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
         return MeteredClientData(view, sizes, self._modalities, self._model, self._count)
+
+    @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """The groups of the wrapped dataset's rows; see `ClientData.groups`."""
+        return self._view.groups
 
     @property
     def ids(self) -> Tensor:

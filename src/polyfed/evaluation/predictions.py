@@ -49,17 +49,8 @@ def predict(
             not in the vocabulary, the modalities have different numbers of rows, or the model
             reads none of the given modalities.
     """
-    refuse_other_forms(x)
     predictor = predictor or Predictor()
-    read = [m for m in model.modalities if reads is None or m in reads]
-    ids = vocabularies or {}
-    given, there = _tensors(model, x, present or {}, ids)
-    n = _rows_of(model, given, there)
-    if not (used := [m for m in read if m in given]):
-        raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
-    for m in used:
-        given[m], there[m] = _present_rows(m, given[m], there.get(m))
-        given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
+    n, used, given, there = _samples(model, x, present or {}, reads, vocabularies or {})
     if not n:  # one row of zeros shows the shape of a prediction; encoders may fail without rows
         row = {m: given[m].new_zeros(1, *given[m].shape[1:]) for m in used}
         return predict(model, objective, w, row, reads=reads, predictor=predictor, scaling=scaling)[:0]
@@ -75,6 +66,43 @@ def predict(
             by_modality = objective.BY_MODALITY
             found.append(objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch))
     return objective.predicted(torch.cat(found))
+
+
+def used(
+    model: Model,
+    x: Mapping[str, Any],
+    *,
+    reads: Collection[str],
+    present: Mapping[str, Any] | None = None,
+    vocabularies: Mapping[str, int] | None = None,
+) -> Tree:
+    """Return which modalities `predict` uses for each sample: modality -> bool (n,), for each modality in `reads`.
+
+    The arguments and errors are those of `predict`.
+    """
+    n, _, given, there = _samples(model, x, present or {}, reads, vocabularies or {})
+    whole, none = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    return {m: there.get(m, whole) if m in given else none for m in model.modalities if m in reads}
+
+
+def _samples(
+    model: Model,
+    x: Mapping[str, Any],
+    present: Mapping[str, Any],
+    reads: Collection[str] | None,
+    ids: Mapping[str, int],
+) -> tuple[int, list[str], Tree, Tree]:
+    """Check the samples. Return their number, the modalities that are read, the samples, and which rows have them."""
+    refuse_other_forms(x)
+    read = [m for m in model.modalities if reads is None or m in reads]
+    given, there = _tensors(model, x, present, ids)
+    n = _rows_of(model, given, there)
+    if not (used := [m for m in read if m in given]):
+        raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
+    for m in used:
+        given[m], there[m] = _present_rows(m, given[m], there.get(m))
+        given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
+    return n, used, given, there
 
 
 def _tensors(

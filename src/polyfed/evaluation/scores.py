@@ -19,6 +19,7 @@ from polyfed.core.messages import HISTOGRAM, READ, Message, carries, message
 from polyfed.core.request import Accept, HeldOut
 from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
+from polyfed.evaluation.subsets import Which, global_sums
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
@@ -60,12 +61,14 @@ class Scores(Message):
     """Sums over the rows of an evaluation client, from which the objective computes its metrics (`polyfed.objective`).
 
     `sums` (S,) is for predictions from all modalities. `exact` (E,) holds the metrics that need all rows at once.
-    `unimodal` holds, for each modality, the sums for predictions from only this modality.
+    `unimodal` holds, for each modality, the sums for predictions from only this modality. `subsets` holds the sums for
+    each scored subset of the modalities, in the order of `subsets_of`.
     """
 
     sums: Tensor = carries("statistic", dtype="sums", shape=(None,))
     exact: Tensor = carries("statistic", dtype="sums", shape=(None,))
     unimodal: Tree = carries("statistic", dtype="sums", shape=(None,))
+    subsets: Tensor = carries("statistic", dtype="sums", shape=(None, None))
 
 
 SCORED = "how well a model that the server chooses predicts the test rows: each request can tell about a bit of any row"
@@ -76,11 +79,12 @@ SCORED = "how well a model that the server chooses predicts the test rows: each 
 class OwnScore(Message):
     """A client's report on its own test rows: the objective's sums, and the number of rows.
 
-    In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
+    In classification, `sums` is a single number: the number of rows that the client's model predicts correctly. Only
+    then are both fields counts, and a device can add noise to them.
     """
 
-    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED)
-    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
+    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED, counted=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,9 @@ class Evaluation:
             nearest mean of the modality's features over the training rows. Every client sends these class means before
             each evaluation (kind `prototypes`); this works only with algorithms that average parameters. `auto` is
             `head` if the model has a linear head, else `zero`.
+        subsets: which subsets of the modalities to score, for the metrics `subset.NAME` and `worst_subset`: `each`
+            (each modality alone, and all modalities but one), `all` (with up to five modalities), or the mean over
+            the subsets of each of the `sizes`. See docs/missing.md.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -109,6 +116,7 @@ class Evaluation:
     clients: Annotated[int | None, AT_LEAST_ONE] = None
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
     own_validation: bool = False
+    subsets: Which = "none"
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -156,8 +164,10 @@ class Predictor:
         return model.logits(w, batch)
 
 
-def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimodal: str) -> Scores:
-    """Compute a model's scores on all rows of a client dataset, from all modalities and from each single modality.
+def scores(
+    context: ClientContext, got: ModelToEvaluate, data: ClientData, unimodal: str, subsets: Which = "none"
+) -> Scores:
+    """Compute a model's scores on all rows of a client dataset: from all modalities, from each one, and from subsets.
 
     Args:
         context: the context of the evaluation client. Each of its modalities is also evaluated alone. If `unimodal` is
@@ -166,6 +176,7 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
             lacks modalities, the model predicts from that client's modalities.
         data: the client dataset.
         unimodal: how to predict from a single modality; see `Evaluation`.
+        subsets: which subsets of the modalities to score.
     """
     model, objective, w = context.model, context.objective, got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}
@@ -189,16 +200,19 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
         features = model.features(w, batch)
         return objective.outputs(model, w, batch, features), features
 
+    none = torch.zeros(0, 0, device=data.num_rows.device)
     if objective.WHOLE:
         whole = all_rows(data, lambda batch: outputs_of(batch)[0])
         assert whole is not None, "an evaluation client has rows"
-        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {})
+        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {}, none)
 
     def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
         total, rows = carry
         outputs, features = outputs_of(batch)
         found = {ALL: objective.sums(outputs, batch)}
         found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
+        if (parts := global_sums(subsets, model, objective, w, features, batch)) is not None:
+            found[SUBSETS] = parts
         kept = [*rows, {"outputs": outputs, "y": batch.y}] if objective.exact else rows
         return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
 
@@ -207,11 +221,12 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
     if objective.exact:
         outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
         exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
-    return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums)
+    parts = sums.pop(SUBSETS, none)
+    return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums, parts)
 
 
-ALL = "all modalities"
-"""Key of the sums from all modalities, next to the keys of single modalities. A modality's name has no space."""
+ALL, SUBSETS = "all modalities", "subsets of modalities"
+"""Keys of the sums from all modalities and from subsets, next to single modalities, whose names have no space."""
 
 
 def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:

@@ -1,8 +1,10 @@
 """The names and units of metrics, and the main metric of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from polyfed.evaluation.subsets import SUBSET, WORST
 
 TITLES = {
     "accuracy": "accuracy",
@@ -50,8 +52,37 @@ NUMBERS = {
 ERRORS = {"loss", "mae", "rmse"}
 """The metrics of which a smaller value is better."""
 
+POOLED = "pooled_"
+"""The beginning of the names of metrics over the own rows of all clients together."""
+
 OF_MAIN_SCORE = ("personal", "unimodal")
 """The groups of result.json that hold values of a run's main metric, such as its accuracy or its MAE."""
+
+
+def of_main_score(metric: str) -> bool:
+    """Return whether a metric holds values of the run's main metric, as `personal.mean` and `global.worst_subset`."""
+    group, _, name = metric.partition(".")
+    subset = name.startswith(SUBSET) or name == WORST
+    return subset or (group.removesuffix("_validation") in OF_MAIN_SCORE and not name.startswith(POOLED))
+
+
+def subsets_in(metrics: Iterable[str], group: str = "global.") -> list[str]:
+    """Return the names of the scored subsets of the modalities, such as `audio+text` or `size2`, the smallest first.
+
+    Args:
+        metrics: the names of metrics.
+        group: the beginning of the names, before `subset.`.
+    """
+    found = [name.removeprefix(group + SUBSET) for name in metrics if name.startswith(group + SUBSET)]
+    return sorted(dict.fromkeys(found), key=lambda name: name.count("+"))
+
+
+def subset_title(name: str) -> str:
+    """Return the heading of a subset: `audio + text`, or `2 modalities` for the mean over all subsets of this size."""
+    size = name.removeprefix("size")
+    if size != name and size.isdigit():
+        return "1 modality, mean" if size == "1" else f"{size} modalities, mean"
+    return name.replace("+", " + ")
 
 
 def is_error(metric: str) -> bool:
@@ -131,7 +162,7 @@ class Metric:
     @classmethod
     def of(cls, name: str, task: Mapping[str, Any] | None = None) -> "Metric":
         """Return the facts about a metric, given the entry `task` of the run's result.json."""
-        score = Headline.of(task).score if name.partition(".")[0] in OF_MAIN_SCORE else name
+        score = Headline.of(task).score if of_main_score(name) else name.replace(f".{POOLED}", ".")
         return cls(name, is_error(score), is_share(score))
 
 

@@ -76,7 +76,13 @@ class Vfl(Vertical):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow model uploads only for evaluation. The server does not ask for what the policy forbids."""
         own = self.evaluation.personal and may_report(policy)
-        asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
+        asked = {
+            "upload": policy.allows_models("server"),
+            "embed_own": own,
+            "score_silo": own,
+            "score_own": False,
+            "score_subsets": False,
+        }
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @property

@@ -234,8 +234,9 @@ class FedGKT(Algorithm):
         return Broadcast(state.params)
 
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the server's network for the evaluation, which is the only task that receives one."""
-        return self.top(model).template if task == "score_own" else super().received_template(task, model)
+        """Return the template of the server's network for the evaluations, the only tasks that receive one."""
+        evaluates = task in ("score_own", "score_subsets")
+        return self.top(model).template if evaluates else super().received_template(task, model)
 
     def may_lack(self, task: str) -> bool:
         """Return False: the server sends its whole network for the evaluation."""

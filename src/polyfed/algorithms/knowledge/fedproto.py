@@ -25,6 +25,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score
+from polyfed.evaluation.subsets import SubsetScores, own_subset_scores
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -238,6 +239,14 @@ class FedProto(Averaging):
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
         """Count the client's own test rows that the client's model predicts correctly."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
+
+    @task()
+    def score_subsets(  # type: ignore[override]
+        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
+    ) -> tuple[SubsetScores, Tree]:
+        """Count the client's own test rows that its model predicts correctly from each subset of the modalities."""
+        w, which = self.own_params(got, local), self.evaluation.subsets
+        return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

@@ -57,7 +57,7 @@ class Candidates(Message):
 class Weights(Message):
     """The weights (N,) of the received candidates, by block. The client's own block has the remaining weight."""
 
-    weights: Tree = carries("statistic", dtype="float32", shape=(None,), within=NOT_NEGATIVE)
+    weights: Tree = carries("statistic", dtype="float32", shape=(None,), within=PROBABILITY)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from polyfed.evaluation.subsets import SUBSET, WORST
 from polyfed.privacy.differential.guarantee import number
 from polyfed.report.comparison.cells import Column
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
-from polyfed.report.scores import TITLES, Headline, title_of, unit_of
+from polyfed.report.scores import TITLES, Headline, subset_title, subsets_in, title_of, unit_of
 from polyfed.report.text_layout import plain_table, stacked, titled
 
 
@@ -51,6 +52,7 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
         yield f"{head.title}, all modalities", number_of(reached[head.score], head.unit)
     for modality, value in metrics.get("unimodal", {}).items():
         yield f"{head.title}, {modality} alone", number_of(value, head.unit)
+    yield from _subsets(reached, head)
     for name in TITLES:
         if name in reached and name not in (head.score, "top5"):
             yield title_of(name), number_of(reached[name], unit_of(name))
@@ -60,6 +62,22 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
     if "mean" in (personal := metrics.get("personal", {})):
         words = f"{number_of(personal['mean'], head.unit)} (worst {number_of(personal['worst'], head.unit)})"
         yield f"personal {head.title}, mean", words
+
+
+def _subsets(reached: dict[str, float], head: Headline) -> Iterator[tuple[str, str]]:
+    """The score of each subset of the modalities, or only the worst of them if there are many."""
+    names = subsets_in(reached, "")
+    if WORST not in reached:
+        return
+    if len(names) <= MOST_SUBSETS:
+        for name in names:
+            yield f"{head.title} from {subset_title(name)}", number_of(reached[SUBSET + name], head.unit)
+    worst = next((f" ({subset_title(n)})" for n in names if reached[SUBSET + n] == reached[WORST]), "")
+    yield f"worst subset{worst}", number_of(reached[WORST], head.unit)
+
+
+MOST_SUBSETS = 7
+"""The largest number of subsets that are printed, those of three modalities. The report shows all of them."""
 
 
 def comparison_tables(comparison: Comparison, width: int) -> Group:

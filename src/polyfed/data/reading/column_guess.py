@@ -17,6 +17,9 @@ WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
 """A text that is a number, with decimal point or comma. A column in which at least half of the words are numbers, but
 not all, mixes words and numbers (ours)."""
 
+FOR_EMPTY = ("na", "n/a", "#n/a", "null", "none", "nan", "?", "-", "--", ".", "missing", "unknown")
+"""Words that other programs write for an empty cell. They are words here, and an error text names the way out."""
+
 UNNAMED = re.compile(r"\s*|Unnamed: \d+(\.\d+)?")
 """The name of a column without a name. pandas writes row numbers under an empty name, and reads this name as
 `Unnamed: 0`."""
@@ -114,12 +117,14 @@ def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
     held = [cell for cell in column.tolist() if not is_missing(cell)]
     if held and all(is_list(cell) for cell in held[:100]):
         return "list"
+    known = [cell for cell in held if not (isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY)]
+    mixed, held = len(known) < len(held), known or held
     single = [cell for cell in held if isinstance(cell, int | float | np.number)]
     words = [cell for cell in held if isinstance(cell, str)]
     if single:
         return "number" if len(single) + len(words) == len(held) else "text"
     written = sum(bool(WRITTEN.fullmatch(word)) for word in words)
-    whole = written == len(words) and not any("," in word for word in words)
+    whole = written == len(words) and not mixed and not any("," in word for word in words)
     return "number" if written and 2 * written >= len(words) and not whole else "text"
 
 

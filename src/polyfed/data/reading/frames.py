@@ -1,5 +1,6 @@
 """Reads a pandas data frame, and decides which columns are modalities, labels, natural clients and splits."""
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.reading.cell_values import array_of, is_missing
 from polyfed.data.reading.column_grouping import chosen, is_numbered
-from polyfed.data.reading.column_guess import WRITTEN, Guess, guessed, kind_of, row_ids
+from polyfed.data.reading.column_guess import FOR_EMPTY, WRITTEN, Guess, guessed, kind_of, row_ids
 from polyfed.data.reading.row_facts import missing, ordered_words
 from polyfed.data.reading.table_draft import Draft
 
@@ -192,9 +193,7 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
     if series.dtype.kind in "iufb" and hasattr(series.dtype, "itemsize") and not hasattr(series.array, "_mask"):
         found: NDArray[Any] = series.to_numpy()
         return found
-    return np.array(
-        [None if is_missing(cell) or str(cell) == "<NA>" else cell for cell in series.tolist()], dtype=object
-    )
+    return np.array([None if is_missing(cell) else cell for cell in series.tolist()], dtype=object)
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,15 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
     return _Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None)
 
 
+def _cure(cell: Any) -> str:
+    """Return how to correct a cell that is no number."""
+    if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
+        return """Write decimal points, or read the decimal commas of a text file with [data] decimal = ",\""""
+    if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
+        return f"If it stands for an empty cell, leave the cell empty, or write [data] empty = [{json.dumps(cell)}]"
+    return "Give numbers only"
+
+
 def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float64]:
     """Return a column of single numbers as float64, with NaN for empty cells.
 
@@ -255,12 +263,16 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
+    if (large := np.abs(values) > np.finfo(np.float32).max).any():
+        row = int(large.argmax())
+        raise DataError(
+            f"{where}: column '{column}' holds {values[row]:g} at row {row}, and the largest number is "
+            f"{np.finfo(np.float32).max:.4g}. Correct the cell. {otherwise}"
+        )
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())
         cell = frame[column].iloc[row]
-        comma = isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell)
-        cure = "Write decimal points instead of decimal commas" if comma else "Give numbers only"
         raise DataError(
-            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}. {otherwise}"
+            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {_cure(cell)}. {otherwise}"
         )
     return values

@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,11 +98,8 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
     if is_frame(data):
         return _of_frame(data, given, problems)
     if is_hugging_face(data):
-        return _of_frame(
-            data.to_pandas(),
-            given if given.class_names is not None else replace(given, class_names=_names(data, given)),
-            problems,
-        )
+        frame, names = _named(data, given)
+        return _of_frame(frame, given if given.class_names is not None else replace(given, class_names=names), problems)
     if isinstance(data, Dataset):
         return drafted_samples(data, given)
     if isinstance(data, Mapping):
@@ -206,6 +203,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split)):
         raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
     refuse_other_columns(data, given.modalities, (*targets, given.clients))
+    refuse_other_names(data, given)
     drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
     names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
     for name, draft in drafts.items():
@@ -252,6 +250,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         present=present,
         cut=cut,
+        class_names=_all_names(drafts.values()),
         notes=(*first.notes, *_padded(drafts, joined)),
     )
 
@@ -264,8 +263,54 @@ def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[
             yield f"modality '{name}': {text} {values.shape[1]}"
 
 
-def _names(data: Any, given: Given) -> Sequence[str] | None:
-    """Return the class names that a Hugging Face dataset stores with its label column."""
-    label = given.labels if isinstance(given.labels, str) else "label"
-    names = getattr(data.features.get(label), "names", None)
-    return None if names is None else tuple(names)
+def _named(data: Any, given: Given) -> tuple[Any, tuple[str, ...] | None]:
+    """Return a Hugging Face dataset as a data frame, and the class names that it stores with its label column.
+
+    Numbers of labels, clients and splits become the names that they stand for, because another split may list the same
+    names in another order.
+    """
+    frame, found = data.to_pandas(), None
+    for role, usual in (("labels", "label"), ("clients", "client"), ("split", "split")):
+        value = getattr(given, role)
+        column = value if isinstance(value, str) else usual
+        names = getattr(data.features.get(column), "names", None)
+        renamed = role == "labels" and given.class_names is not None and set(given.class_names) != set(names or ())
+        if names is not None and column in frame.columns and not renamed:
+            words = [names[int(number)] if number == number and number >= 0 else None for number in frame[column]]
+            frame[column] = np.array(words, dtype=object)
+            found = tuple(names) if role == "labels" else found
+    return frame, found
+
+
+def refuse_other_names(data: Mapping[str, Any], given: Given) -> None:
+    """Refuse Hugging Face datasets whose numbers stand for other names in other splits, where no name replaces them.
+
+    Labels, clients and splits are read by their names. Features are numbers, and so are labels whose classes the caller
+    names anew.
+
+    Raises:
+        DataError: the names of a column differ between two splits.
+    """
+    roles = [getattr(given, role) or usual for role, usual in (("clients", "client"), ("split", "split"))]
+    roles += [given.labels or "label"] if given.class_names is None else []
+    problems, first = Problems(), dict[str, tuple[str, list[str]]]()
+    for split, part in data.items():
+        for column, feature in part.features.items() if is_hugging_face(part) else ():
+            names = getattr(feature, "names", None)
+            if names is None or column in roles:
+                continue
+            other, wanted = first.setdefault(column, (split, names))
+            if names != wanted and set(names) != set(given.class_names or ()):
+                problems.add(
+                    DataError(
+                        f"data: column '{column}' stands for other names in split '{split}' than in split '{other}'. "
+                        "Cast all splits to one list of names, as in split.cast_column(name, ClassLabel(names=[...]))"
+                    )
+                )
+    problems.raise_all()
+
+
+def _all_names(drafts: Iterable[Draft]) -> tuple[str, ...] | None:
+    """Return the class names of all splits: those of the first one, then those that only others have."""
+    listed = [tuple(draft.class_names) for draft in drafts if draft.class_names is not None]
+    return tuple(dict.fromkeys(name for names in listed for name in names)) if listed else None

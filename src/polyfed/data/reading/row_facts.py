@@ -1,5 +1,6 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.reading.cell_values import is_missing
+from polyfed.data.reading.cell_values import digits, is_missing, unmasked
 
 MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
@@ -20,6 +21,9 @@ MANY_CLASSES = 1000
 
 TARGET_STEPS = 256
 """A target must span at least this many steps of float32 (ours)."""
+
+WHOLE_WORD = re.compile(r"0|-?[1-9]\d{0,17}")
+"""A whole number that is written in the one usual way."""
 
 _UNEQUAL = (
     "{}: the rows differ in length. Give one entry for each row; or several targets, the same number for each row"
@@ -117,13 +121,36 @@ def unlabelled(num_rows: int) -> Labels:
 def clients_of(values: Any, where: str) -> Tensor:
     """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
 
+    Words that are all whole numbers without leading zeros are sorted by their value, as numbers are, so that a client
+    has the same number whether a file holds numbers or text.
+
     Raises:
         DataError: The values are neither words nor whole numbers, or some are missing.
     """
     array = _whole(plain(values, where), where, "integers or strings")
     if array.dtype.kind not in "iuU" or array.ndim != 1:
         raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
-    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+    words, number = np.unique(array, return_inverse=True)
+    if array.dtype.kind == "U":
+        tell_alike(words, where, "clients")
+        if all(WHOLE_WORD.fullmatch(word) for word in words.tolist()):
+            number = np.argsort(np.argsort(words.astype(np.int64)))[number]
+    return torch.from_numpy(number.astype(np.int64))
+
+
+def tell_alike(words: NDArray[Any], where: str, what: str) -> None:
+    """Warn of distinct words that differ only by case or by blanks."""
+    first: dict[str, str] = {}
+    for word in words.tolist():
+        other = first.setdefault(" ".join(word.split()).casefold(), word)
+        if other != word:
+            warnings.warn(
+                f"{where} holds {other!r} and {word!r}, which differ only by case or blanks and count as two {what}. "
+                "Write them the same way if they are one",
+                PolyfedWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def ids_of(values: Any, where: str) -> Tensor:
@@ -153,9 +180,11 @@ def splits_of(values: Any, where: str) -> Tensor:
     """
     array = plain(values, where)
     if array.dtype.kind == "U" and array.ndim == 1:
+        if all(word in ("0", "1", "2", "3") for word in np.unique(array).tolist()):
+            return torch.from_numpy(array.astype(np.int64)).to(torch.int8)
         unknown = [word for word in np.unique(array).tolist() if word.lower() not in SPLITS]
         if unknown:
-            raise DataError(f"{where} holds '{unknown[0]}'; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
+            raise DataError(f"{where} holds {unknown[0][:40]!r}; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
         return torch.tensor([SPLITS[word.lower()] for word in array.tolist()], dtype=torch.int8)
     array = _whole(array, where)
     if array.dtype.kind not in "iub" or array.ndim != 1:
@@ -202,6 +231,7 @@ def as_array(values: Any, where: str) -> NDArray[Any]:
         DataError: The rows of a list differ in length.
     """
     try:
+        values = unmasked(values)
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
         # NumPy would turn the numbers of a list that mixes numbers and words into words
         keeps = array.dtype.kind == "U" and isinstance(values, list | tuple)
@@ -233,6 +263,12 @@ def plain(values: Any, where: str) -> NDArray[Any]:
             f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
             "Write all of them as words, or all as numbers"
         )
+    for row, entry in enumerate(entries):
+        if isinstance(entry, int) and not -(2**63) <= entry < 2**63:
+            raise DataError(
+                f"{where} holds a whole number of about {digits(entry)} digits at row {row}. The largest one is "
+                f"{2**63 - 1:,}. Correct it, or give words"
+            )
     try:
         found = np.asarray(entries)
     except ValueError:
@@ -246,6 +282,8 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     if (empty := np.char.strip(array) == "").any():
         raise missing(empty, where)
     found = np.unique(array) if names is None else np.array(tuple(names))
+    if names is None:
+        tell_alike(found, where, "classes")
     number = {str(word): place for place, word in enumerate(found.tolist())}
     if strange := [word for word in np.unique(array).tolist() if word not in number]:
         raise DataError(f"{where} holds '{strange[0]}', which is none of the class names {', '.join(number)}")
@@ -288,6 +326,7 @@ def check_numbering(label: Tensor, where: str) -> None:
         count = counted(len(absent), "class has", "classes have")
         warnings.warn(
             f"{where}: classes run from 0 to {num_classes - 1}, and {count} no row ({listed}). "
+            f"{'Subtract 1 if they are counted from 1, as in MATLAB. ' if absent == [0] else ''}"
             "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
             'numbers are quantities, write [task] name = "regression"',
             PolyfedWarning,

@@ -5,7 +5,7 @@ import torch
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED
 from polyfed.data import Population, Shards
-from polyfed.engines.protocol import REFUSED, Enrolment, reason
+from polyfed.engines.protocol import REFUSED, Enrolment, digest_of_names, reason
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 from polyfed.objective import CLASSES, Objective
@@ -39,6 +39,7 @@ def enrolment(
         and _enough(population, population.own_validation, client, limits, objective),
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
+        classes=digest_of_names(columns.class_names),
         uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
     )
     return Packet(told.header())

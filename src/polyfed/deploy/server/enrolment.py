@@ -23,7 +23,7 @@ from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.server.claimed_shapes import flaws_of
 from polyfed.deploy.server.membership import expected
-from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
+from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, digest_of_names, one_line
 from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
@@ -165,6 +165,7 @@ class Admission:
                 out[told.client] = f"its number is above {highest}; number {wanted} clients from 0"
         shapes = _agreed_shapes(recipe, own, _left(known, out), out)
         num_classes = _agreed_classes(recipe, own, _left(known, out), out)
+        _refuse_other_names(own, _left(known, out), out)
         clients = sorted(_left(known, out), key=lambda told: told.client)
         return cls(clients, out, shapes, num_classes, own, recipe, _agreed_scaling(recipe, clients))
 
@@ -297,6 +298,23 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
                 f"it has labels of {told.num_classes} {what}, there are {agreed} by {by}; [engine] classes decides"
             )
     return agreed
+
+
+def _refuse_other_names(own: Columns | None, known: Sequence[Enrolment], out: dict[int, str]) -> None:
+    """Add to `out` each client whose list of class names differs from that of the server's rows, or of most clients.
+
+    Under another list, one class number would mean another class. A client without a list has class numbers, which
+    cannot be compared.
+    """
+    listed = [told for told in known if told.classes]
+    here = "" if own is None else digest_of_names(own.class_names)
+    agreed = here or majority(told.classes for told in listed)
+    whose = "the server's own rows" if here else "most clients"
+    for told in listed:
+        if agreed is None:
+            out[told.client] = "most clients do not agree on the class names ('label_name'). Save one list on all"
+        elif told.classes != agreed:
+            out[told.client] = f"its class names ('label_name') are not those of {whose}. Save one list on all"
 
 
 def _agreed_scaling(recipe: Recipe, clients: Sequence[Enrolment]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS, Averaging
+from polyfed.algorithms import NAMED, Averaging
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
@@ -150,7 +150,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     if measured.metrics:
         return
     warnings.warn(
-        f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
+        f"{name_of(assembly.algorithm, NAMED)} on data '{assembly.population.columns.name}' measures nothing, "
         f"metrics will be empty: {personal_fix(tested=bool(assembly.fed.clients.tested))}",
         PolyfedWarning,
         stacklevel=2,

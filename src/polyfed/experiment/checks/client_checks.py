@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.registry import name_of
@@ -28,7 +28,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
-            `refuse_dropout`, `refuse_small_blocks`.
+            `refuse_dropout`, `refuse_subsets`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
@@ -36,6 +36,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_single_replies(recipe, population)
     refuse_idle_attack(recipe)
     refuse_dropout(recipe, population, one_device=one_device)
+    refuse_subsets(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -54,7 +55,7 @@ def refuse_idle_attack(recipe: Recipe) -> None:
     if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
         raise RecipeError(
             f"[attack] name = '{attack.name}' changes what clients send, and clients of "
-            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            f"'{name_of(method, NAMED)}' send the server only statistics for training. Choose "
             "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
             ("attack", "name"),
         )
@@ -76,7 +77,7 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
         why = f"names modality '{unknown[0]}', which the data lacks; {did_you_mean(unknown[0], names)}"
     elif not method.handles_missing_rows:
         why = (
-            f"'{name_of(method, ALGORITHMS)}' takes every row of a client for complete, and its loss would use the "
+            f"'{name_of(method, NAMED)}' takes every row of a client for complete, and its loss would use the "
             "embeddings of modalities that a row has lost. Remove it"
         )
     elif task_of(recipe).BY_MODALITY:
@@ -89,6 +90,31 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
     else:
         return
     raise RecipeError(f"{where}: {why}", ("train", "modality_dropout"))
+
+
+def refuse_subsets(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse `[evaluate] subsets` where subsets cannot be scored.
+
+    Raises:
+        RecipeError: the task predicts from pairs of modalities, there is only one modality, or no test row has one of
+            the modalities.
+    """
+    which, columns, rows = recipe.algorithm.evaluation.subsets, population.columns, population.test_rows
+    if which == "none" or one_device:
+        return
+    bare = [name for name, there in columns.present.items() if len(rows) and not bool(there.cpu()[rows].any())]
+    if task_of(recipe).WHOLE:
+        why = "the task compares the embeddings of two modalities, and has no prediction from another subset. Remove it"
+    elif len(columns.modalities) == 1:
+        why = f"the data has one modality, '{next(iter(columns.modalities))}', and thus one subset. Remove it"
+    elif bare:
+        why = (
+            f"no test row has '{bare[0]}', so no subset with it can be scored. Leave it out of [data] modalities, "
+            "lower [clients] missing_rows_test, or give test rows that have it"
+        )
+    else:
+        return
+    raise RecipeError(f"[evaluate] subsets = '{which}': {why}", ("evaluate", "subsets"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
@@ -134,7 +160,7 @@ def refuse_overselect(recipe: Recipe) -> None:
     where = f"[clients] overselect = {recipe.clients.overselect:g}"
     if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
         raise RecipeError(
-            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            f"{where}: algorithm '{name_of(recipe.algorithm, NAMED)}' needs the replies of all clients that it "
             "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
         )
     if recipe.network is None and recipe.engine.name != "flower":

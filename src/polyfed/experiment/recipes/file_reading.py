@@ -1,19 +1,21 @@
 """Reads a file of your own and guesses what its arrays or columns mean, for `polyfed init` and for Python functions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.problems import Problems
+from polyfed.core.schema import checked
 from polyfed.data import Columns
 from polyfed.data.reading.column_grouping import column_names
 from polyfed.data.reading.column_guess import guessed, row_ids
 from polyfed.data.reading.files import Arrays, existing
 from polyfed.data.sources.own.npz import Npz
-from polyfed.data.sources.own.table import SUFFIXES, Table, read
+from polyfed.data.sources.own.table import SUFFIXES, Dialect, Table, read
 from polyfed.experiment.recipes.parts import build
 
 if TYPE_CHECKING:
@@ -84,13 +86,33 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         columns = source.load()
     else:
         problems = Problems()
-        frame = read(found, problems)
+        frame = read(found, problems, partial(_words, options), dialect_of(options))
         problems.raise_all()
         table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
     return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
+
+
+def dialect_of(options: Mapping[str, Any]) -> Dialect:
+    """Return how a text file is written, according to the options of [data].
+
+    Raises:
+        RecipeError: an option is wrong.
+    """
+    names = {f.name for f in fields(Dialect)}
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    made = Dialect(**checked("[data]", Dialect, given))
+    made.check()
+    return made
+
+
+def _words(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
+    """Return the columns whose cells are words even if they look like numbers; true for the labels; see `read`."""
+    table = _roles(names, options, "", False, [], [])
+    roles = {role: name for role in ("client", "split", "label") if isinstance(name := table.get(role), str)}
+    return {name: role == "label" for role, name in roles.items()}
 
 
 def _of_arrays(

@@ -47,6 +47,8 @@ class DataOptions(TypedDict, total=False):
         standardise: whether to standardise all modalities, the names of those to standardise, or `uneven` (the
             default) for those whose features differ in size.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
+        separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
+            about how it is written, as the options of the source `table` do.
         test_share: share of every class that becomes the test set, if there is no split.
         algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
         rounds: number of rounds.
@@ -68,6 +70,11 @@ class DataOptions(TypedDict, total=False):
     layout: Mapping[str, str]
     standardise: bool | str | Sequence[str]
     partial: str
+    separator: str
+    decimal: str
+    comment: str
+    encoding: str
+    empty: Sequence[str]
     test_share: float
     algorithm: str | Mapping[str, Any] | Algorithm
     rounds: int
@@ -88,7 +95,21 @@ class DataOptions(TypedDict, total=False):
     task: Mapping[str, Any]
 
 
-OF_THE_DATA = ("split", "modalities", "present", "class_names", "ids", "layout", "standardise", "partial", "test_share")
+OF_TEXT_FILES = ("separator", "decimal", "comment", "encoding", "empty")
+"""Options that say how a text file is written."""
+
+OF_THE_DATA = (
+    "split",
+    "modalities",
+    "present",
+    "class_names",
+    "ids",
+    "layout",
+    "standardise",
+    "partial",
+    "test_share",
+    *OF_TEXT_FILES,
+)
 """Options that say how the data is read, in addition to `labels` and `clients`."""
 
 
@@ -283,6 +304,8 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
             raise RecipeError(f"{next(iter(read), 'clients')} is given, but a source reads its own")
         source_data: Source = data
         return source_data, source_data.load()
+    if strange := [name for name in OF_TEXT_FILES if name in read]:
+        raise RecipeError(f"{strange[0]} says how a text file is written, and data is no path of a file. Leave it out")
     share, standardise = read.get("test_share", 0.2), read.get("standardise", "uneven")
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
     held = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **described)

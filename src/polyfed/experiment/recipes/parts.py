@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
@@ -87,7 +87,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     table: dict[str, Any] = {}
     with problems.noting():
         if "algorithm" in sections:
-            cls, table = class_of("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+            cls, table = class_of("[algorithm]", NAMED, Algorithm, sections["algorithm"])
             preset = table.pop("preset", None)  # if there is no such preset, this is the only fault of the key
             table = with_preset(cls, preset, table)
     own = set(PARTS) if cls is None else {f.name for f in fields(cls)}

@@ -13,7 +13,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
-from polyfed.evaluation.predictions import predict
+from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
@@ -127,6 +127,26 @@ class Models:
             scaling=self.scaling,
             vocabularies=self._vocabularies,
         )
+
+    def used(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
+
+        Args:
+            x: the samples, as for `predict`.
+            client: the client, as for `predict`.
+            present: which rows have a modality, as for `predict`.
+
+        Raises:
+            RecipeError: there is no global model or no such client, or `x` does not fit the model.
+        """
+        if client is None:
+            _, reads = self.params, tuple(self.model.modalities)
+        else:
+            self.of(client)
+            reads = self.clients[client]
+        return used(self.model, x, reads=reads, present=present, vocabularies=self._vocabularies)
 
     @property
     def _vocabularies(self) -> dict[str, int]:

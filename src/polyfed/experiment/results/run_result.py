@@ -10,7 +10,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.core import keys
 from polyfed.core.errors import CheckpointError, PolyfedWarning, RecipeError
 from polyfed.core.registry import name_of
@@ -147,6 +147,15 @@ class Run:
             )
         return logits
 
+    def used(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
+
+        The arguments and errors are those of `predict`.
+        """
+        return self.models.used(x, client, present=present)
+
     def export(self, folder: str | Path, *, onnx: bool = False, best: bool = False) -> Path:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
@@ -193,7 +202,7 @@ def models_of(
         scaling: the shift and the scale of each scaled modality. None means that they are unknown.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
-    name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
+    name, owner = name_of(algorithm, NAMED), algorithm.own_models
     facts = replace(fed, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     device = next(iter(context.initial.values())).device
     kept = locals if owner == "clients" and locals is not None else {}

@@ -12,6 +12,7 @@ from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
+from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
@@ -20,7 +21,7 @@ from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_smal
 from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.section_checks import check_model
+from polyfed.experiment.recipes.section_checks import check_model, refuse_idle_batches
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
@@ -34,6 +35,7 @@ from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.policy import Policy
+from polyfed.training.optimisers import Train
 
 
 @dataclass
@@ -85,6 +87,10 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
+    method: Any = recipe.algorithm
+    if groups := getattr(method, "groups", {}):
+        codes = group_codes(getattr(recipe.data, "path", ""), groups, len(columns))
+        population = replace(population, columns=replace(population.columns, groups=codes))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
@@ -147,6 +153,8 @@ def assemble(
     given = given_of(recipe, folder)
     model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
     check_model(recipe.algorithm, model)
+    if not one_device and isinstance(train := getattr(recipe.algorithm, "train", None), Train):
+        refuse_idle_batches(train, model, torch.unique(population.train.sizes).tolist())
     initial, ledger = initial_of(recipe, model, given), Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(

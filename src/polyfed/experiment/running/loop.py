@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
@@ -31,6 +31,7 @@ from polyfed.experiment.results.round_facts import (
     facts_of_round,
     means_of,
     seconds_of,
+    untrained,
     versions,
     warn_silent,
 )
@@ -53,6 +54,7 @@ from polyfed.experiment.running.run_state import (
 from polyfed.experiment.running.stopping import Choice, Stop, best_round, best_row, out_of_budget, out_of_patience
 from polyfed.experiment.running.warm_start import write_copy
 from polyfed.report import write_report
+from polyfed.training.optimisers import Train
 
 
 def execute(
@@ -363,7 +365,7 @@ class _Loop:
         """The facts that the progress display shows first."""
         return {
             "run": self.ledger.run,
-            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "algorithm": name_of(self.recipe.algorithm, NAMED),
             "engine": self.recipe.engine.name,
             "dataset": self.assembly.population.columns.name,
             "rounds": self.recipe.rounds,
@@ -387,8 +389,11 @@ class _Loop:
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
-        result["concerns"] = self.recipe.algorithm.concerns(logged) if logged else []
+        train = getattr(self.recipe.algorithm, "train", None)
+        idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
+        result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _end(self) -> Stop:

@@ -12,10 +12,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.differential.guarantee import Guarantee, number
-from polyfed.report.scores import OF_MAIN_SCORE, is_error
-
-POOLED = "pooled_"
-"""The beginning of the names of metrics over the own rows of all clients together."""
+from polyfed.report.scores import POOLED, is_error, of_main_score
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class Choice:
         if not stop.metric:
             return cls("validation", objective.BEST, not objective.RISING)
         group, _, name = stop.metric.partition(".")
-        of_score = group.removesuffix("_validation") in OF_MAIN_SCORE and not name.startswith(POOLED)
-        return cls(group, name, is_error(objective.SCORE if of_score else name.removeprefix(POOLED)))
+        score = objective.SCORE if of_main_score(stop.metric) else name.removeprefix(POOLED)
+        return cls(group, name, is_error(score))
 
     def value(self, row: Mapping[str, Any]) -> float | None:
         """Return the metric of a round, or None if the round has not measured it."""

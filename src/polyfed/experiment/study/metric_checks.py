@@ -12,10 +12,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.dry_run import assembled_dry, metrics_of
 from polyfed.experiment.study.study_file import GROUPS
-from polyfed.report.scores import TITLES
-
-POOLED = "pooled_"
-"""The beginning of the names of metrics over the own test rows of all clients."""
+from polyfed.report.scores import POOLED, TITLES
 
 OF_VARYING = {
     **{name: {"mae", "rmse"} for name in ("pearson", "concordance", "r2")},

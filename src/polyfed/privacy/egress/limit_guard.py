@@ -5,7 +5,7 @@ rows. `LimitGuard.check_reply` sees what the reply tells of single classes. docs
 prevent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,8 +118,10 @@ class LimitGuard:
             num_classes: number of classes.
 
         Raises:
-            EgressError: a field holds something of such a class, or the labels of its rows.
+            EgressError: a field holds something of such a class, or the labels of its rows; or the budget of
+                evaluations is spent.
         """
+        self._count_subsets(reply)
         least = self.limits.value("min_rows_per_class") or 0
         classes = {name: said for name, said in reply.declared.items() if "classes" in (said.shape or ())}
         fields = {name: said for name, said in classes.items() if said.rows is None}
@@ -137,6 +139,15 @@ class LimitGuard:
                 self._note_classes(rows[told.to(rows.device)])
         for name in labels:
             map_value(getattr(reply, name), lambda y: self._note_labels(y, counts[SHARED]))
+        if self.refusal is not None:
+            raise self.refusal
+
+    def _count_subsets(self, reply: Message) -> None:
+        """Count every further evaluation of the test rows that one reply reports."""
+        sizes = [len(getattr(reply, name)) for name, said in reply.declared.items() if "subsets" in (said.shape or ())]
+        for _ in range(max(sizes, default=1) - 1):
+            if self.evaluates is not None and self.refusal is None:
+                self.refusal = self.evaluates(self.task)
         if self.refusal is not None:
             raise self.refusal
 
@@ -198,6 +209,7 @@ class LimitedClientData(ClientData):
         self._view, self._num_rows, self._model, self._guard = view, num_rows, model, guard
         self._whole, self._tests = whole, tests
         self.min_rows_per_class = guard.limits.value("min_rows_per_class") or 0
+        self.min_group = guard.limits.value("min_group") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
@@ -236,6 +248,11 @@ class LimitedClientData(ClientData):
             self._guard.check_test_rows(self._view.at(different))
         view = self._view.at(rows)
         return LimitedClientData(view, len(different), self._model, self._guard, whole=False, tests=self._tests)
+
+    @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """The groups of the rows; see `ClientData.groups`."""
+        return self._view.groups
 
     @property
     def ids(self) -> Tensor:

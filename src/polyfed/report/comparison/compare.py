@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
+from polyfed.evaluation.subsets import SUBSET, WORST
 from polyfed.report.comparison.cells import Cell, Column
 from polyfed.report.comparison.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.comparison.labels import flat, labels_of, method_of, parts_of
@@ -17,7 +18,7 @@ from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run
 from polyfed.report.formatting import MISSING
 from polyfed.report.reading.run_folder import Folder, finished
 from polyfed.report.reading.study_folder import Absent, NamedRun, absent_of, runs_of
-from polyfed.report.scores import TITLES, title_of, unit_of
+from polyfed.report.scores import TITLES, subset_title, subsets_in, title_of, unit_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -270,6 +271,12 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | 
     wanted = [Column(f"metrics.global.{key}", title, unit_of(key)) for key, title in TITLES.items()]
     wanted += [Column(POOLED, "UAR, folds pooled", "share")]
     wanted += [Column(f"metrics.unimodal.{m}", f"{m} alone", unit) for m in modalities]
+    scored = [name for group in groups for name in group.cells]
+    for of, whose in (("metrics.global.", ""), ("metrics.personal.", ", personal")):
+        wanted += [
+            Column(of + SUBSET + name, f"from {subset_title(name)}{whose}", unit) for name in subsets_in(scored, of)
+        ]
+        wanted.append(Column(of + WORST, f"worst subset{whose}", unit))
     wanted += [
         Column("metrics.personal.mean", "personal", unit),
         Column("metrics.personal.worst", "worst client", unit),

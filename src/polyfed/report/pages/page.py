@@ -21,6 +21,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
+from polyfed.evaluation.subsets import SUBSET, WORST
 from polyfed.report import formatting as words
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.comparison.curves import curves_of
@@ -33,7 +34,7 @@ from polyfed.report.pages.leakage import leakage_of
 from polyfed.report.reading import egress, history
 from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
-from polyfed.report.scores import title_of, unit_of
+from polyfed.report.scores import subset_title, subsets_in, title_of, unit_of
 
 REPORT = "report.html"
 
@@ -79,6 +80,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         sections=numbered(sections),
         grids={grid.name: grid for grid in grids},
         classes=class_scores(past, folder),
+        subsets=subset_scores(past, modalities),
         num_classes=len(past.confusion or ()),
         traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
         apart=crossed.evaluation is not None,
@@ -164,6 +166,9 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
         add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+    if (worst_subset := past.last(f"global.{WORST}")) is not None:
+        found_subsets = subset_scores(past, modalities)
+        add("worst subset", worst_subset, head.unit, "" if found_subsets is None else found_subsets["worst"])
     for metric in SHOWN:
         add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
     worst = past.last("personal.worst")
@@ -187,6 +192,31 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     add("time per round", folder.result.get("seconds_per_round"), "seconds", remark)
     add("parameters", folder.result.get("num_parameters"), "number", _kept(folder))
     return found
+
+
+def subset_scores(past: history.History, modalities: Sequence[str]) -> dict[str, Any] | None:
+    """Return the last scores of the subsets of the modalities, the best first, or None if none was scored.
+
+    Each row has a title, the modalities of the subset (None for a mean over subsets of one size), and the scores of the
+    global model and of the clients' models. `worst` is the title of the worst row.
+    """
+    names = subsets_in([*past.columns]) or subsets_in([*past.columns], "personal.")
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        scores = [past.last(f"{group}.{SUBSET}{name}") for group in ("global", "personal")]
+        parts = name.split("+")
+        known = parts if set(parts) <= set(modalities) else None
+        rows.append({"title": subset_title(name), "parts": known, "score": scores[0], "personal": scores[1]})
+    if not rows:
+        return None
+    main = "score" if any(row["score"] is not None for row in rows) else "personal"
+    rows = [row for row in rows if row[main] is not None]
+    rows.sort(key=lambda row: row[main], reverse=past.headline.rising)
+    largest = max(abs(row[main]) for row in rows) or 1.0
+    for row in rows:
+        row["width"] = round(100 * abs(row[main]) / (1.0 if past.headline.unit == "share" else largest))
+    own = any(row["personal"] is not None for row in rows) and main == "score"
+    return {"rows": rows, "main": main, "worst": rows[-1]["title"], "own": own}
 
 
 def _kept(folder: Folder) -> str:

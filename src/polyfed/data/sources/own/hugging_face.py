@@ -93,9 +93,14 @@ class HuggingFace(MediaSet):
                     raise DataError(
                         f"'{root}', split {name}: no column '{column}'; {did_you_mean(column, part.column_names)}"
                     )
-        names = getattr(next(iter(parts.values())).features[self.label], "names", None)
-        if names is not None:
-            return tuple(names)
+        listed = [getattr(part.features[self.label], "names", None) for part in parts.values()]
+        if all(names is not None for names in listed):
+            return tuple(dict.fromkeys(name for names in listed for name in names or ()))
+        if any(names is not None for names in listed):
+            raise DataError(
+                f"'{root}': column '{self.label}' has names of classes in some splits and none in others. Save all "
+                "splits with the same features"
+            )
         found = {value for part in parts.values() for value in part.unique(self.label)}
         if not all(isinstance(value, int | str) and not isinstance(value, bool) for value in found):
             raise DataError(
@@ -110,7 +115,7 @@ class HuggingFace(MediaSet):
 
     def _sample(self, root: Path, split: str, part: Any, row: int, classes: tuple[str, ...], stamp: str) -> Sample:
         where = f"'{root}', split {split}, row {row}"
-        label = part[self.label][row]
+        label = _word(part, self.label, row)
         number = label if isinstance(label, int) else class_of(str(label), classes, where)
         if not 0 <= number < len(classes):
             raise DataError(f"{where}: label {number}, allowed: 0 to {len(classes) - 1}")
@@ -118,7 +123,7 @@ class HuggingFace(MediaSet):
             name: Clip(f"{where}, {self._column(name)}", held=_cell(part, row, self._column(name)), stamp=stamp)
             for name in self.modalities
         }
-        client = str(part[self.client][row]) if self.client else ""
+        client = str(_word(part, self.client, row)) if self.client else ""
         return Sample(f"{split}/{row}", number, media, _SPLITS[split], client)
 
     @classmethod
@@ -131,6 +136,12 @@ class HuggingFace(MediaSet):
             obtain="datasets.load_dataset(NAME).save_to_disk(DIR), once",
             layout="a folder of save_to_disk, or <split>*.parquet, .csv, .jsonl",
         )
+
+
+def _word(part: Any, column: str, row: int) -> Any:
+    """Return a cell, or the name of the class for which its number stands in this split."""
+    value, names = part[column][row], getattr(part.features[column], "names", None)
+    return names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def _cell(part: Any, row: int, column: str) -> Any:

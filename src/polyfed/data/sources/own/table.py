@@ -1,10 +1,12 @@
 """table: your own table, a CSV, parquet or JSON-lines file with one or several columns for each modality."""
 
+import codecs
 import csv
 import json
+import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +24,48 @@ from polyfed.data.sources.base import Facts, Source
 
 if TYPE_CHECKING:
     import pandas as pd
+
+WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,3999}")
+DECIMAL = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?|[-+]?\.\d+([eE][-+]?\d+)?|(?i:nan)")
+"""Words that become numbers in a column of labels. A leading zero belongs to a name, as in "01"."""
+
+NOT_A_NUMBER = ("nan", "NaN", "NAN")
+"""How programs write a number that is missing. In a column of words, these are words."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the cells of a text file are written; see the options of `Table`."""
+
+    separator: str = ""
+    decimal: str = "."
+    comment: str = ""
+    encoding: str = "utf-8"
+    empty: tuple[str, ...] = ()
+
+    @property
+    def for_reading(self) -> str:
+        """Return the encoding, which also accepts the mark that some programs write before UTF-8."""
+        return "utf-8-sig" if self.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else self.encoding
+
+    def check(self) -> None:
+        """Check that each option is one character, or empty where it may be, and that there is such an encoding.
+
+        Raises:
+            RecipeError: an option is wrong.
+        """
+        for name, value, most in (("separator", self.separator, 1), ("comment", self.comment, 1)):
+            require(len(value) <= most and value not in ('"', "\n"), f"data.{name}", value, "one character, or none")
+        require(self.decimal in (".", ","), "data.decimal", self.decimal, '"." or ","')
+        require(self.decimal != self.separator, "data.decimal", self.decimal, "another character than data.separator")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            require(False, "data.encoding", self.encoding, 'an encoding of Python, such as "utf-8" or "cp1252"')
+
+
+PLAIN = Dialect()
+"""Commas, decimal points, no comments, UTF-8."""
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
 """The file endings that this source reads."""
@@ -58,6 +102,11 @@ class Table(Source):
         test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
             test set.
         seed: Seed for drawing that test set; the run's own seed has no effect.
+        separator: The character between the cells of a .csv file. If empty, it is a comma.
+        decimal: The character between the whole part and the decimals of a number.
+        comment: The character that begins a comment, which lasts to the end of its line. If empty, there is none.
+        encoding: The encoding of a .csv or .tsv file, such as "cp1252" or "utf-16".
+        empty: Words that count as empty cells, such as "NA". By default only an empty cell is empty.
     """
 
     path: str
@@ -73,9 +122,15 @@ class Table(Source):
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
+    separator: str = ""
+    decimal: str = "."
+    comment: str = ""
+    encoding: str = "utf-8"
+    empty: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
+        self.dialect.check()
         for option in ("shapes", "layout"):
             for name in getattr(self, option):
                 require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
@@ -84,7 +139,13 @@ class Table(Source):
         """Read and check the table."""
         path = existing(self.path, "table")
         problems = Problems()
-        return self.columns_of(read(path, problems), path, problems)
+        words = {self.client: False, self.split: False} | ({self.label: True} if isinstance(self.label, str) else {})
+        return self.columns_of(read(path, problems, lambda _: words, self.dialect), path, problems)
+
+    @property
+    def dialect(self) -> Dialect:
+        """Return how the cells of the file are written."""
+        return Dialect(self.separator, self.decimal, self.comment, self.encoding, self.empty)
 
     def columns_of(self, frame: "pd.DataFrame", path: Path, problems: Problems) -> Columns:
         """Check a table that `read` has returned. A caller that has this table need not read the file again.
@@ -153,12 +214,21 @@ class Table(Source):
         )
 
 
-def read(path: Path, problems: Problems) -> "pd.DataFrame":
+def read(
+    path: Path,
+    problems: Problems,
+    words: Callable[[list[str]], Mapping[str, bool]] = lambda _: {},
+    dialect: Dialect = PLAIN,
+) -> "pd.DataFrame":
     """Read a table from a file.
 
     Args:
         path: the file.
         problems: columns that occur twice are added to this object as faults.
+        words: returns, for the names of all columns, those whose cells are words even if they look like numbers, since
+            in a text file "1" and "01" are two clients. It maps the column of the labels to true: they become numbers
+            if all of them are written as numbers.
+        dialect: how a text file is written.
 
     Raises:
         DataError: the file is damaged, has no rows or has a type that polyfed does not read, or a library that reads it
@@ -174,17 +244,17 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         elif path.suffix == ".jsonl":
             frame = pd.DataFrame.from_records(_lines(path))
         else:
-            separator = "\t" if path.suffix == ".tsv" else ","
-            header = _header(path, separator, problems)
+            separator = dialect.separator or ("\t" if path.suffix == ".tsv" else ",")
+            dialect = replace(dialect, separator=separator)
+            dialect.check()
+            header = _header(path, dialect, problems)
             _check_cells(path, len(header), _rows(path))
-            frame = _cells(path, separator, header)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"'{path}' cannot be read as {path.suffix}, because it is not UTF-8 text ({error}). Save it as UTF-8"
-        ) from None
+            frame = _cells(path, dialect, header, words(header))
+    except (UnicodeError, LookupError) as error:
+        raise DataError(_other_encoding(path, dialect, error)) from None
     except (OSError, ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"'{path}' cannot be read as {path.suffix} ({words}). Save or copy it again") from None
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"'{path}' cannot be read as {path.suffix} ({why}). Save or copy it again") from None
     if not len(frame):
         raise DataError(f"'{path}' has no rows, only the names of columns. Check where it comes from")
     _check_whole_numbers(frame, path, problems)
@@ -272,8 +342,22 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
+def _other_encoding(path: Path, dialect: Dialect, error: Exception) -> str:
+    """Return the text about a file that is not written in the encoding in which it was read."""
+    with path.open("rb") as stream:
+        head = stream.read(4)
+    wide = head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in head
+    guess = "utf-16" if wide else "cp1252" if dialect.encoding.lower().startswith("utf") else "utf-8"
+    return (
+        f"'{path}' cannot be read as {path.suffix} in the encoding {dialect.encoding} ({error}). Save it as UTF-8, or "
+        f'name its encoding, as in [data] encoding = "{guess}"'
+    )
+
+
+def _cells(path: Path, dialect: Dialect, header: Sequence[str], words: Mapping[str, bool]) -> "pd.DataFrame":
     """Return the rows of a CSV file, without columns that have no name.
+
+    In the columns of `words`, only an empty cell is empty. In the others, `nan` is no number either.
 
     A comma at the end of each row therefore has no effect, whether the header ends with a comma or not.
 
@@ -287,13 +371,32 @@ def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
         # `index_col=False` it drops the last cells
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            frame = pd.read_csv(path, sep=separator, index_col=False)
+            texts = {*words} & {*header}
+            gone = ["", *dialect.empty]
+            frame = pd.read_csv(
+                path,
+                sep=dialect.separator,
+                decimal=dialect.decimal,
+                comment=dialect.comment or None,
+                encoding=dialect.for_reading,
+                index_col=False,
+                dtype=dict.fromkeys(texts, "object"),
+                keep_default_na=False,
+                na_values={
+                    name or f"Unnamed: {place}": gone if name in texts else [*gone, *NOT_A_NUMBER]
+                    for place, name in enumerate(header)
+                }
+                | {len(header): [""]},  # beyond the header, after a last separator
+                low_memory=False,  # else pandas guesses the type of each piece of a large file anew
+            )
         except pd.errors.ParserWarning:
             raise DataError(
                 f"'{path}' has rows with more cells than the header has names ({len(header)}: "
                 f"{', '.join(map(repr, header[:5]))}{', ...' if len(header) > 5 else ''}). Name every column in the "
                 "header, or remove the other cells and their separators"
             ) from None
+    for name in texts:
+        frame[name] = as_numbers(frame[name], dialect) if words[name] else frame[name]
     nameless = {
         place: column for place, column in enumerate(frame.columns) if place < len(header) and not header[place]
     }
@@ -307,21 +410,44 @@ def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
     return frame.drop(columns=list(nameless.values()))
 
 
-def _header(path: Path, separator: str, problems: Problems) -> list[str]:
+def as_numbers(column: "pd.Series[Any]", dialect: Dialect = PLAIN) -> "pd.Series[Any]":
+    """Return a column of words as numbers if all of them are written in the one way in which a number is written.
+
+    "1" is such a word, and "01" is not: two different words never become one number.
+    """
+    held = column.dropna()
+    if not len(held):
+        return column
+    if held.map(lambda word: bool(WHOLE_NUMBER.fullmatch(word))).all() and len(held) == len(column):
+        return column.map(int)
+    texts = held.str.replace(dialect.decimal, ".", regex=False)
+    decimal = texts.map(lambda word: bool(DECIMAL.fullmatch(word)))
+    return column.where(column.isna(), texts).astype("float64") if decimal.all() else column
+
+
+def _header(path: Path, dialect: Dialect, problems: Problems) -> list[str]:
     """Return the names of the columns, and add a fault for names that occur twice, because pandas would rename them.
 
     Raises:
         DataError: the header seems to be separated by another character, because it has only one name, and this name
             contains such a character.
     """
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        header = next(csv.reader(stream, delimiter=separator), [])
-    found = [mark for mark in ";\t,|" if len(header) == 1 and mark in header[0]]
-    if found:
-        wanted = "tabs" if separator == "\t" else "commas"
+    with path.open(encoding=dialect.for_reading, newline="") as stream:
+        lines = (line for line in stream if not (dialect.comment and line.startswith(dialect.comment)))
+        header = next(csv.reader(lines, delimiter=dialect.separator), [])
+    first = header[0] if header else ""
+    if not dialect.comment and first[:1] in ("#", "%"):
         raise DataError(
-            f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
-            f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
+            f"'{path}' begins with the line {first[:40]!r}, which looks like a comment. Remove it, or write [data] "
+            f"comment = {json.dumps(first[0])}"
+        )
+    found = [mark for mark in ";\t,| " if len(header) == 1 and mark in first]
+    if found:
+        wanted = {"\t": "tabs", ",": "commas"}.get(dialect.separator, repr(dialect.separator))
+        raise DataError(
+            f"'{path}' has one column, {first!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
+            f"reads {wanted} in it. Save it with commas (and decimal points), or write [data] separator = "
+            f"{json.dumps(found[0])}"
         )
     if doubled := sorted(name for name, count in Counter(header).items() if count > 1 and name):
         names = ", ".join(map(repr, doubled))
