@@ -68,7 +68,7 @@ ROWS: dict[str, Row] = {
     "ditto": Row(),
     "apfl": Row(),
     "pfedme": Row({"lam": 5.0}),
-    "cmsfed": Row({"dominance_threshold": 1.0}, PROTOTYPES),
+    "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),

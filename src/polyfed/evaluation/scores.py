@@ -126,6 +126,11 @@ class Evaluation:
         """
         check_ranges("[evaluate]", self)
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """The options that have no effect, each with the setting that causes this."""
+        return {} if self.personal else {"clients": "personal = false"}
+
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)

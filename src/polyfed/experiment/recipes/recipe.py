@@ -122,7 +122,8 @@ class Recipe:
         for part, section in PARTS.items():
             if part in algorithm:
                 table[section] = algorithm.pop(part)
-        if "selection" in table:
+        if "selection" in table:  # the selector decides, also where Python gave [clients] another participation
+            table["clients"] |= {key: table["selection"][key] for key in ELSEWHERE[:2] if key in table["selection"]}
             own = {key: entry for key, entry in table["selection"].items() if key not in ELSEWHERE}
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, NAMED)} | algorithm

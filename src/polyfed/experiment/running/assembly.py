@@ -198,7 +198,8 @@ def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int 
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts and apply [privacy]. The returned recipe has no more rounds than the budget allows."""
+    """Check the cohorts, and apply [limits] and [privacy]. The returned recipe has only rounds within the budget."""
+    engine.limits = recipe.limits
     if not one_device:
         refuse_small_cohorts(recipe, fed)
         refuse_few_replies(recipe, fed)
