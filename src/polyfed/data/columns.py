@@ -294,10 +294,13 @@ def check_finite(columns: Columns) -> None:
         if name in columns.present:
             bad &= columns.present[name]
         if bad.any():
-            count = counted(int(bad.sum()), "row", "rows")
+            count, row = counted(int(bad.sum()), "row", "rows"), int(bad.nonzero()[0, 0])
+            sample = column.raw(torch.tensor([row]))[0]
+            place = tuple((~sample.to(torch.float32).isfinite()).nonzero()[0].tolist())
             text = (
                 f"data '{columns.name}': modality '{name}' has {count} with NaN or infinite "
-                f"values, first row {int(bad.nonzero()[0, 0])}. Clean the array, or mark rows that lack the "
+                f"values, first row {row}, whose entry {', '.join(map(str, place))} is {float(sample[place]):g} (the "
+                f"largest number is {torch.finfo(torch.float32).max:.4g}). Clean the array, or mark rows that lack the "
                 f"modality in a boolean array '{name}_present'"
             )
             problems.add(DataError(text))

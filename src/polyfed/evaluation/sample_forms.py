@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data.reading.cell_values import array_of
+from polyfed.data.reading.cell_values import array_of, unmasked
+from polyfed.data.reading.layout import tensor_of
 from polyfed.data.reading.split_objects import is_frame, is_hugging_face
 
 Shape = tuple[int, ...]
@@ -59,8 +60,10 @@ def samples_of(name: str, value: Any, shape: Shape, *, tokens: bool) -> tuple[Te
     if isinstance(value, list | tuple) and any(_has_axes(cell) or cell is None for cell in value):
         return _of_list(name, value, shape, tokens=tokens)
     try:
+        if isinstance(value, np.ma.MaskedArray):
+            value = unmasked(value if value.dtype.kind == "f" else value.astype(np.float64))
         array = np.asarray(value)
-        return torch.as_tensor(array if array.flags.writeable else array.copy()), None
+        return tensor_of(array if array.flags.writeable else array.copy()), None
     except (TypeError, ValueError):
         raise RecipeError(f"x['{name}'] holds values that are not numbers; give an array of numbers (n, ...)") from None
 

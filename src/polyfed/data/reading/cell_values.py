@@ -20,6 +20,23 @@ def is_missing(cell: Any) -> bool:
     return cell is None or type(cell).__name__ in ("NAType", "NaTType")
 
 
+def unmasked(values: Any) -> Any:
+    """Return a masked array of NumPy with NaN, or None, in place of its masked entries; other values unchanged.
+
+    Whole numbers become objects, so that labels with masked entries are refused and not taken for targets.
+    """
+    if not isinstance(values, np.ma.MaskedArray):
+        return values
+    mask = np.ma.getmaskarray(values)
+    if not mask.any():
+        return values.data
+    if values.dtype.kind == "f":
+        return np.where(mask, np.nan, values.data).astype(values.dtype)
+    found = values.data.astype(object)
+    found[mask] = None
+    return found
+
+
 def is_list(cell: Any) -> bool:
     """Whether a cell holds several numbers or a picture, not a single value."""
     return isinstance(cell, list | tuple | dict | np.ndarray) or hasattr(cell, "getbands")
@@ -66,6 +83,11 @@ def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_]
     return result, there, note
 
 
+def digits(number: int) -> int:
+    """Return about how many decimal digits a whole number has, without writing it, which takes long."""
+    return int(abs(number).bit_length() * 0.30103) + 1
+
+
 def _dense(cell: Any, where: str) -> Array:
     """Return one cell as an array of numbers."""
     if isinstance(cell, dict):  # the form in which the library `datasets` stores a picture
@@ -76,8 +98,12 @@ def _dense(cell: Any, where: str) -> Array:
             return np.asarray(image.open(io.BytesIO(cell["bytes"])))
         except (OSError, ValueError) as error:
             raise DataError(f"{where} holds bytes that are no picture ({error}). Give pictures or lists") from None
+    if isinstance(cell, np.ma.MaskedArray) and np.ma.getmaskarray(cell).any():
+        cell = unmasked(cell.astype(np.float64))
     try:
         array = np.asarray(cell)
+        if array.dtype.kind == "O" and array.ndim == 0 and isinstance(cell, int):
+            raise DataError(f"{where} holds a whole number of about {digits(cell)} digits, which no array can hold")
         if array.dtype.kind == "O":
             array = np.stack([_dense(part, where) for part in cell])
     except ValueError:

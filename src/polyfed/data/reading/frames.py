@@ -263,6 +263,12 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
+    if (large := np.abs(values) > np.finfo(np.float32).max).any():
+        row = int(large.argmax())
+        raise DataError(
+            f"{where}: column '{column}' holds {values[row]:g} at row {row}, and the largest number is "
+            f"{np.finfo(np.float32).max:.4g}. Correct the cell. {otherwise}"
+        )
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())
         cell = frame[column].iloc[row]

@@ -38,7 +38,10 @@ def tensor_of(array: Any) -> Tensor:
     types become tensors of the nearest type that PyTorch can index.
     """
     native = array.dtype.newbyteorder("=")
-    return torch.from_numpy(np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False))
+    array = np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False)
+    if any(stride < 0 for stride in array.strides):  # PyTorch cannot step backwards, as in x[::-1]
+        array = np.ascontiguousarray(array)
+    return torch.from_numpy(array)
 
 
 def laid_out(values: Tensor, layout: str | None, where: str) -> Column:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.reading.cell_values import is_missing
+from polyfed.data.reading.cell_values import digits, is_missing, unmasked
 
 MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
@@ -231,6 +231,7 @@ def as_array(values: Any, where: str) -> NDArray[Any]:
         DataError: The rows of a list differ in length.
     """
     try:
+        values = unmasked(values)
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
         # NumPy would turn the numbers of a list that mixes numbers and words into words
         keeps = array.dtype.kind == "U" and isinstance(values, list | tuple)
@@ -262,6 +263,12 @@ def plain(values: Any, where: str) -> NDArray[Any]:
             f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
             "Write all of them as words, or all as numbers"
         )
+    for row, entry in enumerate(entries):
+        if isinstance(entry, int) and not -(2**63) <= entry < 2**63:
+            raise DataError(
+                f"{where} holds a whole number of about {digits(entry)} digits at row {row}. The largest one is "
+                f"{2**63 - 1:,}. Correct it, or give words"
+            )
     try:
         found = np.asarray(entries)
     except ValueError:
@@ -319,6 +326,7 @@ def check_numbering(label: Tensor, where: str) -> None:
         count = counted(len(absent), "class has", "classes have")
         warnings.warn(
             f"{where}: classes run from 0 to {num_classes - 1}, and {count} no row ({listed}). "
+            f"{'Subtract 1 if they are counted from 1, as in MATLAB. ' if absent == [0] else ''}"
             "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
             'numbers are quantities, write [task] name = "regression"',
             PolyfedWarning,

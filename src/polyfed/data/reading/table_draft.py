@@ -18,6 +18,7 @@ from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.population.splits import drawn, drawn_note
+from polyfed.data.reading.cell_values import digits, unmasked
 from polyfed.data.reading.layout import laid_out, tensor_of
 from polyfed.data.reading.missing_rows import refuse_bare_rows, without_nan_rows
 from polyfed.data.reading.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
@@ -190,12 +191,19 @@ def _numbers(values: Any, where: str) -> Tensor:
 
 
 def _dense(values: Any, where: str) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray) and np.ma.getmaskarray(values).any():
+        values = unmasked(values.astype(np.float64) if values.dtype.kind in "iub" else values)
     try:
         array = np.asarray(values)
     except ValueError:  # rows of different shapes
         array = np.empty(0, dtype=object)
     if array.dtype.kind != "O":
         return array
+    for row, entry in enumerate(values):
+        for number in np.ravel(np.array(entry, dtype=object)) if not isinstance(entry, str) else ():
+            if isinstance(number, int) and abs(number) >= 2**1023:
+                text = f"holds a whole number of about {digits(number)} digits at row {row}, which no float can hold"
+                raise DataError(f"{where} {text}. Correct it")
     kinds = sorted({type(row).__name__ for row in values})
     shapes = sorted({np.shape(row) for row in values if not isinstance(row, str)}, key=str)
     if len(shapes) == 1 and not any(isinstance(row, str) for row in values):

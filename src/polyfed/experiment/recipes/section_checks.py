@@ -1,6 +1,6 @@
 """Checks of the sections of a recipe. Each of these checks needs more than one value of the recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,6 +12,7 @@ from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.training.optimisers import Train
+from polyfed.training.step_plan import steps_trained
 
 
 def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
@@ -28,7 +29,36 @@ def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None
         if isinstance(value, Real) and value == 0 and not (key == "epochs" and "steps" in train):
             text = f"{where}{key} = 0: must be 1 or more, as nothing would be trained"
             problems.add(RecipeError(text, key_of(where.strip(), key)))
+    later = train.get("lr_schedule", "constant") != "constant" and train.get("lr_end")
+    if isinstance(lr := train.get("lr"), Real) and lr == 0 and not later:
+        problems.add(RecipeError("[train] lr = 0: must be above 0, as nothing would be trained", ("train", "lr")))
     problems.raise_all()
+
+
+def refuse_idle_batches(train: Train, model: Model, sizes: Sequence[int]) -> None:
+    """Refuse batches of one row for a model with BatchNorm, if no client could train a step.
+
+    One row has no batch statistics, so such a batch is left out.
+
+    Args:
+        train: the section [train].
+        model: the model.
+        sizes: the training rows of each client.
+
+    Raises:
+        RecipeError: no client trains a step.
+    """
+    if not model.has_batchnorm or not any(steps_trained(n, train, skip_single=False) for n in sizes):
+        return
+    if any(steps_trained(n, train, skip_single=True) for n in sizes):
+        return
+    what = "[train] batch_size = 1" if train.batch_size == 1 else "every client has one training row"
+    cure = "Set batch_size to 2 or more" if train.batch_size == 1 else "Use fewer clients"
+    raise RecipeError(
+        f"{what}, and the model has BatchNorm, whose training batches need two rows, so nothing would be trained. "
+        f"{cure}, or use nn.GroupNorm or nn.LayerNorm",
+        ("train", "batch_size"),
+    )
 
 
 def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None = None, whose: str = "") -> None:

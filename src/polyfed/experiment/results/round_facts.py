@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.core.errors import PolyfedWarning, RecipeError, counted
 from polyfed.federation.clock import LATE
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry
 
@@ -75,6 +75,23 @@ def versions() -> dict[str, str]:
     """The versions that a result depends on."""
     names = ("polyfed", "torch", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def untrained(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence if no parameter changed in any round, although clients trained; otherwise nothing.
+
+    Args:
+        rounds: the rows of rounds.jsonl.
+    """
+    # those of the clients decide where a method has them, because a mean of equal models differs by rounding
+    norms = [norm for row in rounds for norm in (row["norms"]["clients"] or row["norms"]["model"]).values()]
+    if not norms or any(norms) or not any(row["cohort"] for row in rounds):
+        return []
+    return [
+        f"no parameter of the model changed in {counted(len(rounds), 'round', 'rounds')}, so nothing was learnt: every "
+        "training step was left out, or had no effect. See [train] lr and its schedule, batch_size, [limits] and the "
+        "rows of the clients"
+    ]
 
 
 def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_smal
 from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.section_checks import check_model
+from polyfed.experiment.recipes.section_checks import check_model, refuse_idle_batches
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
@@ -34,6 +34,7 @@ from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.policy import Policy
+from polyfed.training.optimisers import Train
 
 
 @dataclass
@@ -147,6 +148,8 @@ def assemble(
     given = given_of(recipe, folder)
     model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
     check_model(recipe.algorithm, model)
+    if not one_device and isinstance(train := getattr(recipe.algorithm, "train", None), Train):
+        refuse_idle_batches(train, model, torch.unique(population.train.sizes).tolist())
     initial, ledger = initial_of(recipe, model, given), Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(

@@ -31,6 +31,7 @@ from polyfed.experiment.results.round_facts import (
     facts_of_round,
     means_of,
     seconds_of,
+    untrained,
     versions,
     warn_silent,
 )
@@ -53,6 +54,7 @@ from polyfed.experiment.running.run_state import (
 from polyfed.experiment.running.stopping import Choice, Stop, best_round, best_row, out_of_budget, out_of_patience
 from polyfed.experiment.running.warm_start import write_copy
 from polyfed.report import write_report
+from polyfed.training.optimisers import Train
 
 
 def execute(
@@ -396,7 +398,9 @@ class _Loop:
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
-        result["concerns"] = self.recipe.algorithm.concerns(logged) if logged else []
+        train = getattr(self.recipe.algorithm, "train", None)
+        idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
+        result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 

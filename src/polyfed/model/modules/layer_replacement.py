@@ -8,6 +8,7 @@ that draw from a global random generator, are refused. polyfed also refuses laye
 says what to use instead.
 """
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -131,6 +132,9 @@ def _refuse(module: nn.Module, path: str) -> None:
     checks: list[tuple[bool, str, str]] = [
         (isinstance(module, kind), f"nn.{kind.__name__}", fix) for kind, fix in _REFUSED.items()
     ]
+    if isinstance(module, torch.jit.ScriptModule):
+        fix = "give the module as it was before, as its parameters cannot be replaced by those of a client"
+        checks = [(True, f"{module.original_name or 'a module'} after torch.jit.script or torch.jit.trace", fix)]
     if isinstance(module, _InstanceNorm):
         checks.append((module.track_running_stats, "track_running_stats=True", "leave it at False"))
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
