@@ -244,12 +244,6 @@ def models_of(
         own = algorithm.client_model(client, state, facts, local)
         return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in own.items()}
 
-    elsewhere = ""
-    if owner == "clients" and locals is None:
-        elsewhere = (
-            f"{name} trains one model per {algorithm.model_for}, and the clients keep these models: on engine 'flower' "
-            "they run in processes of their own or on devices, and the server has no copy"
-        )
     return Models(
         algorithm=name,
         spec=algorithm.model_spec(recipe.model, registry.modalities, context.policy)[0],
@@ -262,9 +256,17 @@ def models_of(
         own=owner != "none",
         model_for=algorithm.model_for,
         class_names=class_names,
-        elsewhere=elsewhere,
+        elsewhere=_elsewhere(name, algorithm.model_for) if owner == "clients" and locals is None else "",
         scaling=scaling,
         conformal=read_conformal(conformal, context.model, context.objective),
+    )
+
+
+def _elsewhere(name: str, model_for: str) -> str:
+    """Return why the server has no copy of the clients' own models."""
+    return (
+        f"{name} trains one model per {model_for}, and the clients keep these models: on engine 'flower' they run in "
+        "processes of their own or on devices, and the server has no copy"
     )
 
 
