@@ -118,3 +118,42 @@ def test_a_page_that_the_navigation_lacks_fails_the_build(small: Path) -> None:
     done = build(small, small / "build")
     assert done.returncode == 1
     assert "lost.md: stands nowhere in the navigation" in done.stdout
+
+
+TESTS = ROOT / "tests"
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+SENTENCE = r"test_\w+_\w+_\w+_\w+"
+"""The name of a test. Shorter ones are options and columns of data."""
+
+
+def names_in(path: Path) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE))
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    everywhere = set().union(*(names_in(path) for path in TESTS.rglob("test_*.py")))
+    missing = list[str]()
+    named = 0
+    for page in PAGES:
+        text = page.read_text()
+        for name in re.findall(f"`({SENTENCE})`", text):
+            named += 1
+            missing += [] if name in everywhere else [f"{page.name}: {name}"]
+        for path in re.findall(r"`(tests/[\w./]+)`", text):
+            named += 1
+            missing += [] if "NAME" in path or (ROOT / path).exists() else [f"{page.name}: {path}"]
+        for names, path in re.findall(r"((?:`test_\w+`(?:,? and |, )?)+) in\s+`(tests/[\w./]+\.py)`", text):
+            gone = {*re.findall(r"test_\w+", names)} - names_in(ROOT / path)
+            missing += [f"{page.name}: {path} has no {name}" for name in sorted(gone)]
+    assert named > 100
+    assert not missing, "\n".join(missing)
+
+
+def test_every_claim_of_the_threat_model_names_its_test() -> None:
+    page = (ROOT / "docs" / "threat-model.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    claims = [line for line in rows if line.count(" | ") == 2 and not line.startswith(("| claim", "| party"))]
+    enforced = page.index("## What is enforced")
+    claims = [line for line in claims if page.index(line) > enforced]
+    assert len(claims) > 30
+    assert not [line for line in claims if "`tests/" not in line.rpartition(" | ")[2]]

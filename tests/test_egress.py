@@ -30,9 +30,9 @@ class Leak(Message):
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic")
-    inputs: Tree = carries("raw")
-    targets: Tensor = carries("labels")
-    features: Tree = carries("embeddings")
+    inputs: Tree = carries("raw", shape=("sample",))
+    targets: Tensor = carries("labels", shape=(1,))
+    features: Tree = carries("embeddings", shape=("features",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Leaky(Averaging):
 
         zero = {m: torch.zeros(context.model.shapes[m]) for m in context.modalities}
         flat = {m: torch.zeros(6) for m in context.modalities}
-        inputs, targets, features = data.fold(step, (zero, torch.zeros(()), flat))
+        inputs, targets, features = data.fold(step, (zero, torch.zeros(1), flat))
         return Leak(fit.params, fit.loss, data.num_rows, inputs, targets, features), local
 
 

@@ -13,7 +13,7 @@ from world import PLAIN
 
 @message
 class Told(Message):
-    z: Tensor = carries("embeddings", of="a", rows="num_rows")
+    z: Tensor = carries("embeddings", of="a", rows="num_rows", shape=(2,))
     num_rows: Tensor = carries("statistic")
 
 
@@ -33,7 +33,7 @@ def test_a_field_must_count_its_rows_with_a_field_of_the_message() -> None:
 
         @message
         class Wrong(Message):
-            z: Tensor = carries("embeddings", rows="missing")
+            z: Tensor = carries("embeddings", rows="missing", shape=(2,))
 
 
 @pytest.mark.parametrize("options", [{}, {"head": (5,)}, {"fusion": "sum"}, {"fusion": "gated", "head": (5,)}], ids=str)

@@ -265,3 +265,34 @@ def test_a_seed_of_their_own_keeps_the_clients_while_the_run_draws_anew() -> Non
     assert rows[2] != rows[3]
     one, other = dealt(1, 8), dealt(2, 8)
     assert not same(one.initial, other.initial), "the model still follows the run's seed"
+
+
+def test_a_huge_loss_is_dropped_and_a_plausible_one_fills_the_cohort_with_liars() -> None:
+    def cohort(lie: float) -> tuple[list[int], list[str]]:
+        case = made(PowD(participation=3, d=8))
+        parts = assemble(case)
+        answer, reasons = parts.fed.engine.answer, list[str]()
+
+        def lying(request: Any, clients: Any, send: Any) -> Any:
+            got = answer(request, clients, send)
+            for part in got.parts:
+                for place, client in enumerate(part.clients):
+                    if client in (0, 1):
+                        part.message.loss[place] = lie
+            return got
+
+        parts.fed.engine.answer = lying  # type: ignore[method-assign]
+        parts.fed.emit = lambda kind, **facts: reasons.append(facts["reason"])  # type: ignore[method-assign]
+        parts.fed.begin(1)
+        selector = case.algorithm.selector
+        return selector.choose(selector.start(parts.initial), parts.initial, parts.fed)[0], reasons
+
+    for lie in (3e38, 1e12):
+        found, reasons = cohort(lie)
+        assert not {0, 1} & {*found}
+        assert len(reasons) == 2
+        assert all(why.startswith("loss is too large: it is") for why in reasons)
+    largest = max(losses(assemble(made(PowD(participation=3, d=8)))))
+    found, reasons = cohort(1.01 * largest)
+    assert {0, 1} < {*found}, "two of eight candidates are two of three in the cohort: docs/robustness.md says so"
+    assert not reasons

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
-from polyfed.core.messages import KINDS, Message, carries, message
+from polyfed.core.messages import KINDS, OF_THE_MODEL, Message, carries, message
 from polyfed.core.tree import Tree
 from polyfed.experiment.checks.check import check, refuse_forbidden
 from polyfed.experiment.recipes.recipe import Recipe
@@ -52,7 +52,8 @@ def update_with(kind: str, hint: Any = Tree, **said: Any) -> type[Any]:
         num_rows: Tensor = carries("statistic")
 
     More.__annotations__ |= {"extra": hint}
-    More.extra = carries(kind, shape=(None,) if kind == "statistic" else None, **said)  # type: ignore[attr-defined]
+    shape = None if kind in OF_THE_MODEL else (None,)
+    More.extra = carries(kind, **{"shape": shape} | said)  # type: ignore[attr-defined]
     return message(More)
 
 

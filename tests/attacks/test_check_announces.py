@@ -229,7 +229,7 @@ class Hidden(Message):
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic")
-    extra: Tree = carries("predictions"{blocks})
+    extra: Tree = carries("predictions", shape=(None,){blocks})
 
 @dataclass(frozen=True, kw_only=True)
 class Hiding(Averaging):

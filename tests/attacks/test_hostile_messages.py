@@ -1,128 +1,191 @@
 """A device compares what a server sends with the model and with the message's declaration, before anything is spent."""
 
-from collections.abc import Callable
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.direct import grid_of, joined, played
-from laws.rows import PROTOTYPES, ROWS
+from laws.corruptions import CASES, FURTHER, corruptions, judged_by_prototypes, noisy, unlike
 from laws.test_laws import world
-from polyfed.core.messages import OF_THE_MODEL, Declared
-from polyfed.core.tasks import tasks_of, types_of
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.messages import KINDS, OF_THE_MODEL, Declared, Message, carries, message
+from polyfed.core.tasks import task, tasks_of, types_of
+from polyfed.core.tree import Tree
 from polyfed.deploy.device.runtime import ClientRuntime
-from polyfed.engines.protocol import FAILED
-from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipes.recipe import EngineSpec
+from polyfed.deploy.device.store import STORE, TABLES
+from polyfed.engines.protocol import FAILED, REPLY
+from polyfed.experiment.checks.requirement_checks import release_of
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.privacy.egress.limits import Limits
+from polyfed.privacy.egress.requirements import Requirements
+
+REQUIRED = Requirements(max_epsilon=1e6, delta=1e-3, unprotected=("statistic",))
+COUNTED = Limits(max_requests=10**6, max_requests_per_day=10**6, max_runs_per_day=10**6, max_evaluations_per_day=10**6)
 
 
-def entries(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """A change of every tensor of a field."""
-    return lambda v: change(v) if isinstance(v, Tensor) else {name: change(t) for name, t in v.items()}
+def deployed(made: Recipe) -> Recipe:
+    """Two rounds of clients with test rows of their own, behind a transport."""
+    made = replace(made, rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
+    return replace(made, clients=replace(made.clients, personal_test=0.2))
 
 
-def floats(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """A change of every tensor of a field that holds floating-point numbers."""
-    return entries(lambda t: change(t) if t.is_floating_point() else t)
+def figures(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Every number of the budgets that a device has counted, by table."""
+    if not (folder / STORE).exists():
+        return {}
+    with contextlib.closing(sqlite3.connect(folder / STORE)) as rows:
+        return {table: rows.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES}
 
 
-TYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool, "uint8": torch.uint8, "": torch.float32}
-
-CORRUPT: dict[str, Callable[[Any], Any]] = {
-    "an extra axis": entries(lambda t: t.unsqueeze(0)),
-    "a row for each sample": floats(lambda t: t.expand(5, *t.shape).clone()),
-    "another shape": entries(lambda t: torch.cat([t, t], -1) if t.dim() and t.numel() else t),
-    "float64": floats(Tensor.double),
-    "float16": floats(Tensor.half),
-    "NaN": floats(lambda t: t * torch.nan),
-    "infinity": floats(lambda t: t + torch.inf),
-    "int32": entries(lambda t: t.to(torch.int32)),
-    "int64": entries(lambda t: t.to(torch.int64)),
-    "truth values": entries(Tensor.bool),
-    "an extra name": lambda v: v if isinstance(v, Tensor) or not v else v | {"stranger": next(iter(v.values()))},
-}
+def files(folder: Path) -> dict[Path, str]:
+    """Every file of the clients' state folders with its contents."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def lacking(value: Tree) -> Tree:
-    """A tree without one tensor of a block that has others."""
-    return {name: t for name, t in value.items() if not name.endswith("encoder.0.bias")}
+class Attack:
+    """A server that tries each corruption of each field once, and then sends the honest request."""
 
+    def __init__(self, made: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.folder = made, folder
+        self.faults, self.tried = list[str](), set[tuple[str, str, str]]()
+        self.lost, self.answered = list[str](), dict[tuple[int, int], int]()
+        self.spent = list[str]()
+        work = ClientRuntime._work
 
-def without_a_block(value: Tree) -> Tree:
-    """A tree without the block of its first tensor."""
-    return {name: t for name, t in value.items() if block_of(name) != block_of(next(iter(value)))}
+        def attacked(runtime: ClientRuntime, packet: Packet, request_id: Any) -> Packet:
+            runtime.engine.limits, runtime.engine.required = COUNTED, self.required
+            runtime.release = release_of(self.required, made)
+            before, counted = files(folder), figures(folder)
+            with monkeypatch.context() as honest:
+                honest.setattr(ClientRuntime, "_work", work)
+                self._try(runtime, packet, request_id.client)
+            if before != files(folder) or counted != figures(folder):
+                self.faults.append(f"{packet.header['task']}: a refused request left something or cost something")
+            answer = work(runtime, packet, request_id)
+            place = request_id.client, request_id.round
+            self.answered[place] = self.answered.get(place, 0) + (answer.header["verdict"] == REPLY)
+            self.spent += [packet.header["task"]] * (answer.header["verdict"] == REPLY)
+            return answer
 
+        monkeypatch.setattr(ClientRuntime, "_work", attacked)
 
-def corruptions(said: Declared, whole: bool) -> dict[str, Callable[[Any], Any]]:
-    """The corruptions that a field of this declaration must not have; `whole` if it must hold every block."""
-    found = dict(CORRUPT)
-    if said.kind == "raw":  # the samples of some modalities are whole numbers
-        del found["int64"]
-    if said.kind in OF_THE_MODEL and (whole or not said.partial):
-        found["a missing name"] = lacking
-    if whole and not said.bare:
-        found |= {"a missing block": without_a_block, "no block": lambda value: {}}
-    if said.within is not None:
-        for word, number in (("a number below its range", -1), ("a number above its range", 2**62)):
-            outside = torch.tensor(number, dtype=TYPES[said.dtype])
-            if not bool(said.within.holds(outside)):
-                found[word] = entries(lambda t, number=number: torch.full_like(t, number))
-    return found
+    @property
+    def required(self) -> Requirements:
+        """What the devices demand: an epsilon, if the recipe has noise of the clients."""
+        return Requirements() if self.made.privacy is None else REQUIRED
 
-
-def unlike(one: Any, other: Any) -> bool:
-    """Whether two fields differ in form or in a number."""
-    if isinstance(one, Tensor):
-        return one.dtype != other.dtype or one.shape != other.shape or bool(one.numel() and (one != other).any())
-    return list(one) != list(other) or any(unlike(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("name", sorted(ROWS))
-def test_a_device_refuses_each_corrupt_message_of_each_method(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = replace(world(name), rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
-    made = replace(made, clients=replace(made.clients, personal_test=0.2))
-    faults, tried, work = list[str](), set[tuple[str, str, str]](), ClientRuntime._work
-
-    def attacked(self: ClientRuntime, packet: Packet, request_id: Any) -> Packet:
-        """Try each corruption of each field once, then answer the honest request."""
-        task = packet.header["task"]
-        got = types_of(tasks_of(made.algorithm)[task])[0]
+    def _try(self, runtime: ClientRuntime, packet: Packet, client: int) -> None:
+        task, method = packet.header["task"], self.made.algorithm
+        got = types_of(tasks_of(method)[task])[0]
         msg = decode(packet, got, limit=2**30)
-        before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-        for field, said in got.declared.items():
-            whole = not said.optional and not (said.kind in OF_THE_MODEL and made.algorithm.may_lack(task))
-            for how, change in corruptions(said, whole).items():
-                value = getattr(msg, field)
-                if (task, field, how) in tried or not unlike(value, changed := change(value)):
-                    continue
-                tried.add((task, field, how))
-                sent = encode(replace(msg, **{field: changed}))
-                monkeypatch.setattr(ClientRuntime, "_work", work)
-                answer = self.answer(Packet(packet.header | sent.header, sent.body), request_id.client)
-                monkeypatch.setattr(ClientRuntime, "_work", attacked)
-                text = str(answer.header.get("reason"))
-                if answer.header["verdict"] != FAILED or got.__name__ not in text or field not in text:
-                    faults.append(f"{task}.{field} with {how}: {answer.header['verdict']}, {text:.150}")
-        if before != sorted(path for path in tmp_path.rglob("*") if path.is_file()):
-            faults.append(f"{task}: a refused request left a file")
-        return work(self, packet, request_id)
+        for field, how, sent in self._corrupt(got, msg, task):
+            packed = encode(replace(msg, **{field: sent}))
+            answer = runtime.answer(Packet(packet.header | packed.header, packed.body), client)
+            text = str(answer.header.get("reason"))
+            if answer.header["verdict"] != FAILED or got.__name__ not in text or field not in text:
+                self.faults.append(f"{task}.{field} with {how}: {answer.header['verdict']}, {text:.150}")
 
-    monkeypatch.setattr(ClientRuntime, "_work", attacked)
-    parts = joined(made, grid_of(made, tmp_path))
-    state, _ = played(made, parts)
-    made.algorithm.evaluate(state, parts.fed)
-    assert not faults, "\n".join(faults)
-    assert tried or name in ("centralized", "local"), "the server sent nothing"
+    def _corrupt(self, got: type[Message], msg: Message, task: str) -> Iterator[tuple[str, str, Any]]:
+        for field, said in got.declared.items():
+            whole = not said.optional and not (said.kind in OF_THE_MODEL and self.made.algorithm.may_lack(task))
+            for how, change in self.of_field(said, whole).items():
+                value = getattr(msg, field)
+                if (task, field, how) in self.tried or not unlike(value, changed := change(value)):
+                    continue
+                self.tried.add((task, field, how))
+                yield field, how, changed
+
+    def of_field(self, said: Declared, whole: bool) -> dict[str, Callable[[Any], Any]]:
+        """The corruptions of a field."""
+        return corruptions(said, received=True, whole=whole)
+
+    def play(self) -> Any:
+        """The state after two rounds and an evaluation, in which every client takes part."""
+        parts = joined(self.made, grid_of(self.made, self.folder))
+        emit = parts.fed.emit
+
+        def listen(kind: str, **facts: Any) -> None:
+            if kind == "client-missing":
+                self.lost.append(f"{facts['task']}: {facts['reason']}")
+            emit(kind, **facts)
+
+        parts.fed.emit = listen
+        state, _ = played(self.made, parts)
+        parts.algorithm.evaluate(state, parts.fed)
+        return state
+
+
+@pytest.mark.parametrize("case", [*CASES, *FURTHER])
+def test_a_device_refuses_each_corrupt_message_of_each_method_at_no_cost_and_the_run_goes_on(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = Attack(deployed((CASES | FURTHER)[case]()), tmp_path, monkeypatch)
+    attack.play()
+    assert not attack.faults, "\n".join(attack.faults)
+    assert not attack.lost, "the honest requests are answered"
+    assert attack.tried or case in ("centralized", "local"), "the server sent nothing"
+    counted = {(client, round): times for _, client, round, times in figures(tmp_path)["requests"]}
+    assert counted == {place: times for place, times in attack.answered.items() if times}
+    assert len(figures(tmp_path)["uses"]) >= sum(counted.values())
+
+
+def test_refused_requests_spend_no_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = Attack(deployed(noisy()), tmp_path, monkeypatch)
+    attack.play()
+    assert len(attack.tried) > 20
+    release = release_of(REQUIRED, attack.made)
+    assert release is not None
+    (found,) = figures(tmp_path)["spent"]
+    assert found == (release.unit, release.noise, attack.spent.count("update") * release.uses)
+    assert attack.spent.count("update") == 2 * 6, "all six clients answered in both rounds"
+
+
+def test_a_parameter_that_a_device_keeps_private_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = deployed(FURTHER["fedavg, private head, fine-tuned"]())
+    attack = Attack(made, tmp_path, monkeypatch)
+    parts = joined(made, grid_of(made, tmp_path / "other"))
+    private = sorted(made.algorithm.private_names(parts.model))
+    assert private
+    kept: Tree = {name: parts.initial[name] for name in private}
+    attack.of_field = lambda said, whole: {  # type: ignore[method-assign]
+        f"the private {name}": lambda v, name=name: v | {name: kept[name]} for name in private
+    }
+    attack.play()
+    assert not attack.faults, "\n".join(attack.faults)
+    assert len(attack.tried) >= len(private)
+    assert not attack.lost
+
+
+@message
+class Untold(Message):
+    """A message to clients that leaves a size open."""
+
+    z: Tree = carries("embeddings", shape=(None, "features"))
+
+
+def test_a_message_to_clients_states_every_size() -> None:
+    class Careless:
+        @task()
+        def look(self, context: Any, data: Any, local: Tree, got: Untold) -> tuple[Untold, Tree]:
+            return got, local
+
+    with pytest.raises(AssertionError, match=r"Untold\.z goes to clients, so its shape cannot hold None"):
+        types_of(Careless().look)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*OF_THE_MODEL, "statistic")])
+def test_a_field_states_its_shape(kind: str) -> None:
+    with pytest.raises(AssertionError, match=f"a field of kind '{kind}' needs shape="):
+        carries(kind)
 
 
 @pytest.mark.parametrize("unimodal", ["auto", "prototype"])
@@ -130,11 +193,8 @@ def test_a_device_refuses_each_corrupt_message_of_each_method(
 def test_an_honest_evaluation_is_not_refused(name: str, unimodal: Any, tmp_path: Path) -> None:
     if unimodal == "prototype" and name not in ("fedavg", "moon"):
         pytest.skip("its clients send no class means")
-    made = world(name, evaluation=Evaluation(every=0, unimodal=unimodal))
-    clients = replace(made.clients, personal_test=0.2)
-    made = replace(made, rounds=1, clients=clients, engine=EngineSpec(name="flower", relay="server-sees"))
-    if unimodal == "prototype":
-        made = replace(made, egress=PROTOTYPES | {"shared": {"server": ["parameters", "statistic"]}})
+    made = replace(world(name) if unimodal == "auto" else judged_by_prototypes(name), rounds=1)
+    made = replace(deployed(made), rounds=1)
     parts, missing = joined(made, grid_of(made, tmp_path)), list[str]()
     state, _ = played(made, parts)
     parts.fed.emit = lambda kind, **facts: missing.append(facts["reason"]) if kind == "client-missing" else None

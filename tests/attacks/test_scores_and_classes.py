@@ -21,10 +21,11 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.knowledge.fedproto import Learned, Shared
 from polyfed.core.batch import Batch
-from polyfed.core.errors import CheckpointError, EgressError
+from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
+from polyfed.deploy.device import privacy_budget as budget
 from polyfed.deploy.device.request_limits import admit_today
 from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
@@ -37,9 +38,11 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.objective import CLASSES
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression
+from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.egress.limit_guard import rows_of_classes
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.policy import ACCEPT, Policy
+from polyfed.privacy.egress.requirements import Requirements
 from world import algorithm, recipe, through
 
 TEXT = """
@@ -199,6 +202,84 @@ def test_new_run_names_and_restarts_do_not_renew_a_budget(budget: str, tmp_path:
         assert isinstance(device.score(1, run="second"), OwnScore), "a run that has begun goes on"
 
 
+NOISY = f"{SOME}[require]\nscore_noise = 4.0\n"
+
+
+def figures(folder: Path) -> list[tuple[str, float, int]]:
+    """The Gaussian mechanisms that the device has used: unit, noise, how often."""
+    with contextlib.closing(sqlite3.connect(folder / "state" / STORE)) as rows:
+        return rows.execute("SELECT * FROM spent").fetchall()
+
+
+def test_noise_in_a_score_is_new_in_every_request_and_each_is_booked(tmp_path: Path) -> None:
+    plain = Device(tmp_path, SOME).score()
+    (noisy := tmp_path / "noisy").mkdir()
+    device = Device(noisy, NOISY)
+    scores = [device.score(number) for number in range(12)]
+    right, rows = np.array([(float(score.sums), int(score.num_rows)) for score in scores]).T
+    assert len(set(right)) > 1
+    assert len(set(rows)) > 3
+    assert (right == right.round()).all()
+    assert ((right >= 0) & (right <= rows) & (rows >= 1)).all(), "the server would drop an impossible score"
+    assert abs(rows.mean() - float(plain.num_rows)) < 4 * 4.0 / 12**0.5
+    assert figures(noisy) == [("example", pytest.approx(4.0 / 2**0.5), 12)]
+    again = device.score(11)
+    assert (float(again.sums), int(again.num_rows)) != (right[-1], rows[-1])
+    assert figures(noisy)[0][2] == 13, "a repeated request has new noise and costs again"
+
+
+def test_epsilon_ends_the_scores_whatever_the_name_of_the_run(tmp_path: Path) -> None:
+    """An attacker averages the noise away, one request after another; the budget ends that."""
+    required = Requirements(max_epsilon=1.0, delta=1e-5, unit="example", score_noise=40.0)
+    release, given = required.score_release(OwnScore, 3), 0
+    assert release is not None
+
+    with contextlib.suppress(EgressError):
+        while given < 1000:
+            with DeviceStore(tmp_path).transaction(f"run{given}", 1) as memory:
+                budget.spend(memory, required, release)
+            given += 1
+    assert 20 < given < 1000
+    assert epsilon_of_all({release.noise: given}, 1e-5) <= 1.0 < epsilon_of_all({release.noise: given + 1}, 1e-5)
+
+
+def test_the_noise_of_a_count_has_the_deviation_that_is_booked() -> None:
+    score = OwnScore(torch.tensor(500.0), torch.tensor(1000))
+    required = Requirements(score_noise=5.0)
+    drawn = [required.with_noise(score, CLASSES, 1) for _ in range(2000)]
+    for name, value in (("sums", 500.0), ("num_rows", 1000.0)):
+        found = np.array([float(getattr(one, name)) for one in drawn])
+        assert found.std() == pytest.approx(5.0, rel=0.08)
+        assert found.mean() == pytest.approx(value, abs=0.5)
+
+
+def test_sums_of_errors_are_no_counts(tmp_path: Path) -> None:
+    score = OwnScore(torch.zeros(2, 2), torch.tensor(20))
+    with pytest.raises(EgressError, match=r"refused to send OwnScore: .*score_noise .* is a sum without a bound"):
+        Requirements(score_noise=5.0).with_noise(score, Regression(), 1)
+    with pytest.raises(RecipeError, match=r"score_noise protects single test rows, .* Set unit"):
+        Requirements(score_noise=5.0, max_epsilon=1.0, delta=1e-5)
+    with pytest.raises(RecipeError, match=r"score_noise = 0.1: must be from 0.5"):
+        Requirements(score_noise=0.1)
+
+
+def test_scores_with_noise_need_no_exception_and_count_at_enrolment(tmp_path: Path) -> None:
+    example = '[privacy]\nunit = "example"\ndelta = 0.001\nclip_norm = 0.5\nnoise_multiplier = 8.0\n'
+    example += 'unprotected = ["statistic"]\n'
+    demands = '[require]\nmax_epsilon = {}\ndelta = 0.001\nunit = "example"\nscore_noise = {}\n'
+    verdicts = {}
+    for name, epsilon, noise in (("enough", 9.0, 50.0), ("few", 1.5, 2.0)):
+        (folder := tmp_path / name).mkdir()
+        device = Device(folder, SOME + demands.format(epsilon, noise))
+        device.handler.recipe_path.write_text(TEXT.format(method="fedavg") + example)
+        device.recipe = load_recipe(folder / "recipe.toml")
+        verdicts[name] = device.enrol().header
+        if name == "enough":
+            assert isinstance(device.score(), OwnScore), "no unprotected kind of the device is needed"
+    assert verdicts["enough"]["verdict"] == ENROLLED
+    assert "max_epsilon = 1.5 of the device" in verdicts["few"]["reason"]
+
+
 @pytest.mark.parametrize(("budget", "enough"), [(2, False), (3, True)])
 def test_every_subset_of_the_modalities_counts_as_an_evaluation(budget: int, enough: bool, tmp_path: Path) -> None:
     device = Device(tmp_path, f"{SOME}[limits]\nmax_evaluations_per_day = {budget}\n")
@@ -225,6 +306,16 @@ def test_counts_for_conformal_sets_leave_out_small_classes_and_small_devices(tmp
     )
     device.handler = Deployed(device.handler.recipe_path)
     assert "min_test_rows = 5" in str(device.ask("count_scores", Broadcast(device.params), 1, "two", "validation"))
+
+
+def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path) -> None:
+    device = Device(tmp_path, NOISY)
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nsubsets = "all"\n')
+    answer = device.ask("score_subsets", Broadcast(device.params))
+    assert isinstance(answer, SubsetScores)
+    assert len(set(answer.num_rows.tolist())) > 1, "three scores of the same rows have noise of their own"
+    assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)]
 
 
 def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ class Told(Message):
 
     params: Tree = carries("parameters")
     heads: Tree = carries("parameters", whole=True)
-    logits: Tensor = carries("predictions", rows="num_rows")
+    logits: Tensor = carries("predictions", rows="num_rows", shape=(2,))
     num_rows: Tensor = carries("statistic")
 
 

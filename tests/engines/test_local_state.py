@@ -60,7 +60,7 @@ def test_an_entry_per_row_is_not_kept_with_the_padding_of_a_stack() -> None:
 class Rows(Message):
     """Something for every row, without a word of that."""
 
-    z: Tree = carries("embeddings", blocks=("shared",))
+    z: Tree = carries("embeddings", shape=(None, "classes"), blocks=("shared",))
 
 
 @dataclass(frozen=True, kw_only=True)

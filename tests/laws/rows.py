@@ -56,7 +56,7 @@ ROWS: dict[str, Row] = {
     "scaffold": Row({"train": SGD}),
     "moon": Row({"mu": 1.0, "projection": 8}),
     "local": Row(),
-    "cmsfed": Row({"dominance_threshold": 1.0}, PROTOTYPES),
+    "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from laws.corruptions import CASES as VARIANTS
 from laws.rows import PROTOTYPES, ROWS
 from laws.test_laws import world
-from laws.test_malformed import CASES as VARIANTS
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.evaluation.scores import Evaluation

@@ -90,9 +90,11 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def numbers(value: Any) -> Iterator[Tensor]:
-    """Every tensor of real numbers in a state."""
+    """Every real number in a state, as tensors."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value
+    elif isinstance(value, float):
+        yield torch.tensor(value)
     elif isinstance(value, dict):
         for one in value.values():
             yield from numbers(one)
@@ -152,6 +154,13 @@ def test_one_liar_ends_no_run_and_drops_no_honest_client(name: str, rule: Any, l
     for value in numbers(getattr(state, "params", {})):
         assert bool(torch.isfinite(value).all())
         assert float(value.abs().max()) < 100
+    num = len(local) if local else 10
+    for value in numbers(state):  # what the server remembers of the others, such as CMSFed's distances
+        honest = value
+        for axis, size in enumerate(value.shape):
+            honest = honest if size != num else honest.narrow(axis, 1, num - 1)
+        assert bool(torch.isfinite(honest).all())
+        assert not honest.numel() or float(honest.abs().max()) < 1e5, "a false loss does not reach the records"
     for client, tree in local.items():
         assert client == 0 or all(bool(torch.isfinite(value).all()) for value in numbers(tree))
     if "server" in ALGORITHMS[name].__dataclass_fields__ and lie != "tiny":

@@ -36,7 +36,7 @@ class Means(Message):
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic")
-    means: Tree = carries("prototypes")
+    means: Tree = carries("prototypes", shape=(3,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -348,3 +348,28 @@ def test_real_packets_give_the_same_run(folders: dict[str, str], tmp_path: Path)
     other, ledger_there = played_there(there, joined(there, grid_of(there, tmp_path)))
     assert checkpoint.digest(state) == checkpoint.digest(other)
     assert ledger == ledger_there
+
+
+def test_a_device_takes_adapters_of_its_own_rank_only(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    from attacks.test_hostile_messages import Attack, deployed
+
+    attack = Attack(deployed(made(folders, ranks=MIXED)), tmp_path, monkeypatch)
+    of_field, whole = attack.of_field, assemble(attack.made).initial
+
+    def resized(value: Tree) -> Tree:
+        return {n: t if t.shape == whole[n].shape else whole[n] for n, t in value.items()}
+
+    attack.of_field = (
+        lambda said, all_blocks: (  # type: ignore[method-assign]
+            of_field(said, all_blocks)
+            | {"the ranks of the model": resized}
+            | {"a smaller rank": lambda v: {n: t[:1] if ".lora_A" in n else t for n, t in v.items()}}
+        )
+    )
+    attack.play()
+    assert not attack.faults, "\n".join(attack.faults)
+    assert not attack.lost
+    assert {how for task, _, how in attack.tried if task == "update"} >= {"the ranks of the model", "a smaller rank"}

@@ -22,6 +22,7 @@ from polyfed.algorithms.averaging.scaffold import Scaffold
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.centralized import Centralized
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.algorithms.hfm.hfm import Hfm
 from polyfed.algorithms.hfm.vfl import Vfl
 from polyfed.algorithms.knowledge.creamfl import CreamFL
@@ -39,7 +40,7 @@ from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
 from polyfed.evaluation.scores import Predictor
 
-__all__ = ["ALGORITHMS", "PREDICTORS", "Algorithm", "Averaging"]
+__all__ = ["ALGORITHMS", "JOBS", "NAMED", "PREDICTORS", "Algorithm", "Averaging"]
 
 PREDICTORS: dict[str, type[Predictor]] = {
     "logits": Predictor,
@@ -73,3 +74,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "vfl": Vfl,
 }
 """The methods. The keys are the values that `[algorithm] name` accepts."""
+
+JOBS: dict[str, type[Algorithm]] = {"evaluate": Evaluate}
+"""Jobs that train nothing. `[algorithm] name` accepts their keys too; `polyfed evaluate` writes such recipes."""
+
+NAMED: dict[str, type[Algorithm]] = {**ALGORITHMS, **JOBS}
+"""Everything that `[algorithm] name` accepts."""

@@ -17,6 +17,7 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
 | `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
+| `idle_options` | server | before the first round | the options that change nothing, each with what makes it idle |
 | `concerns` | server | once, after a third of the rounds | warnings about options that have had no effect so far |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
@@ -97,6 +98,9 @@ OTHERWISE: Mapping[str, str] = {
     "example": "its clients may use several rows of a batch together",
 }
 """For each unit of [privacy], what polyfed must assume about a method that does not declare the unit."""
+
+NO_GLOBAL = "a method without a global model, which alone is scored by modality"
+"""What makes the option `[evaluate] unimodal` idle in methods with one model for each client."""
 
 
 @message
@@ -268,8 +272,32 @@ class Algorithm(ABC):
         """
         return []
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing in this run, each with what makes it idle.
+
+        Before the first round, the run warns of each of them that differs from its default.
+
+        Args:
+            fed: the federation, with the number of rounds, the clients and the model.
+
+        Returns:
+            The name of an option of the method, or `section.option`, such as `train.batch_size`, or `section.*` for
+            all options of a section. The value completes the sentence "... has no effect beside". An empty value says
+            that the method uses an option that would otherwise count as idle.
+        """
+        return {}
+
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
         """Return small matrices to log after every round, by name, such as coefficients or similarities."""
+        return {}
+
+    def told(self, state: Any, fed: Federation) -> dict[str, Any]:
+        """Return entries that the method adds to result.json, by name.
+
+        Args:
+            state: the state after the last round.
+            fed: the federation. This hook sends no requests.
+        """
         return {}
 
     # what may leave a client

@@ -7,13 +7,16 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 ...     params: Tree = carries("parameters")
 ...     num_rows: Tensor = carries("statistic")
 
+A declaration leaves no form open: both sides compare every message with it and with the model.
+
 Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
 Trees of parameters are split into blocks by the names of the model's tensors. In any other tree (prototypes,
 embeddings), each key is the name of a block. `blocks=` lists the blocks that a tree may hold. No other block may leave
 the client. An empty tree means that the sender sent nothing in this field.
 
-A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. In a
-stack of clients, such a field is padded. A client removes the padding before it sends the message.
+A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows",
+shape=("features",))`. In a stack of clients, such a field is padded. A client removes the padding before it sends the
+message.
 
 The author of a message class declares the kinds. polyfed cannot check that the declarations are true (docs/egress.md).
 """
@@ -68,14 +71,17 @@ DESTINATIONS = ("server", "silo")
 SUMMABLE = (*OF_THE_MODEL, "prototypes", "statistic")
 """Kinds whose fields may be declared as sum-only."""
 
-Sizes = tuple[str | None, ...]
-"""The shape of a tensor, with a name for each size. `classes` is the number of classes, `features` the width of a
-modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
+COMMON = ("batch", "cohort", "subsets")
+"""Words for a first size that is not known beforehand, but is the same for all tensors of a message."""
+
+Sizes = tuple[str | int | None, ...]
+"""The shape of a tensor: a number or a word for each size. `classes` is the number of classes, `features` the width of
+a modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
 client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
-stands for the shape of the encoder's output, `sample` for the shape of a sample. `batch`, as the first size, is any
-number of rows, the same for all tensors of a message. `subsets` is the number of evaluations of the same rows, each of
-which counts against the device's limit. None means any size. `own`, `label`, `encoded` and `sample` may
-cover any number of axes."""
+stands for the shape of the encoder's output, `sample` for the shape of a sample. `own`, `label`, `encoded` and `sample`
+may cover any number of axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`), of clients
+(`cohort`), or of evaluations of the same rows, each of which counts against the device's limit (`subsets`). None means
+any size; only replies may have it, because a device compares every size that it receives."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Declared:
     part: str = ""
     optional: bool = False
     dtype: str = ""
+    counted: bool = False
 
 
 def carries(
@@ -125,6 +132,7 @@ def carries(
     part: Literal["", "encoders", "head"] = "",
     optional: bool = False,
     dtype: Literal["", "float32", "sums", "int64", "bool", "uint8"] = "",
+    counted: bool = False,
 ) -> Any:
     """Declare a field of a message.
 
@@ -133,14 +141,11 @@ def carries(
     Args:
         kind: one of `KINDS`.
         of: for a tensor, the modality that it describes. Default: none.
-        rows: the name of another field of the message, which holds the number of rows without padding (0-dim). Needed
-            if the tensors of this field have one entry per row.
-        whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
-            modalities and may send no others. A head over the embeddings of several parties needs `whole`, because such
-            a head is useless without all of its parts.
-        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means one number for a `statistic`,
-            the model's shapes for parameters and gradients, and any shape for other kinds. Labels of shape () are
-            class numbers.
+        rows: for a field with one entry per row, the 0-dim field with the number of rows without padding.
+        whole: whether a tree is sent with all its blocks, as a head over the embeddings of several parties needs. By
+            default, a client receives only the blocks of its own modalities and may send no others.
+        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. Parameters and gradients have the shapes
+            of the model, a `statistic` is one number by default, and labels of shape () are class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
         tells: what the field reveals beyond its kind. `polyfed check` prints this text.
@@ -151,23 +156,34 @@ def carries(
             sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
         weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
             sum. Default: the field is summed as it is.
-        random: whether the field holds only random numbers that depend on no data, such as public keys. A device that
-            demands protection ([require] of its policy file) still allows such a field to leave.
+        random: whether the field holds only random numbers, such as public keys, which leave without protection.
         stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
         dtype: for a statistic, its type; `float32` includes that of the model, and `sums` float64. Default: any.
+        counted: whether the field counts rows of one client, so that one row changes it by at most 1. A device can add
+            noise to such a field (`[require] score_noise` of its policy file).
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     assert kind == "statistic" or not dtype, "dtype= is for statistics"
     shape = () if shape is None and kind == "statistic" else shape
+    _check_shape(kind, shape)
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
-    form |= {"random": random, "stacked": stacked}
+    form |= {"random": random, "stacked": stacked, "counted": counted}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
+
+
+def _check_shape(kind: str, shape: Sizes | None) -> None:
+    """Check that a field has exactly one template: the model, or a shape."""
+    if kind in OF_THE_MODEL:
+        assert shape is None, f"a field of kind {kind!r} has the shapes of the model: leave out shape="
+        return
+    assert shape is not None, f"a field of kind {kind!r} needs shape=, such as ('features',)"
+    assert not {*COMMON} & {*shape[1:]}, f"{' and '.join(COMMON)} can only be the first size"
 
 
 class Message:

@@ -119,9 +119,17 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
             )
         found.append(kind)
     got, reply = found
+    _check_template(got)  # type: ignore[arg-type]  # a class is hashable
     if masks(owner) and reply.declared and sum_only(reply):
         reply = masked_class(reply)  # type: ignore[arg-type]  # a class is hashable
     return got, reply
+
+
+@lru_cache(maxsize=256)
+def _check_template(got: type[Message]) -> None:
+    """Check that a message to clients states every size, because a device compares what it receives with it."""
+    for name, said in got.declared.items():
+        assert None not in (said.shape or ()), f"{got.__name__}.{name} goes to clients, so its shape cannot hold None"
 
 
 @lru_cache(maxsize=256)

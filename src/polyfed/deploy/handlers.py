@@ -34,7 +34,7 @@ from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, c
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.protection import mechanism_of
 from polyfed.experiment.checks.rank_checks import client_ranks
-from polyfed.experiment.checks.requirement_checks import release_of, unmet, unmet_by_model
+from polyfed.experiment.checks.requirement_checks import release_of, scores_of, unmet, unmet_by_model
 from polyfed.experiment.recipes.engine_choice import device_of
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe
@@ -152,7 +152,8 @@ class Deployed:
             if enrols:
                 release = release_of(required, recipe)
                 rounds = unpaid_rounds(packet.header, recipe.rounds, release, node.folder, node.client)
-                refuse_spent(required, release, node.folder, node.client, rounds)
+                scores = scores_of(required, recipe, rounds)
+                refuse_spent(required, release, node.folder, node.client, rounds, scores)
         facts = None if enrols else Facts.read(packet.header)
 
         def vet(rows: int) -> None:

@@ -80,11 +80,12 @@ SCORED = "how well a model that the server chooses predicts the test rows: each 
 class OwnScore(Message):
     """A client's report on its own test rows: the objective's sums, and the number of rows.
 
-    In classification, `sums` is a single number: the number of rows that the client's model predicts correctly.
+    In classification, `sums` is a single number: the number of rows that the client's model predicts correctly. Only
+    then are both fields counts, and a device can add noise to them.
     """
 
-    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED)
-    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True)
+    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED, counted=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +141,9 @@ class Evaluation:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return the options that have no effect in this recipe, with the reason."""
-        return {"conformal_groups": "conformal = 'none'"} if self.conformal == "none" else {}
+        """The options that have no effect, each with the setting that causes this."""
+        found = {} if self.personal else {"clients": "personal = false"}
+        return found | ({"conformal_groups": "conformal = 'none'"} if self.conformal == "none" else {})
 
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""

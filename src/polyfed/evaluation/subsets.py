@@ -50,8 +50,12 @@ class SubsetScores(Message):
     with none of the client's modalities.
     """
 
-    sums: Tensor = carries("statistic", dtype="sums", shape=("subsets", "own"), sum_only=True, tells=TELLS)
-    num_rows: Tensor = carries("statistic", dtype="int64", shape=("subsets",), within=NOT_NEGATIVE, sum_only=True)
+    sums: Tensor = carries(
+        "statistic", dtype="sums", shape=("subsets", "own"), sum_only=True, tells=TELLS, counted=True
+    )
+    num_rows: Tensor = carries(
+        "statistic", dtype="int64", shape=("subsets",), within=NOT_NEGATIVE, sum_only=True, counted=True
+    )
 
 
 @cache

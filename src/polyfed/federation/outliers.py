@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.messages import OF_THE_MODEL, Message
+from polyfed.core.messages import OF_THE_MODEL, Declared, Message
 from polyfed.core.request import Send
 from polyfed.core.tree import block_of
 from polyfed.federation.replies import ReplyStack
 
 COMPARED = (*OF_THE_MODEL, "embeddings", "prototypes", "predictions", "raw")
-"""Kinds whose sizes are compared. A statistic, such as a loss, may differ by any factor between honest clients."""
+"""Kinds whose sizes are compared with `factor`. So are statistics of one number, such as a loss, with its square."""
 
 OF_SENT = 3.0
 """A reply may always lie this many times the norm of what the client was sent away from it, whatever the others do. The
@@ -59,7 +59,7 @@ def sizes(part: ReplyStack, norms: Sequence[tuple[str, str | None]], values: NDA
     places: dict[Block, list[int]] = {}
     for place, (name, key) in enumerate(norms):
         said = part.message.declared[name]
-        if said.kind in COMPARED and not said.masked:
+        if (said.kind in COMPARED or _is_number(said)) and not said.masked:
             block = "" if key is None else block_of(key) if said.kind in OF_THE_MODEL else key
             places.setdefault((name, block), []).append(place)
     with np.errstate(over="ignore"):
@@ -75,6 +75,9 @@ class OutlierCheck:
     the same name, or the whole reply if nothing was sent; then, 1 for each entry (root mean square) is always allowed.
     For an even number of replies the median is the upper one. As long as fewer than half of the replies are false, it
     lies among the sizes of honest updates. One or two replies are compared with what was sent (`ALONE`), if anything.
+
+    A statistic of one number, such as the loss that steers a selector, may be `factor`^2 times the median, and
+    `factor`^2 in any case: a squared error grows with the square of the targets, which differ between honest clients.
 
     Attributes:
         factor: the largest ratio; `[engine] outlier_factor`.
@@ -107,12 +110,14 @@ class OutlierCheck:
         allowed = np.where(sent > 0, OF_SENT * sent, np.sqrt(entries))
         if bool((of_all + sent <= allowed).all()):  # no update is larger than both norms together
             return
+        number = _is_number(parts[0].message.declared[block[0]])
+        factor, allowed = (self.factor**2, allowed * self.factor**2) if number else (self.factor, allowed)
         updates = of_all
         if bool(sent.any()) or not bool(np.isfinite(of_all).all()):
             updates = np.array([update for part in parts for update in self._updates(part, block)])
         if len(updates) > 2:
             median = float(np.sort(updates)[len(updates) // 2])
-            allowed, beside = np.maximum(self.factor * median, allowed), f"the median of the replies is {median:.2g}"
+            allowed, beside = np.maximum(factor * median, allowed), f"the median of the replies is {median:.2g}"
         else:
             allowed = np.where(sent > 0, ALONE * sent, np.inf)
             beside = f"what was sent has the norm {float(sent.max()):.2g}"
@@ -120,7 +125,8 @@ class OutlierCheck:
         for place in np.flatnonzero(updates > allowed).tolist():
             (name, key), size = block, float(updates[place])
             where = f"{name} (block {key})" if key else name
-            text = f"{where} is too large: its update has the norm {size:.2g}, and {beside}"
+            found = f"it is {size:.2g}" if number else f"its update has the norm {size:.2g}"
+            text = f"{where} is too large: {found}, and {beside}"
             yield clients[place], f"{text} ([engine] outlier_factor = {self.factor:g})"
 
     def _sent(self, part: ReplyStack, block: Block) -> NDArray[np.float64]:
@@ -166,6 +172,11 @@ def too_far(tree: Mapping[str, Tensor], sent: Mapping[str, Tensor], factor: floa
         if far <= factor * norm or (not norm and far < np.inf)
         else (f"they move the parameters by {far:.2g}, and the norm of the parameters is {norm:.2g}")
     )
+
+
+def _is_number(said: Declared) -> bool:
+    """Return whether a field holds one number, or one for each block: a loss, a ratio or another statistic."""
+    return said.kind == "statistic" and said.shape == () and said.rows is None
 
 
 def _entries(part: ReplyStack, block: Block) -> NDArray[np.float64]:

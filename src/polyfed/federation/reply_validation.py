@@ -4,7 +4,7 @@ Neither side trusts the other. Both compare names, shapes, types and values with
 and with the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
-from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
+from polyfed.core.messages import COMMON, LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
 from polyfed.core.schema import NOT_NEGATIVE, Within, between
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -114,6 +114,7 @@ class ReplyValidator:
         for count in msg.counts.values():
             if (kind := getattr(msg, count).dtype) != torch.int64:
                 raise BadReply(f"{count} is {kind}, expected torch.int64")
+        self._check_alike(msg)
 
     def check_received(self, msg: Message, expected: type[Message], receiver: Receiver) -> None:
         """Check a message of the server on a device, before the task runs and before anything is spent or counted.
@@ -194,13 +195,29 @@ class ReplyValidator:
             sent = [len(t) for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
             if any(n != counted for n in sent):
                 raise BadReply(f"{name} holds {sent} rows, and {count} is {counted}")
-        lengths = {
-            _at(name, key): len(value)
-            for name, key, value in tensors(msg)
-            if (msg.declared[name].shape or ("",))[0] == "batch"
-        }
-        if len(set(lengths.values())) > 1:
-            raise BadReply(f"{' and '.join(lengths)} have different numbers of rows: {list(lengths.values())}")
+
+    def _check_alike(self, msg: Message) -> None:
+        """Refuse a stacked message whose tensors disagree about a size that they have in common.
+
+        A common size is a word of `COMMON`, or the number of models in one block of a `stacked` field.
+
+        Raises:
+            BadReply: they disagree.
+        """
+        found: dict[tuple[str, ...], dict[str, int]] = {}
+        for name, key, value in tensors(msg):
+            said = msg.declared[name]
+            if said.stacked and key is not None:
+                found.setdefault((name, block_of(key)), {})[f"{name}.{key}"] = value.shape[1]
+            elif said.shape and said.shape[0] in COMMON:
+                found.setdefault((str(said.shape[0]),), {})[_at(name, key)] = value.shape[1]
+        for what, lengths in found.items():
+            if len(set(lengths.values())) > 1:
+                one, other = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+                words = {"batch": "rows", "cohort": "clients", "subsets": "subsets"}.get(what[0], "models")
+                raise BadReply(
+                    f"{one} and {other} have different numbers of {words}: {lengths[one]} and {lengths[other]}"
+                )
 
     def unusable(self, part: ReplyStack) -> tuple[dict[int, str], Sizes]:
         """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason.
@@ -310,37 +327,33 @@ class ReplyValidator:
             raise BadReply(f"{where} is {value.dtype}, expected {wanted_type}")
         if said.rows is not None and value.dim() < 2:
             raise BadReply(f"{where} has no axis of rows")
-        if said.shape is None:
-            return
+        assert said.shape is not None, f"{field} has kind {said.kind} and no shape"
         found_shape, sizes = value.shape[1 if said.rows is None else 2 :], tuple(self._sizes(said, key))
         if len(found_shape) != len(sizes) or any(n not in (None, m) for n, m in zip(sizes, found_shape, strict=True)):
             words = " x ".join("any" if n is None else str(n) for n in sizes) or "one number"
             raise BadReply(f"{where} has the shape {tuple(found_shape)}, expected {words}")
 
     def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
-        modality = said.of if key is None else key
+        model, objective, modality = self.model, self.objective, str(said.of if key is None else key)
+        sizes: Mapping[str, Callable[[], tuple[int, ...]]] = {
+            "classes": lambda: (model.num_classes,),
+            "own": lambda: objective.own_shape(self.classes),
+            "label": lambda: objective.label_shape(self.classes),
+            "features": lambda: (model.feature_size(modality),),
+            "joint": lambda: (
+                model.feature_size(model.modalities[0]) if len(model.modalities) == 1 else model.joint_size,
+            ),
+            "encoded": lambda: model.encoded_shape(modality),
+            "sample": lambda: model.shapes[modality],
+        }
         for word in said.shape or ():
-            if word is None or word in ("batch", "subsets"):
+            if word is None or word in COMMON:
                 yield None
-            elif word == "own":
-                yield from self.objective.own_shape(self.classes)
-            elif word == "label":
-                yield from self.objective.label_shape(self.classes)
-            elif word == "joint":
-                alone = len(self.model.modalities) == 1
-                yield self.model.feature_size(self.model.modalities[0]) if alone else self.model.joint_size
-            elif word == "classes":
-                yield self.model.num_classes
-            elif word == "features":
-                yield self.model.feature_size(str(modality))
-            elif word == "encoded":
-                yield from self.model.encoded_shape(str(modality))
-            elif word == "sample":
-                yield from self.model.shapes[str(modality)]
+            elif isinstance(word, int):
+                yield word
             else:
-                raise AssertionError(
-                    f"a size is classes, own, label, features, joint, encoded, sample or None, not {word!r}"
-                )
+                assert word in sizes, f"a size is a number, None, {', '.join((*COMMON, *sizes))}, not {word!r}"
+                yield from sizes[word]()
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """Return the fault in the names of a tree, or "". Results are cached: most clients send the same names."""

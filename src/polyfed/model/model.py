@@ -14,7 +14,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.fusion import Fusion, masked
-from polyfed.model.modules.layers import BatchNorm, Rows
+from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
 from polyfed.model.modules.seeded_modules import flops_of, leaf, leaves, made
@@ -52,6 +52,7 @@ class Model:
         num_classes, num_outputs: C, the width of the output; use the second name for objectives without classes.
         shapes, key: the arguments of these names.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
+        has_modes: whether training and evaluation mode may differ: BatchNorm, dropout, or a layer of the user's own.
         convolves: whether a layer is a convolution over two or more dimensions.
         recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
@@ -87,6 +88,10 @@ class Model:
         layers = self.layers().values()
         rows.follow(layers)
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
+        self.has_modes = any(
+            isinstance(layer, BatchNorm | Dropout) or not type(layer).__module__.startswith(("torch.nn.", "polyfed."))
+            for layer in layers
+        )
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)
         self.sequential = self._fusion.sequential
@@ -109,11 +114,12 @@ class Model:
     def _count(self, block: str) -> int:
         batch = self.zero_batch(1, self.modalities if block == SHARED else (block,))
         if block != SHARED:
-            return flops_of(lambda: self._features(batch)) + self._part_flops(block)
+            return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
-        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self._part_flops, self.modalities))
+        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
 
-    def _part_flops(self, modality: str) -> int:
+    def part_flops(self, modality: str) -> int:
+        """Count the operations of a modality's own part of the first fusion layer, for one sample."""
         weights = [name for name in self.head_slice(modality) if name.endswith("weight")]
         return sum(2 * self._slots.own(name).numel() for name in weights)
 

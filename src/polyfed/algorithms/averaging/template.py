@@ -31,7 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import private_blocks
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
@@ -319,6 +319,10 @@ class Averaging(Algorithm):
         if self.private or self.fine_tune:
             return Broadcast(state.params)
         return super().evaluation_message(state, fed, clients)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"evaluate.unimodal": NO_GLOBAL} if self.private else {"private_epochs": "no private blocks"}
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""

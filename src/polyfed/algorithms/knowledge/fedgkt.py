@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -142,6 +142,10 @@ class FedGKT(Algorithm):
         """
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"evaluate.unimodal": NO_GLOBAL}
 
     # the clients' half
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
+from polyfed.algorithms.base import NO_GLOBAL
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
@@ -156,6 +157,14 @@ class FedProto(Averaging):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Return whether a field is sent. With `mode = "original"`, models are never sent, so `params` is not."""
         return field != "params" or self.mode == "mm_fedavg"
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed)
+        if self.mode == "mm_fedavg":
+            return found | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
+        others = ("alpha_p", "active_rounds", "aggregation")
+        return found | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
         """Return the first state, which has no prototypes yet."""

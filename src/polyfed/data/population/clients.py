@@ -160,8 +160,8 @@ class ClientsSpec:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return every option of `missing_rows` that has no effect in this recipe, with the reason."""
-        found = {}
+        """Return every option of a partition and of `missing_rows` that has no effect, with what makes it idle."""
+        found = self._idle_partitions()
         if self.missing_rows_pattern not in ("client", "label"):
             found["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
         if self.missing_rows_pattern != "spans":
@@ -170,6 +170,21 @@ class ClientsSpec:
             options = ("pattern", "concentration", "span", "empty")
             found |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")
         return found
+
+    def _idle_partitions(self) -> dict[str, str]:
+        """Return the options of partitions that are not chosen, each with the setting that causes this."""
+        read: set[str] = {f.name for f in fields(self._partition_class())} if isinstance(self.partition, str) else set()
+        because = f"partition = {self.partition!r}"
+        if self.partition == "silos":
+            over: Any = find(self.silo_partition, PARTITIONS, Partition)
+            read |= {f.name for f in fields(over)} - {"num"}
+            because += f" and silo_partition = {self.silo_partition!r}"
+        if "shards" in read and self.shards == 1:
+            read -= {"alpha", "min_size"}
+            because += " and shards = 1"
+        classes: Any = PARTITIONS.values()
+        every = {f.name for cls in classes for f in fields(cls)} - {"num"}
+        return {name: because for name in (f.name for f in fields(self)) if name in every - read}
 
     def counted(self) -> "ClientsSpec":
         """Return this section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
@@ -277,6 +292,12 @@ class ClientsSpec:
         used = [name for name, is_given in given.items() if is_given]
         if used and self.partition != "silos":
             raise RecipeError(f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}")
+        if self.partition == "silos" and self.num is not None:
+            raise RecipeError(
+                f"clients.num = {self.num} has no meaning with partition 'silos', whose number of clients follows from "
+                "silos and holdings; remove it",
+                ("clients", "num"),
+            )
         if self.silo_partition == "silos":
             raise RecipeError("clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'")
         if self.silo_partition != "iid":

@@ -30,7 +30,7 @@ from polyfed.deploy.device.privacy_budget import refuse_spent
 from polyfed.experiment.checks.check import plan
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.limit_checks import unfit_options
-from polyfed.experiment.checks.requirement_checks import release_of, unmet
+from polyfed.experiment.checks.requirement_checks import release_of, scores_of, unmet
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.privacy.egress.announcement import Holder
@@ -148,7 +148,8 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
     release = None if found else release_of(required, recipe)
     if node.data and release is not None:
         try:
-            refuse_spent(required, release, node.folder, node.client, release.rounds)
+            scores = scores_of(required, recipe, release.rounds)
+            refuse_spent(required, release, node.folder, node.client, release.rounds, scores)
         except EgressError as error:
             yield str(error)
 

@@ -21,7 +21,14 @@ Spent = dict[tuple[str, float], int]
 """(unit, noise) -> number of Gaussian mechanisms with this noise."""
 
 
-def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int, rounds: int) -> None:
+def refuse_spent(
+    required: Requirements,
+    release: Release | None,
+    folder: Path,
+    client: int,
+    rounds: int,
+    scores: Release | None = None,
+) -> None:
     """Refuse a run if the budget of the device does not cover the rounds of the run. This spends no budget.
 
     A server asks a client for at most one such reply in each round. With partial participation, it asks in fewer
@@ -34,6 +41,8 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
         folder: the state folder of the device.
         client: the client's number.
         rounds: number of rounds in which the run may still ask for a new reply. With 0, there is nothing to refuse.
+        scores: the privacy cost of a score with noise, and in how many rounds the recipe asks for one. None if the
+            device adds no noise to scores.
 
     Raises:
         EgressError: the replies of these rounds would exceed the budget. The text says for how many rounds the budget
@@ -46,6 +55,8 @@ def refuse_spent(required: Requirements, release: Release | None, folder: Path, 
     if DeviceStore(folder).begun:  # a check before the first run leaves no file behind
         with DeviceStore(folder).transaction("", client) as memory:
             spent = _read(memory)
+    if scores is not None:
+        spent = _with(spent, scores, scores.rounds)
     _checked(required, _with(spent, release), client)
     assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
     total = _epsilon(required, _with(spent, release, rounds), client)
@@ -73,7 +84,8 @@ def spend(memory: Memory, required: Requirements, release: Release | None) -> No
     if release is None:
         return
     spent = _with(_read(memory), release)
-    _checked(required, spent, memory.client)
+    if required.max_epsilon is not None:
+        _checked(required, spent, memory.client)
     rows = [(unit, noise, times) for (unit, noise), times in spent.items()]
     memory.rows.executemany("INSERT OR REPLACE INTO spent VALUES (?, ?, ?)", rows)
 

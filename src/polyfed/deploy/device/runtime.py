@@ -30,6 +30,7 @@ from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
+from polyfed.evaluation.subsets import subsets_of
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.reply_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -181,8 +182,12 @@ class ClientRuntime:
         admit_release(memory, mechanism, request)
         mixed = self.engine.announcement(self.engine.context(memory.client).modalities).policy.mixing.blocks
         admit_state(memory, self.release, mixed, has_state)
+        required = self.engine.required
         if mechanism is not None and request.name in mechanism.protected:
-            spend(memory, self.engine.required, self.release)
+            spend(memory, required, self.release)
+        engine = self.engine
+        subsets = len(subsets_of(engine.algorithm.evaluation.subsets, engine.model.modalities))
+        spend(memory, required, required.score_release(request.reply, subsets))
 
     def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
         """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""

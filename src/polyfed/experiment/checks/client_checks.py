@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.registry import name_of
@@ -57,7 +57,7 @@ def refuse_idle_attack(recipe: Recipe) -> None:
     if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
         raise RecipeError(
             f"[attack] name = '{attack.name}' changes what clients send, and clients of "
-            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            f"'{name_of(method, NAMED)}' send the server only statistics for training. Choose "
             "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
             ("attack", "name"),
         )
@@ -79,7 +79,7 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
         why = f"names modality '{unknown[0]}', which the data lacks; {did_you_mean(unknown[0], names)}"
     elif not method.handles_missing_rows:
         why = (
-            f"'{name_of(method, ALGORITHMS)}' takes every row of a client for complete, and its loss would use the "
+            f"'{name_of(method, NAMED)}' takes every row of a client for complete, and its loss would use the "
             "embeddings of modalities that a row has lost. Remove it"
         )
     elif task_of(recipe).BY_MODALITY:
@@ -190,7 +190,7 @@ def refuse_overselect(recipe: Recipe) -> None:
     where = f"[clients] overselect = {recipe.clients.overselect:g}"
     if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
         raise RecipeError(
-            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            f"{where}: algorithm '{name_of(recipe.algorithm, NAMED)}' needs the replies of all clients that it "
             "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
         )
     if recipe.network is None and recipe.engine.name != "flower":

@@ -1,11 +1,14 @@
 """Does a recipe have the protection that a device demands? The device computes the answer from the recipe alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
+from polyfed.core.tasks import answers_of
 from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz
+from polyfed.evaluation.subsets import subsets_of
 from polyfed.experiment.checks.privacy_faults import (
     faults_of_method,
     faults_of_model,
@@ -66,6 +69,20 @@ def release_of(required: Requirements, recipe: Recipe) -> Release | None:
     accounting = accounting_of(recipe, spec, None)
     noise, rounds = noise_and_rounds(recipe, spec, accounting)
     return Release(spec.unit, noise / accounting.swing, accounting.uses, max(rounds, 1))
+
+
+def scores_of(required: Requirements, recipe: Recipe, rounds: int) -> Release | None:
+    """Return the privacy cost of a score with noise, and how many the last `rounds` rounds of a recipe ask for.
+
+    None if the device adds no noise to scores, or the recipe asks for none.
+    """
+    method = recipe.algorithm
+    replies = [reply for name, (reply, _) in answers_of(method).items() if method.will_ask(name, tested=True)]
+    subsets = len(subsets_of(method.evaluation.subsets, tuple(recipe.model.encoders)))
+    found = [release for reply in replies if (release := required.score_release(reply, subsets)) is not None]
+    last = range(recipe.rounds - rounds + 1, recipe.rounds + 1)
+    due = sum(method.evaluation.due(round, recipe.rounds) for round in last)
+    return replace(found[0], uses=sum(release.uses for release in found), rounds=due) if found else None
 
 
 def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:

@@ -10,7 +10,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.core import keys
 from polyfed.core.errors import CheckpointError, PolyfedWarning, RecipeError
 from polyfed.core.registry import name_of
@@ -224,7 +224,7 @@ def models_of(
         conformal: the entry `conformal` of result.json, for `predict_set`.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
-    name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
+    name, owner = name_of(algorithm, NAMED), algorithm.own_models
     facts = replace(fed, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     device = next(iter(context.initial.values())).device
     kept = locals if owner == "clients" and locals is not None else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
@@ -373,7 +373,7 @@ class _Loop:
         """The facts that the progress display shows first."""
         return {
             "run": self.ledger.run,
-            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "algorithm": name_of(self.recipe.algorithm, NAMED),
             "engine": self.recipe.engine.name,
             "dataset": self.assembly.population.columns.name,
             "rounds": self.recipe.rounds,
@@ -402,6 +402,7 @@ class _Loop:
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _end(self) -> Stop:

@@ -1,6 +1,6 @@
 """The messages of secure aggregation.
 
-In the shapes, n is the number of clients in the cohort, and S is the number of bytes in a ciphertext.
+In the shapes, n is the number of clients in the cohort. A ciphertext has `SEALED` bytes.
 """
 
 import torch
@@ -10,6 +10,10 @@ from polyfed.core.messages import Message, carries, message, tensors
 from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
+from polyfed.privacy.masks import KEY, SEED, TAG
+
+SEALED = 2 * SEED + TAG
+"""Bytes of two encrypted shares, one of each seed, with the tag of their encryption."""
 
 TELLS = "nothing about data: random keys and shares"
 
@@ -25,34 +29,34 @@ class Opening(Message):
 class PublicKeys(Message):
     """A client's two public keys, uint8 (2, 32): for the encryption of shares, and for masks."""
 
-    keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
+    keys: Tensor = carries("statistic", dtype="uint8", shape=(2, KEY), tells=TELLS, random=True)
 
 
 @message
 class Roster(Message):
     """The cohort of n clients: their public keys, uint8 (n, 2, 32), and the members of each block, bool (n,)."""
 
-    keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None, None))
-    members: Tree = carries("statistic", dtype="bool", shape=(None,), whole=True)
+    keys: Tensor = carries("statistic", dtype="uint8", shape=("cohort", 2, KEY))
+    members: Tree = carries("statistic", dtype="bool", shape=("cohort",), whole=True)
 
 
 @message
 class EncryptedShares(Message):
-    """A client's shares, each encrypted to its receiver, uint8 (n, S). The client's own row is zero."""
+    """A client's shares, each encrypted to its receiver, uint8 (n, SEALED). The client's own row is zero."""
 
-    sealed: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
+    sealed: Tensor = carries("statistic", dtype="uint8", shape=("cohort", SEALED), tells=TELLS, random=True)
 
 
 @message
 class Delivery(Message):
     """The shares for one client, and a bound on the sum of the weights.
 
-    `senders`, bool (n,), marks the clients that sent a share. `sealed`, uint8 (n, S), holds the ciphertexts.
+    `senders`, bool (n,), marks the clients that sent a share. `sealed`, uint8 (n, SEALED), holds the ciphertexts.
     `weight_bits`, int64 (), is the bound: the weights add up to at most 2^`weight_bits`.
     """
 
-    senders: Tensor = carries("statistic", dtype="bool", shape=(None,))
-    sealed: Tensor = carries("statistic", dtype="uint8", shape=(None, None))
+    senders: Tensor = carries("statistic", dtype="bool", shape=("cohort",))
+    sealed: Tensor = carries("statistic", dtype="uint8", shape=("cohort", SEALED))
     weight_bits: Tensor = carries("statistic", dtype="int64", within=between(0, 62))
 
 
@@ -69,8 +73,8 @@ class Unmasking(Message):
     sent shares earlier (`senders` of `Delivery`), but whose masked reply did not arrive.
     """
 
-    survivors: Tensor = carries("statistic", dtype="bool", shape=(None,))
-    dropped: Tensor = carries("statistic", dtype="bool", shape=(None,))
+    survivors: Tensor = carries("statistic", dtype="bool", shape=("cohort",))
+    dropped: Tensor = carries("statistic", dtype="bool", shape=("cohort",))
 
 
 @message
@@ -80,8 +84,8 @@ class RevealedShares(Message):
     All other rows are zero.
     """
 
-    of_keys: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
-    of_self_masks: Tensor = carries("statistic", dtype="uint8", shape=(None, None), tells=TELLS, random=True)
+    of_keys: Tensor = carries("statistic", dtype="uint8", shape=("cohort", SEED), tells=TELLS, random=True)
+    of_self_masks: Tensor = carries("statistic", dtype="uint8", shape=("cohort", SEED), tells=TELLS, random=True)
 
 
 def bytes_of_shape(*shape: int) -> Accept:

@@ -14,7 +14,7 @@ from torch import Tensor
 from polyfed.core.masked import LONG
 from polyfed.core.messages import Message, tensors
 from polyfed.federation.secure_aggregation.cohort import Entry, Numbers, by_block
-from polyfed.federation.secure_aggregation.messages import PublicKeys, bytes_of_shape
+from polyfed.federation.secure_aggregation.messages import PublicKeys
 from polyfed.privacy import masks
 from polyfed.privacy.fixed_point import UNSIGNED
 
@@ -64,7 +64,5 @@ def flaw_of_keys(client: int, reply: PublicKeys) -> str:
 
     One unusable key in the roster would make every other client refuse the roster.
     """
-    if flaw := bytes_of_shape(2, masks.KEY)(client, reply):
-        return flaw
     usable = all(masks.is_usable(key.cpu().numpy().tobytes()) for key in reply.keys)
     return "" if usable else "sent a public key of small order or in an unusual encoding"

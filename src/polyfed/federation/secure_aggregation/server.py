@@ -22,7 +22,14 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.cohort import Cohort, Entry, Numbers, Vector, by_block
-from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking, bytes_of_shape
+from polyfed.federation.secure_aggregation.messages import (
+    SEALED,
+    Delivery,
+    Opening,
+    Roster,
+    Unmasking,
+    bytes_of_shape,
+)
 from polyfed.federation.secure_aggregation.reply_forms import alike, flaw_of_keys
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
@@ -140,7 +147,7 @@ class SecureSum:
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")
         roster = Roster(torch.from_numpy(here.cohort.keys), {b: torch.from_numpy(held) for b, held in members.items()})
-        form = bytes_of_shape(num, 2 * masks.SEED + masks.TAG)
+        form = bytes_of_shape(num, SEALED)
         shares = self._step(secure.share, here.clients, roster, missing, accept=form)
         self._require(len(shares), num, "sent shares")
         delivered = self._step(secure.deliver, list(shares), self._deliveries(here, shares), missing)
