@@ -323,6 +323,7 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"clients": {"num": 4}}, "no client has validation rows.*validation = 0.2"),
         ({"task": {"name": "retrieval"}}, "sets are for the task 'classification', and intervals for 'regression'"),
         ({"evaluate": {"conformal": "mondrian"}}, "conformal = 'mondrian'"),
+        ({"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}}, "predict together in 'hfm', none alone"),
         ({"secure_aggregation": {}, "evaluate": {"conformal": "split", "conformal_groups": "client"}}, "sums over all"),
     ],
 )

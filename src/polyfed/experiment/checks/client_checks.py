@@ -134,7 +134,7 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
     elif evaluation.conformal == "class" and not isinstance(task_of(recipe), Classification):
         why = "the task has no classes. Set it to 'split'"
     elif method.aligns_rows:
-        why = f"the devices of a silo predict together in '{name_of(method, ALGORITHMS)}', none alone. Remove it"
+        why = f"the devices of a silo predict together in '{name_of(method, NAMED)}', none alone. Remove it"
     elif not one_device and (rows is None or not len(rows.rows)):
         why = (
             "no client has validation rows, on which the promise rests. Set [clients] validation, as in validation = "
