@@ -149,9 +149,12 @@ class CheckpointSpec:
     Attributes:
         every: number of rounds from one checkpoint to the next; 0 means no checkpoints before the last round. The last
             round always has a checkpoint.
+        updates: whether the run keeps the update of every client in every round, for `polyfed contribution`. They take
+            a model's size for each client of a round.
     """
 
     every: Annotated[int, EVERY] = 1
+    updates: bool = False
 
     def __post_init__(self) -> None:
         """Check types and ranges of the options."""

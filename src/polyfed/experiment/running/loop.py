@@ -23,6 +23,7 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
+from polyfed.experiment.results.kept_updates import UpdateRecorder, together
 from polyfed.experiment.results.model_facts import facts_of_models
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
@@ -225,8 +226,9 @@ class _Loop:
         self.fed.begin(round)
         algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
         before = algorithm.global_params(state)
-        if algorithm.evaluation.due(round, self.recipe.rounds):
-            self.fed.watch = self.updates.watch
+        recorder = self._recorder()
+        measuring = algorithm.evaluation.due(round, self.recipe.rounds)
+        self.fed.watch = together([self.updates.watch] * measuring + ([recorder.watch] if recorder else []))
         started = time.perf_counter()
         state = returned_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
@@ -234,10 +236,18 @@ class _Loop:
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
+        if recorder is not None:
+            recorder.save(round, before, algorithm.global_params(state), row["cohort"])
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
+
+    def _recorder(self) -> UpdateRecorder | None:
+        """Return what keeps the updates of a round, if the recipe asks for it."""
+        if self.records is None or not self.recipe.checkpoint.updates:
+            return None
+        return UpdateRecorder(self.records.folder, summed=self.recipe.algorithm.secure_aggregation is not None)
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
