@@ -314,7 +314,7 @@ class Engine(ABC):
 
 def asks_own(method: Method, clients: ClientRegistry) -> bool:
     """Return whether the server may ask for scores on own test rows or on own validation rows of a client."""
-    return bool(clients.tested) or (method.evaluation.own_validation and bool(clients.validated))
+    return bool(clients.tested) or (method.evaluation.reads_validation and bool(clients.validated))
 
 
 class Exchange(ABC):
