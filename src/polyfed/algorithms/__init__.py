@@ -15,6 +15,8 @@ docs/algorithms/NAME.md explains the method NAME.
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.fedavg import FedAvg
+from polyfed.algorithms.averaging.feddyn import FedDyn
+from polyfed.algorithms.averaging.fednova import FedNova
 from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.algorithms.averaging.hfl import Hfl
 from polyfed.algorithms.averaging.moon import Moon
@@ -33,8 +35,15 @@ from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.partialfl.partialfl import PartialFL
+from polyfed.algorithms.personal.apfl import Apfl
+from polyfed.algorithms.personal.ditto import Ditto
 from polyfed.algorithms.personal.fedamp import FedAmp
+from polyfed.algorithms.personal.fedavg_ft import FedAvgFt
+from polyfed.algorithms.personal.fedbn import FedBn
 from polyfed.algorithms.personal.fedfomo import FedFomo
+from polyfed.algorithms.personal.fedrep import FedRep
+from polyfed.algorithms.personal.lg_fedavg import LgFedAvg
+from polyfed.algorithms.personal.pfedme import PFedMe
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
@@ -54,7 +63,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "moon": Moon,
+    "feddyn": FedDyn,
+    "fednova": FedNova,
     "local": Local,
+    "fedavg-ft": FedAvgFt,
+    "fedrep": FedRep,
+    "lg-fedavg": LgFedAvg,
+    "fedbn": FedBn,
+    "ditto": Ditto,
+    "apfl": Apfl,
+    "pfedme": PFedMe,
     "cmsfed": CmsFed,
     "fedmsplit": FedMSplit,
     "fedogm": FedOgm,

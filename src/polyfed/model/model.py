@@ -17,7 +17,15 @@ from polyfed.model.fusion import Fusion, masked
 from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
-from polyfed.model.modules.seeded_modules import flops_of, leaf, leaves, made
+from polyfed.model.modules.seeded_modules import flops_of, leaves, made
+
+_NORMS = (
+    BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -167,9 +175,10 @@ class Model:
         """
         self._slots.place(next(iter(w.values())).device)
         if self._live is not None or not self._slots.fit(w):
-            yield leaves(w, self._slots.parameters)
+            yield leaves(w, self.trainable(w))
             return
-        tree = {name: self._slots.own(name) if self._slots.has(name) else leaf(w[name]) for name in w}
+        others = leaves({name: w[name] for name in w if not self._slots.has(name)}, self.trainable(w))
+        tree = {name: others[name] if name in others else self._slots.own(name) for name in w}
         with torch.no_grad():
             torch._foreach_copy_(list(tree.values()), list(w.values()))
         self._live = tree
@@ -344,13 +353,24 @@ class Model:
         parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
         return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
 
+    @property
+    def norm_names(self) -> frozenset[str]:
+        """Names of the tensors in normalisation layers: PyTorch's batch, layer, group, instance and RMS norms."""
+        norms = {path: layer for path, layer in self.layers().items() if isinstance(layer, _NORMS)}
+        own = {self._naming(f"{path}.{key}") for path, layer in norms.items() for key in layer.state_dict()}
+        return frozenset(own & set(self._slots.names))
+
     def is_buffer(self, name: str) -> bool:
-        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter."""
-        return name in self._slots.buffers
+        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter.
+
+        A Tree that holds another model of the same form beside the first, under a prefix that starts with @, has the
+        buffers of both.
+        """
+        return (name.partition(".")[2] if name.startswith("@") else name) in self._slots.buffers
 
     def trainable(self, w: Mapping[str, Tensor]) -> Tree:
         """Return the entries of a Tree that are parameters. Entries that are buffers are left out."""
-        return {name: value for name, value in w.items() if name not in self._slots.buffers}
+        return {name: value for name, value in w.items() if not self.is_buffer(name)}
 
     def num_parameters(self, modalities: Iterable[str] | None = None) -> int:
         """Number of trainable parameters of a client with these modalities (default: all)."""

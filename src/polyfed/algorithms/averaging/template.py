@@ -98,7 +98,8 @@ class Averaging(Algorithm):
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
+            encoders), `encoders` or `norms` (all normalisation layers). Every client then has its own model; see
+            docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other
             blocks, as in FedRep. 0 trains all blocks together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last

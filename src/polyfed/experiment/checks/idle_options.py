@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import LABELS
 from polyfed.core.registry import name_of
@@ -104,6 +105,8 @@ def _limits(assembly: Assembly) -> Iterator[tuple[str, str]]:
     """Yield the limits that nothing in this run can exceed, each with the reason."""
     if assembly.recipe.engine.name != "flower":
         yield from ((limit, "a simulation: only devices count requests") for limit in COUNTED_BY_DEVICES)
+    if not isinstance(assembly.algorithm, Evaluate):
+        yield "min_group", "a run that trains: only an evaluation job shows groups of rows"
     replies = {name: types_of(task)[1].declared for name, task in tasks_of(assembly.algorithm).items()}
     listed = assembly.engine.announcement(assembly.fed.clients.modalities).rows.values()
     sent = [replies[row.task][row.field] for row in listed if row.task in replies]

@@ -80,7 +80,7 @@ def parse_study(
     if study is None:
         return None
     study = _with_scenario(study)
-    for check in (_check_matches, _check_values, _check_settings_of, _check_metrics, _check_recipes):
+    for check in (_check_matches, _check_values, _check_pruning, _check_settings_of, _check_metrics, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
 
@@ -189,6 +189,14 @@ def _check_values(study: Study, problems: list[str]) -> None:
                     f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
                     "trials, or another sampler"
                 )
+
+
+def _check_pruning(study: Study, problems: list[str]) -> None:
+    """Check that trials which are compared after equal rounds have equal numbers of them."""
+    if study.search is None or not study.search.prune:
+        return
+    if any("rounds" in study.searched_keys(name) for name in study.methods):
+        problems.append("[search] prune compares trials after equal rounds, so the search cannot choose `rounds`")
 
 
 def _check_settings_of(study: Study, problems: list[str]) -> None:
