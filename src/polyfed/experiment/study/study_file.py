@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.core.system.json_and_toml import parse_toml
-from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, sets, values_of
+from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
@@ -65,12 +65,14 @@ def parse_study(
     known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
     problems += [f"no key or section '{key}'; {did_you_mean(key, known)}" for key in table if key not in known]
     top = {key: value for key, value in table.items() if key in known and key not in SECTIONS}
+    rules = table.get("when", [])
+    if not isinstance(rules, list):
+        problems.append("'when' holds sections: write [[when]] and the keys below it")
+        rules = []
     parts: dict[str, Any] = {
         "methods": _named("methods", Method, table.get("methods", {}), problems),
         "scenarios": _named("scenarios", Scenario, table.get("scenarios", {}), problems),
-        "when": [
-            rule for entry in table.get("when", []) if (rule := _section("[[when]]", When, entry, problems)) is not None
-        ],
+        "when": [rule for entry in rules if (rule := _section("[[when]]", When, entry, problems)) is not None],
     }
     if "search" in table:
         parts["search"] = _section("[search]", Search, table["search"], problems)
@@ -181,6 +183,11 @@ def _check_values(study: Study, problems: list[str]) -> None:
         for key, entry in list(keys.items()):
             if tried(problems, f"{where} {key}:", partial(values_of if whole else entry_of, entry)) is None:
                 del keys[key]
+    for name in study.methods:
+        size = grid_size(study.grid_of(name))
+        if tried(problems, f"the grid of '{name}':", lambda size=size: refuse_many(size) or True) is None:
+            study.methods[name].grid.clear()
+            study.grid.clear()
     if study.search is not None and _sampler(study) == "grid":
         for name, method in study.methods.items():
             size = 0 if method.settings_of else grid_size(study.searched_keys(name))
@@ -253,11 +260,19 @@ def _check_recipes(study: Study, problems: list[str]) -> None:
         recipe = scenario.recipe or study.recipe
         if recipe is None:
             problems.append(f"[scenarios.{name}] recipe is missing, and the study has none for all scenarios")
-        elif not (study.folder / recipe).is_file():
+        elif not _is_file(study.folder / recipe):
             problems.append(f"[scenarios.{name}] recipe: {study.folder / recipe} does not exist")
         else:
             continue
         del study.scenarios[name]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is a file at a path, which may be too long for the system or hold a zero byte."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _check_matches(study: Study, problems: list[str]) -> None:
@@ -266,7 +281,7 @@ def _check_matches(study: Study, problems: list[str]) -> None:
         for word in NAMES:
             wanted = rule.match.get(word, [])
             for name in wanted if isinstance(wanted, list) else [wanted]:
-                if name not in known[word]:
+                if not isinstance(name, str) or name not in known[word]:
                     problems.append(f"[[when]] {number}: no {word} '{name}'; {did_you_mean(str(name), known[word])}")
         if not (rule.set or rule.unset or rule.skip):
             problems.append(f"[[when]] {number} changes nothing: give set, unset or skip")
