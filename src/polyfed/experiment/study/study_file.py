@@ -82,7 +82,7 @@ def parse_study(
     if study is None:
         return None
     study = _with_scenario(study)
-    for check in (_check_matches, _check_values, _check_settings_of, _check_metrics, _check_recipes):
+    for check in (_check_matches, _check_values, _check_sizes, _check_settings_of, _check_metrics, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
 
@@ -183,11 +183,6 @@ def _check_values(study: Study, problems: list[str]) -> None:
         for key, entry in list(keys.items()):
             if tried(problems, f"{where} {key}:", partial(values_of if whole else entry_of, entry)) is None:
                 del keys[key]
-    for name in study.methods:
-        size = grid_size(study.grid_of(name))
-        if tried(problems, f"the grid of '{name}':", lambda size=size: refuse_many(size) or True) is None:
-            study.methods[name].grid.clear()
-            study.grid.clear()
     if study.search is not None and _sampler(study) == "grid":
         for name, method in study.methods.items():
             size = 0 if method.settings_of else grid_size(study.searched_keys(name))
@@ -196,6 +191,17 @@ def _check_values(study: Study, problems: list[str]) -> None:
                     f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
                     "trials, or another sampler"
                 )
+
+
+def _check_sizes(study: Study, problems: list[str]) -> None:
+    """Check how many combinations each grid has, and empty a grid that has too many, so that nothing plans them."""
+    for name, method in study.methods.items():
+        try:
+            refuse_many(grid_size(study.grid_of(name)))
+        except RecipeError as error:
+            problems.append(f"the grid of '{name}': {error}")
+            method.grid.clear()
+            study.grid.clear()
 
 
 def _check_settings_of(study: Study, problems: list[str]) -> None:
