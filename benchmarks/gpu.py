@@ -534,7 +534,7 @@ def resume(tell: Tell, *, method: str, engine: str, device: str) -> None:
 
 def speed(tell: Tell, *, case: str, clients: int, precision: str, program: str, budget: float, device: str) -> None:
     """Time rounds of one program."""
-    from polyfed.engines.machine.gpu_determinism import deterministic
+    from polyfed.engines.machine.gpu import deterministic
 
     place, what = torch.device(device), (PRETENDED if device == "cpu" else CASES)[case]
     gc.collect()

@@ -144,7 +144,7 @@ def test_a_check_leaves_the_run_as_it_was() -> None:
 
 
 def test_one_line_a_modality_kind_and_destination() -> None:
-    planned = check(recipe(algorithm("cmsfed", dominance_threshold=1.0))).planned
+    planned = check(recipe(algorithm("cmsfed", ratio_rule="threshold", dominance_threshold=1.0))).planned
     groups = grouped(planned)
     assert len(groups) < len(planned) / 3
     assert sum(len(rows) for rows in groups.values()) == len(planned)

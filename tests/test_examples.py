@@ -1,15 +1,22 @@
 """The examples run, and so does the Python of the pages that show some."""
 
+import importlib
 import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from laws.rows import Row
-from world import furthest, played, recipe
+from polyfed.data import ClientsSpec
+from polyfed.experiment.running import checkpoint
+from polyfed.experiment.running.assembly import assemble
+from polyfed.training.optimisers import Train
+from world import AWKWARD, algorithm, furthest, played, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,6 +34,32 @@ def test_the_first_script_of_the_page_is_complete(tmp_path: Path, capsys: pytest
     (tmp_path / "mine.py").write_text(script)
     runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
     assert "metrics.global.accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_method_with_a_server_state_is_feddyn_and_resumes(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = [code for code in _python_of(ROOT / "docs" / "own-method.md") if "class DynState" in code]
+    (tmp_path / "page_of_feddyn.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    options: dict[str, Any] = {"alpha": 0.2, "aggregation": "uniform", "train": Train(lr=0.1, batch_size=16)}
+    mine = importlib.import_module("page_of_feddyn").FedDyn(**options)
+    made = recipe(mine, engine, AWKWARD, clients=ClientsSpec(partition="dirichlet", num=5, alpha=1.0))
+    _, state, _ = played(made)
+    _, theirs, _ = played(replace(made, algorithm=algorithm("feddyn", selector=mine.selector, **options)))
+    assert furthest(state.params, theirs.params) < 1e-6
+    assert furthest(state.h, theirs.h) < 1e-5
+    half, before, _ = played(replace(made, rounds=2))
+    modules = checkpoint.modules_of(mine)
+    checkpoint.save(tmp_path / "kept", 2, {"state": before, "locals": half.engine.locals}, modules)
+    found = checkpoint.load(tmp_path / "kept", modules)
+    assert found is not None
+    again = assemble(made)
+    again.engine.locals, before = found[1]["locals"], found[1]["state"]
+    again.fed.template = before.params
+    again.fed.begin(3)
+    assert checkpoint.digest(mine.round(before, again.fed)) == checkpoint.digest(state)
 
 
 def test_the_method_in_the_readme_is_complete() -> None:

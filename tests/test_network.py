@@ -297,3 +297,49 @@ def test_the_local_model_of_partialfl_costs_what_its_width_asks() -> None:
 
     assert work(512, "sequential") > 2 * work(8, "sequential")
     assert work(8, "vectorised") == work(8, "sequential")
+
+
+BYTES, LABEL, COUNT = 4, 8, 8  # float32, int64, int64
+CODERS = {"a": 2 * (16 * 12 + 12 * 6), "b": 2 * (24 * 10 + 10 * 6)}
+"""Multiply-adds, times two, of an encoder for one row; the weights and biases are a half and the biases more."""
+WEIGHTS = {"a": 16 * 12 + 12 + 12 * 6 + 6, "b": 24 * 10 + 10 + 10 * 6 + 6}
+
+
+def of_a_cut_client(rows: int, owned: str, net: Network) -> list[float]:
+    """Seconds of each message pair of a client whose model is cut: the half, the steps of two epochs, the half."""
+    sizes = [min(16, rows - start) for _ in range(2) for start in range(0, rows, 16)]
+    half = sum(BYTES * WEIGHTS[m] for m in owned)
+    up = [n * (BYTES * 6 * len(owned) + LABEL) + COUNT for n in sizes] + [half]
+    down = [half] + [n * BYTES * 6 * len(owned) + 2 * COUNT for n in sizes]
+    work = [0] + [3 * n * sum(CODERS[m] for m in owned) for n in sizes]  # forward, and twice as much backward
+    links = zip(down, work, up, strict=True)
+    return [
+        2 * net.latency_s + 8 * d / net.rate_down_bps + w / net.compute_flops_per_s + 8 * u / net.rate_up_bps
+        for d, w, u in links
+    ]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("name", ["split-learning", "splitfed 1", "splitfed 2"])
+def test_the_time_of_cut_models_equals_a_clock_by_hand(name: str, engine: str) -> None:
+    net = Network(channel="fixed", rate_up_bps=1e6, rate_down_bps=2e6, latency_s=0.01, compute_flops_per_s=1e7)
+    method, _, version = name.partition(" ")
+    options: dict[str, Any] = {"version": int(version)} if version else {}
+    made = recipe(algorithm(method, selector=Uniform(participation=1.0), **options), engine)
+    cut = {"server": ["parameters", "embeddings"]}
+    egress = {"a": cut, "b": cut, "labels": {"server": ["labels"]}, "shared": {"server": ["parameters", "statistic"]}}
+    done = run(replace(made, network=net, egress=egress, rounds=1))
+    population = assemble(replace(made, egress=egress)).population
+    of = [
+        of_a_cut_client(len(population.train[k]), "".join(population.modalities(k)), net)
+        for k in range(population.num_clients)
+    ]
+    if name == "split-learning":
+        seconds = sum(map(sum, of))
+    elif name == "splitfed 1":
+        seconds = max(map(sum, of))
+    else:  # each step waits for its slowest client, and so does the end
+        steps = max(map(len, of)) - 1
+        seconds = sum(max(one[step] for one in of if step < len(one) - 1) for step in range(steps))
+        seconds += max(one[-1] for one in of)
+    assert done.rounds[0]["simulated_seconds"] == pytest.approx(seconds, rel=1e-9)

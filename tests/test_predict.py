@@ -28,10 +28,14 @@ from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, same
 
-OWN_MODELS = {"local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original"}
+PRIVATE = {"fedrep", "lg-fedavg", "fedbn"}
+OWN_MODELS = {
+    "local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original",
+    "fedavg-ft", "ditto", "apfl", "pfedme", *PRIVATE,
+}  # fmt: skip
 """Methods that train one model for each client."""
 
-NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit"}
+NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit", "fedavg-ft", "ditto", "apfl", "pfedme"}
 """The methods among them that train no other model."""
 
 HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")

@@ -40,6 +40,23 @@ class NormAndDropout(nn.Module):
 AWKWARD = {"a": {"kind": "world:NormAndDropout"}, "b": {"kind": "world:NormAndDropout"}}
 
 
+class LayerNormed(nn.Module):
+    """An encoder whose norm is no BatchNorm."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(shape[0], 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, embedding)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+LAYERNORM = {"a": {"kind": "world:LayerNormed"}, "b": {"kind": "world:LayerNormed"}}
+
+
 class FrozenBackbone(NormAndDropout):
     """All but the last layer is frozen; BatchNorm and dropout follow training, as in PyTorch."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyfed.experiment.checks.check import Check, check
+    from polyfed.experiment.evaluate import evaluate
     from polyfed.experiment.recipes.from_data import make_recipe
     from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
     from polyfed.experiment.results.models import Models
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "evaluate",
     "load_model",
     "load_recipe",
     "load_run",
@@ -48,6 +50,7 @@ _PLACES = {
     "Run": "experiment.results.run_result",
     "check": "experiment.checks.check",
     "compare": "report.comparison.compare",
+    "evaluate": "experiment.evaluate",
     "load_model": "experiment.results.saved_model",
     "load_recipe": "experiment.recipes.recipe",
     "load_run": "experiment.results.run_result",

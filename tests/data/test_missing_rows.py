@@ -13,6 +13,7 @@ from polyfed.data import ClientsSpec, Column, Columns, Population, populate
 from polyfed.data.sources import Toy
 from polyfed.deploy.app_folder import write_nodes
 from polyfed.experiment.checks.check import check
+from polyfed.experiment.checks.idle_options import idle_options
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running import checkpoint
 from world import algorithm, played, recipe
@@ -234,9 +235,8 @@ def test_the_words_of_others_are_understood(word: str) -> None:
 
 def test_an_option_without_effect_is_named() -> None:
     clients = {"missing_rows": 0.2, "missing_rows_span": 5}
-    with pytest.warns(PolyfedWarning, match="missing_rows_span has no effect beside missing_rows_pattern = 'random'"):
-        parse_recipe({"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "clients": clients})
-    with pytest.warns(PolyfedWarning, match="missing_rows_pattern has no effect beside missing_rows = 0"):
-        parse_recipe(
-            {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "clients": {"missing_rows_pattern": "spans"}}
-        )
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}}
+    text = "[clients] missing_rows_span = 5 has no effect beside missing_rows_pattern = 'random'"
+    assert [*idle_options(parse_recipe(table | {"clients": clients}))] == [text]
+    text = "[clients] missing_rows_pattern = 'spans' has no effect beside missing_rows = 0"
+    assert [*idle_options(parse_recipe(table | {"clients": {"missing_rows_pattern": "spans"}}))] == [text]

@@ -21,7 +21,8 @@ from polyfed.experiment.running.assembly import Assembly
 from polyfed.start import run
 from world import AWKWARD, algorithm, played, recipe
 
-AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging))
+AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging) and not cls.private)
+PRIVATE = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging) and cls.private)
 MODE = Evaluation(every=0, unimodal="prototype")
 ALLOWED = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b")}
 # partialfl tells private modalities by what the policy lets go
@@ -34,7 +35,7 @@ WITH_EMBEDDINGS = ALLOWED | {
 def world(name: str, engine: str = "sequential", **changes: Any) -> Recipe:
     """The laws' world of an averaging method, whose policy also lets prototypes go."""
     row = ROWS[name]
-    made = recipe(algorithm(name, **(row.options | {"evaluation": MODE})), engine)
+    made = recipe(algorithm(name, **(row.options | {"evaluation": MODE})), engine, row.encoders)
     if row.clients:
         made = replace(made, clients=ClientsSpec(**row.clients))
     if row.stack:
@@ -86,6 +87,12 @@ def test_every_averaging_method_judges_by_the_nearest_class_mean(name: str, engi
         assert found == pytest.approx(
             by_hand(parts, state.params, modality), abs=1.01 / len(parts.population.test_rows)
         )
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_method_without_a_global_model_refuses_the_mode(name: str) -> None:
+    with pytest.raises(RecipeError, match="with private blocks there is none"):
+        world(name)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

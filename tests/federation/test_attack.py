@@ -18,6 +18,7 @@ from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request
 from polyfed.data import ClientsSpec, Column
+from polyfed.experiment.checks.idle_options import idle_options
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.aggregation import ServerOptimiser
@@ -174,8 +175,8 @@ def test_the_section_of_a_recipe_and_its_mistakes() -> None:
         played(attacked(Attack(name="scaling", clients=(9,))))
     with pytest.raises(RecipeError, match="share = 2"):
         parse_recipe(table | {"attack": {"name": "alie", "share": 2.0}})
-    with pytest.warns(PolyfedWarning, match="scale has no effect"):
-        parse_recipe(table | {"attack": {"name": "alie", "scale": 2.0}})
+    (text,) = idle_options(parse_recipe(table | {"attack": {"name": "alie", "scale": 2.0}}))
+    assert text == "[attack] scale = 2.0 has no effect beside name = 'alie'"
 
 
 def backdoored(aggregate: Any, seed: int = 1, **options: Any) -> Recipe:
@@ -249,5 +250,5 @@ def test_mistakes_of_a_backdoor() -> None:
     population_of(backdoored("mean", modality="b", trigger_size=entries))
     with pytest.raises(RecipeError, match=f"trigger_size = {entries + 1}: a sample of 'b' has {entries} entries"):
         population_of(backdoored("mean", modality="b", trigger_size=entries + 1))
-    with pytest.warns(PolyfedWarning, match="trigger_size has no effect"):
-        parse_recipe(backdoored("mean").table() | {"attack": {"name": "alie", "trigger_size": 2}})
+    made = parse_recipe(backdoored("mean").table() | {"attack": {"name": "alie", "trigger_size": 2}})
+    assert [text.split(" has")[0] for text in idle_options(made)] == ["[attack] trigger_size = 2"]

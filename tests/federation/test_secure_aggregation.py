@@ -107,6 +107,14 @@ def test_the_mean_of_the_masked_replies_equals_the_plain_one_to_the_stated_error
         ("fedpmr", {}),
         ("fedogm", {"scale_params": "all_weights"}),
         ("fedmsplit", {"mode": "block_mean"}),
+        ("feddyn", {"alpha": 0.1}),
+        ("fednova", {}),
+        ("ditto", {}),
+        ("apfl", {}),
+        ("pfedme", {"lam": 5.0}),
+        ("fedrep", {"private_epochs": 1}),
+        ("lg-fedavg", {}),
+        ("fedavg-ft", {}),
     ],
 )
 def test_every_method_that_reads_only_means_trains_the_same_model(name: str, options: dict[str, Any]) -> None:

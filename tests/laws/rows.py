@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.training.optimisers import Train
+from world import LAYERNORM
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Row:
         clients: changes to the world's clients.
         data: changes to the world's data.
         stack: modalities stacked into one, for a method of early fusion.
+        encoders: the encoders it needs, if it refuses plain ones.
         tolerance: relative, between engines; 1e-5 unless the method divides by small numbers.
         idle: whether zero local steps leave the global model as it is.
     """
@@ -25,6 +27,7 @@ class Row:
     clients: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     stack: dict[str, list[str]] = field(default_factory=dict)
+    encoders: dict[str, Any] | None = None
     tolerance: float = 1e-5
     idle: bool = True
 
@@ -55,8 +58,17 @@ ROWS: dict[str, Row] = {
     "fedprox": Row({"mu": 0.1}),
     "scaffold": Row({"train": SGD}),
     "moon": Row({"mu": 1.0, "projection": 8}),
+    "feddyn": Row({"alpha": 0.1}),
+    "fednova": Row(),
     "local": Row(),
-    "cmsfed": Row({"dominance_threshold": 1.0}, PROTOTYPES),
+    "fedavg-ft": Row(),
+    "fedrep": Row({"private_epochs": 2}),
+    "lg-fedavg": Row(),
+    "fedbn": Row(encoders=LAYERNORM),
+    "ditto": Row(),
+    "apfl": Row(),
+    "pfedme": Row({"lam": 5.0}),
+    "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),

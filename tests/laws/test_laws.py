@@ -25,6 +25,7 @@ NAMES = sorted(ROWS)
 
 def world(name: str, engine: str = "sequential", encoders: Any = None, **options: Any) -> Recipe:
     row = ROWS[name]
+    encoders = row.encoders if row.encoders and encoders in (None, PLAIN) else encoders
     made = recipe(algorithm(name, **(row.options | options)), engine, encoders, egress=row.egress)
     if row.clients:
         made = replace(made, clients=ClientsSpec(**row.clients))
@@ -40,7 +41,7 @@ def params(state: Any) -> dict[str, torch.Tensor]:
 
 
 PERSONAL = ("local", "fedamp", "fedfomo", "pfmml")
-"""Methods whose models are with the clients; `state.params` stays as it was drawn."""
+"""Methods that train no model but the clients' own; `state.params` stays as it was drawn."""
 
 
 def models(name: str, parts: Assembly, state: Any) -> list[Tree]:
@@ -158,7 +159,8 @@ def test_runs_when_a_modality_is_missing_everywhere_but_at_one_client(name: str)
         pytest.skip("the method fixes who holds what")
     only = ClientsSpec(partition="iid", num=4, only={"a": [0, 1, 2]})
     method = algorithm(name, **ROWS[name].options)
-    parts, state, _ = played(recipe(method, "vectorised", clients=only, egress=ROWS[name].egress))
+    encoders, egress = ROWS[name].encoders, ROWS[name].egress
+    parts, state, _ = played(recipe(method, "vectorised", encoders, clients=only, egress=egress))
     for held in models(name, parts, state):
         assert all(bool(torch.isfinite(v).all()) for v in held.values() if v.is_floating_point())
 

@@ -418,12 +418,14 @@ def test_a_method_that_sets_its_own_weights_has_to_declare_again() -> None:
 @pytest.mark.parametrize("name", ["fedproto", "local", "splitfed", "fedgkt", "centralized"])
 def test_methods_that_declare_nothing_are_refused(name: str) -> None:
     assert not ALGORITHMS[name].honours("client")
-    with pytest.raises(RecipeError, match=r"cannot be honoured: algorithm '.*Methods that can: fedavg") as error:
+    with pytest.raises(
+        RecipeError, match=r"cannot be honoured: algorithm '.*Methods that can: apfl, ditto, fedavg,"
+    ) as error:
         assemble(recipe(algorithm(name), privacy=Privacy(**CLIENT)))  # type: ignore[arg-type]
     said = str(error.value)
     assert "its server does not only average the updates of the clients" in said
     assert "aggregation" not in said, "an option would not help"
-    assert 'moon, cmsfed with gradient_split = "exact" and unprotected = ["gradients", "prototypes",' in said
+    assert 'moon, pfedme, cmsfed with gradient_split = "exact" and unprotected = ["gradients", "prototypes",' in said
     assert 'partialfl with unprotected = ["embeddings", "statistic"], scaffold with' in said
     assert "protects" not in said, "the user did not write the class"
 

@@ -74,11 +74,11 @@ class HerePool:
     def refusal(self) -> str:
         return "one at a time" if self.messages else ""
 
-    def start(self, job: str, recipe: dict[str, Any], folder: Path) -> None:
+    def start(self, job: str, recipe: dict[str, Any], folder: Path, until: int = 0) -> None:
         def tell(event: str, **facts: Any) -> None:
             self.messages.append(Message(job, event, facts))
 
-        carry_out({"recipe": recipe, "folder": str(folder)}, tell)
+        carry_out({"recipe": recipe, "folder": str(folder), "until": until}, tell)
 
     def message(self, seconds: float) -> Message:
         return self.messages.pop(0)

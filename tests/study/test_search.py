@@ -2,6 +2,7 @@
 
 import pytest
 
+from polyfed.core.errors import RecipeError
 from polyfed.experiment.study.search import Searcher
 from polyfed.experiment.study.study_schema import Search
 
@@ -55,3 +56,67 @@ def test_settings_that_diverge_are_never_chosen():
     nothing = Searcher(Search(trials=1, seeds=[9]), SPACE, lowest=False)
     nothing.tell(nothing.ask(), [None])
     assert nothing.best is None
+
+
+def halved(scores: list[float | None], sampler: str = "random") -> Searcher:
+    """Nine trials in one batch, with these scores at every rung: 1, 3 and 9 rounds."""
+    search = Search(trials=9, seeds=[9], sampler=sampler, batch=9, prune="halving")
+    searcher = Searcher(search, SPACE, rounds=9)
+    assert search.rungs(9) == [1, 3, 9]
+    asked = searcher.ask()
+    running, ended = list(range(9)), {}
+    for rung in (1, 3):
+        stay = searcher.stay(rung, {place: scores[place] for place in running})
+        ended |= {place: rung for place in running if place not in stay}
+        running = stay
+    searcher.tell(asked, scores, ended)
+    assert searcher.ask() == []
+    return searcher
+
+
+@pytest.mark.parametrize("scores", [[*range(9)], [*range(9, 0, -1)], [0.5] * 9], ids=["rising", "falling", "equal"])
+def test_halving_spends_the_same_rounds_whatever_the_scores(scores):
+    searcher = halved(scores)
+    assert searcher.spent == 6 * 1 + 2 * 3 + 1 * 9
+    assert sorted(searcher.pruned.values()) == [1] * 6 + [3] * 2
+    assert searcher.best == searcher.trials[scores.index(max(scores))][0]
+
+
+def test_halving_takes_no_diverged_trial_and_never_a_trial_that_stopped_early():
+    searcher = halved([None] * 8 + [0.1])
+    assert searcher.best == searcher.trials[8][0]
+    assert halved([None] * 9).best is None
+    late = Searcher(Search(trials=3, seeds=[9], batch=3, prune="halving"), SPACE, rounds=3)
+    asked = late.ask()
+    late.tell(asked, [0.9, 0.2, 0.8], {0: 1, 2: 1})
+    assert late.best == asked[1], "the others have higher scores after fewer rounds"
+
+
+def test_median_pruning_spends_its_rounds_on_further_trials():
+    search = Search(trials=8, seeds=[9], sampler="random", batch=4, prune="median", reduction=2)
+    searcher = Searcher(search, SPACE, rounds=4)
+    stopped = 0
+    while asked := searcher.ask():
+        # the first batch is finished whole; afterwards, every second trial is worse than all of it
+        scores = [1.0 - (place % 2) * (len(searcher.trials) > 0) for place in range(len(asked))]
+        stay = searcher.stay(1, dict(enumerate(scores)))
+        ended = {place: 1 for place in range(len(asked)) if place not in stay}
+        stopped += len(ended)
+        searcher.tell(asked, scores, ended)
+    assert stopped > 0
+    assert len(searcher.trials) > 8
+    assert 8 * 4 - 4 < searcher.spent <= 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prune": "halving", "batch": 2}, "a batch of 2 trials is smaller than reduction = 3"),
+        ({"prune": "median", "sampler": "grid"}, "a grid has no others"),
+        ({"prune": "early"}, "prune"),
+        ({"reduction": 1}, "reduction"),
+    ],
+)
+def test_a_pruning_without_effect_is_refused(options, words):
+    with pytest.raises(RecipeError, match=words):
+        Search(trials=4, seeds=[9], **options)

@@ -10,7 +10,7 @@ import polyfed
 from polyfed.cli import main
 from polyfed.experiment.study import plan
 
-PARTICIPATION = "participation = 2 has no effect: algorithm 'pfmml' asks every client in every round"
+PARTICIPATION = "participation = 2 has no effect beside algorithm 'pfmml', which asks every client in every round"
 STILL = "have not moved in 2 rounds, so every device gets nearly the plain mean there"
 
 

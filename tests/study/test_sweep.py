@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -244,3 +245,62 @@ def test_a_sweep_that_was_killed_five_times_ends_with_the_same_table(tmp_path, v
     frame = polyfed.sweep(study, tmp_path / "out", jobs=1)
     assert len(frame) == 18
     assert numbers(frame) == numbers(whole)
+
+
+def halved(folder: Path, **changes: Any) -> dict[str, Any]:
+    search = {"trials": 4, "batch": 4, "seeds": [11], "prune": "halving", "reduction": 2, "sampler": "random"}
+    keys = {"train.lr": {"low": 0.001, "high": 0.5, "scale": "log"}}
+    return table(folder, set={"rounds": 4}, search=search | {"keys": keys} | changes)
+
+
+def rounds_in(out: Path) -> dict[str, list[int]]:
+    """The rounds of each run of the search, from its files."""
+    runs = [run for run in json.loads((out / "study.json").read_text())["runs"] if run["tuning"]]
+    lines = {run["folder"]: (out / run["folder"] / "rounds.jsonl").read_text().splitlines() for run in runs}
+    return {folder: [json.loads(line)["round"] for line in found] for folder, found in lines.items()}
+
+
+def test_trials_stop_early_and_go_on_from_their_checkpoints(tmp_path, here):
+    frame = polyfed.sweep(halved(tmp_path), tmp_path / "out")
+    assert set(frame["state"]) == {"finished"}
+    found = rounds_in(tmp_path / "out")
+    assert len(found) == 8, "four trials of each method"
+    assert sorted(map(len, found.values())) == [1, 1, 1, 1, 2, 2, 4, 4]
+    assert all(rounds == [*range(1, len(rounds) + 1)] for rounds in found.values()), "no round is computed twice"
+    whole = next(folder for folder, rounds in found.items() if len(rounds) == 4)
+    again = polyfed.run(tmp_path / "out" / whole / "recipe.toml")
+    result = json.loads((tmp_path / "out" / whole / "result.json").read_text())
+    assert again.result["state_sha256"] == result["state_sha256"], "a paused run equals one that was never paused"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "Every method of a scenario had the same budget in rounds." in page
+    assert page.count("<td>4</td><td>8</td>") == 2, "four trials, 1 + 1 + 2 + 4 rounds"
+    assert page.count("stopped after round 1") == 8, "twice two trials, each also among the runs"
+    best = {method: rows["train.lr"].unique() for method, rows in frame.groupby("method")}
+    assert all(len(values) == 1 for values in best.values())
+
+
+@pytest.mark.parametrize("prune", ["halving", "median"])
+def test_a_stopped_search_with_rungs_continues_with_the_same_table(tmp_path, here, monkeypatch, prune):
+    study = halved(tmp_path, prune=prune)
+    whole = polyfed.sweep(study, tmp_path / "whole")
+    for stop in (2, 4, 6):
+        left = iter(range(stop))
+
+        def start(self: HerePool, *args: Any, left: Any = left, **kwargs: Any) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            HerePool.start(self, *args, **kwargs)
+
+        stopping = type("Stopping", (HerePool,), {"start": start})
+        with monkeypatch.context() as patch:
+            patch.setattr("polyfed.experiment.study.scheduler.Pool", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                polyfed.sweep(study, tmp_path / "out")
+    assert numbers(polyfed.sweep(study, tmp_path / "out")) == numbers(whole)
+    assert rounds_in(tmp_path / "out") == rounds_in(tmp_path / "whole")
+
+
+def test_a_search_that_chooses_the_rounds_is_not_pruned(tmp_path):
+    study = halved(tmp_path, keys={"rounds": [2, 4]})
+    with pytest.raises(RecipeError, match="the search cannot choose `rounds`"):
+        polyfed.sweep(study, tmp_path / "out")

@@ -15,6 +15,8 @@ docs/algorithms/NAME.md explains the method NAME.
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.fedavg import FedAvg
+from polyfed.algorithms.averaging.feddyn import FedDyn
+from polyfed.algorithms.averaging.fednova import FedNova
 from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.algorithms.averaging.hfl import Hfl
 from polyfed.algorithms.averaging.moon import Moon
@@ -22,6 +24,7 @@ from polyfed.algorithms.averaging.scaffold import Scaffold
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.centralized import Centralized
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.algorithms.hfm.hfm import Hfm
 from polyfed.algorithms.hfm.vfl import Vfl
 from polyfed.algorithms.knowledge.creamfl import CreamFL
@@ -32,14 +35,21 @@ from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.partialfl.partialfl import PartialFL
+from polyfed.algorithms.personal.apfl import Apfl
+from polyfed.algorithms.personal.ditto import Ditto
 from polyfed.algorithms.personal.fedamp import FedAmp
+from polyfed.algorithms.personal.fedavg_ft import FedAvgFt
+from polyfed.algorithms.personal.fedbn import FedBn
 from polyfed.algorithms.personal.fedfomo import FedFomo
+from polyfed.algorithms.personal.fedrep import FedRep
+from polyfed.algorithms.personal.lg_fedavg import LgFedAvg
+from polyfed.algorithms.personal.pfedme import PFedMe
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
 from polyfed.evaluation.scores import Predictor
 
-__all__ = ["ALGORITHMS", "PREDICTORS", "Algorithm", "Averaging"]
+__all__ = ["ALGORITHMS", "JOBS", "NAMED", "PREDICTORS", "Algorithm", "Averaging"]
 
 PREDICTORS: dict[str, type[Predictor]] = {
     "logits": Predictor,
@@ -53,7 +63,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "moon": Moon,
+    "feddyn": FedDyn,
+    "fednova": FedNova,
     "local": Local,
+    "fedavg-ft": FedAvgFt,
+    "fedrep": FedRep,
+    "lg-fedavg": LgFedAvg,
+    "fedbn": FedBn,
+    "ditto": Ditto,
+    "apfl": Apfl,
+    "pfedme": PFedMe,
     "cmsfed": CmsFed,
     "fedmsplit": FedMSplit,
     "fedogm": FedOgm,
@@ -73,3 +92,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "vfl": Vfl,
 }
 """The methods. The keys are the values that `[algorithm] name` accepts."""
+
+JOBS: dict[str, type[Algorithm]] = {"evaluate": Evaluate}
+"""Jobs that train nothing. `[algorithm] name` accepts their keys too; `polyfed evaluate` writes such recipes."""
+
+NAMED: dict[str, type[Algorithm]] = {**ALGORITHMS, **JOBS}
+"""Everything that `[algorithm] name` accepts."""

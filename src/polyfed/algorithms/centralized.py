@@ -102,6 +102,10 @@ class Centralized(Algorithm):
         """Return the recipe's model with its widths multiplied by `width`."""
         return spec.widened(self.width), modalities
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"network.*": "a method whose clients do nothing in a round: they send their rows before the first"}
+
     def init(self, fed: Federation, params: Tree) -> Pool:
         """Collect all rows, in ascending order of clients."""
         replies = fed.ask(self.send_rows, list(fed.clients.eligible), RowsWanted())

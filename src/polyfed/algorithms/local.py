@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
@@ -84,6 +84,12 @@ class Local(Algorithm):
         """
         super().__post_init__()
         must_be_uniform(self.selector, "local")
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        down = ("network.power_down_w", "network.rate_down_bps")
+        found = dict.fromkeys(down, "a method whose server sends no tensors in a round")
+        return found | {"evaluate.unimodal": NO_GLOBAL}
 
     def init(self, fed: Federation, params: Tree) -> State:
         """Return the first state: the selector's memory and the initial model. The field `params` never changes.

@@ -18,13 +18,25 @@ file is imported only when a verb that needs it runs:
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device. `preparation`: `polyfed data prepare`.
 - `doctor`: what is installed on this machine, and whether it works.
+- `contribution`: what each client and modality added to a run. `evaluate`: scores of a saved model.
 - `output`: printing tables, lines, JSON and errors.
 - `__main__`: `python -m polyfed.cli`.
 
 To add a verb, write a function with the decorator `@app.command()`.
 """
 
-from polyfed.cli import audit_log, commands, comparison, descriptions, federation, leakage, machine, sweep
+from polyfed.cli import (
+    audit_log,
+    commands,
+    comparison,
+    contribution,
+    descriptions,
+    evaluate,
+    federation,
+    leakage,
+    machine,
+    sweep,
+)
 from polyfed.cli.application import app, main
 
 __all__ = [
@@ -32,7 +44,9 @@ __all__ = [
     "audit_log",
     "commands",
     "comparison",
+    "contribution",
     "descriptions",
+    "evaluate",
     "federation",
     "leakage",
     "machine",

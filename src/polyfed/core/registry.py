@@ -36,6 +36,7 @@ class Allowance:
         ids: arrays that a recipe may name as `[data] ids`.
         split: arrays that a recipe may name as `[data] split`.
         class_names: arrays that a recipe may name as `[data] class_names`.
+        groups: arrays by which an evaluation job may group the test rows (`[algorithm] groups`).
     """
 
     imports: tuple[str, ...] = ()
@@ -44,6 +45,7 @@ class Allowance:
     ids: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, table: Any, where: str) -> "Allowance":
@@ -128,7 +130,7 @@ def check_model(path: str) -> None:
         )
 
 
-def check_array(role: str, name: str) -> None:
+def check_array(role: str, name: str, key: str = "") -> None:
     """Refuse a role of an array that the owner of this device has not allowed.
 
     This check has an effect only inside of a `with only(...)` block.
@@ -136,6 +138,7 @@ def check_array(role: str, name: str) -> None:
     Args:
         role: the key of [data] that names the array: `label`, `ids`, `split` or `class_names`.
         name: the name of the array.
+        key: the key of the recipe, for the error; by default that of [data].
 
     Raises:
         NotAllowed: the array may not have this role; the text holds the line that would allow it.
@@ -143,8 +146,8 @@ def check_array(role: str, name: str) -> None:
     allowance = _ALLOWANCE.get()
     if allowance is not None and name not in getattr(allowance, role):
         raise NotAllowed(
-            f"[data] {role} = '{name}' names an array that this device has not been allowed to use for this key. "
-            "Remove the key from the recipe. The array would be allowed if the device's policy file said: "
+            f"{key or f'[data] {role}'} = '{name}' names an array that this device has not been allowed to use for "
+            "this key. Remove the key from the recipe. The array would be allowed if the device's policy file said: "
             f'[allow] {role} = ["{name}"]'
         )
 

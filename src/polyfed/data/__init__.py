@@ -4,7 +4,9 @@ A data source loads a `Columns` table. `populate` splits its rows over clients b
 clients, and sets test and validation rows aside. The result is a `Population`.
 
 - `columns`: the table: `Columns`, with one `Column` for each modality.
-- `column_scaling`: `standardised`, and `scaling_of`, which collects the shifts and scales for a trained model.
+- `reading/`: how a user's own data becomes this table.
+- `column_scaling`: which modalities are standardised, and the shifts and scales for a trained model.
+- `token_ids`: whether whole numbers are token ids or quantities.
 - `sources/`: the data sources, one file for each, and their registry `SOURCES`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
 - `partitions/`: the rules that assign training rows to clients, with one file for each family, and the registry
@@ -14,9 +16,7 @@ clients, and sets test and validation rows aside. The result is a `Population`.
 - `stacking`: several modalities concatenated into one (early fusion).
 - `features/`: extracts the features of media files once, into a folder that runs read with memory mapping.
 - `media/`: the extractors: spectrograms, frames, embeddings.
-- `files`: reads `.npz`, `.npy` and idx files safely, even if they are damaged or malicious.
 - `splits`: draws test sets and subsets that do not depend on the run's seed.
-- `checks`: a check that the schemas share.
 
 Pages: docs/data.md (sources and features) and docs/partitions.md (clients).
 """

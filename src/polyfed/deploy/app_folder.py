@@ -1,6 +1,7 @@
 """Write the Flower app of a recipe, and folders of data for the clients of a demonstration."""
 
 import re
+import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
@@ -135,6 +136,19 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     except PolyfedError:  # the server's rows may be test rows only, from which no simulation can be made
         return
     refuse_large(assembly)
+
+
+def write_job(recipe: Recipe, folder: str | Path) -> Path:
+    """Write the app of an evaluation job. The server reads the model from the app; devices get it in the request.
+
+    Raises:
+        PolyfedError: the recipe is wrong, the model is too large for an app, or the folder holds other files.
+    """
+    folder = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="polyfed-") as spare:
+        path = Path(spare) / f"{recipe.name}.toml"
+        path.write_text(tomli_w.dumps(recipe.table()), encoding="utf-8")
+        return write_app(path, folder)
 
 
 def data_of(recipe: Recipe) -> str:

@@ -20,7 +20,7 @@ from polyfed.engines.machine.allocator import keep_freed_memory
 from polyfed.engines.machine.gpu import placed, with_rows
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
-from polyfed.engines.work_count import MeteredClientData
+from polyfed.engines.work_count import MeteredClientData, given_work
 from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, registry_of
 from polyfed.federation.clock import Clock
@@ -254,7 +254,7 @@ class Engine(ABC):
     @property
     def _asks_own(self) -> bool:
         """Whether the server may ask for scores on own test rows or on own validation rows of a client."""
-        asks = self.algorithm.evaluation.own_validation
+        asks = self.algorithm.evaluation.reads_validation
         return bool(self.registry.tested) or (asks and bool(self.registry.validated))
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
@@ -291,7 +291,8 @@ class Engine(ABC):
         try:
             limits, evaluates = (self.limits, self.evaluates) if client >= 0 else (NO_LIMITS, None)
             guard = LimitGuard(limits, client, request.name, self.objective, evaluates)
-            watched = guard.watch(self.metered(request, (client,), view), self.model)
+            metered = self.metered(request, (client,), view)
+            watched = guard.watch(metered, self.model)
             # the task may change its dicts, so it gets dicts of its own
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
             own, secrets = secrets_apart(request, dict(self.local(request, client)))
@@ -299,6 +300,7 @@ class Engine(ABC):
             with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
                 returned = request.task(context, watched, own, type(got)(**fields))
             reply, local = reply_and_local(request, returned)
+            self.count_given(request, (client,), given_work(metered).reshape(1))
             guard.check_reply(reply, view, context.num_classes)
             reply = self.required.with_noise(reply, self.objective, client)
             if self.privacy is not None and client >= 0:
@@ -336,6 +338,11 @@ class Engine(ABC):
         rows = list(self.registry.rows_of(clients).values())
         counter = self.clock.counter(request.number, clients)
         return MeteredClientData(view, rows, self.context(clients[0]).modalities, self.model, counter)
+
+    def count_given(self, request: Request, clients: Sequence[int], work: Tensor) -> None:
+        """Count the clients' work on given batches, (K,), in simulated time."""
+        if self.clock is not None and clients[0] >= 0:
+            self.clock.counter(request.number, clients)(1.0, work.tolist())
 
     def _to_device(self, msg: Any) -> Any:
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))

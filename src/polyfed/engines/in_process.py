@@ -15,6 +15,7 @@ from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
 from polyfed.engines.task_results import only_the_gate_refuses
+from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.clock import TRAINING_PASSES
@@ -51,6 +52,7 @@ class InProcess(Engine):
             the number unchanged. The rounding of the result depends on `threads` and, with `gpus`, on `workers`.
         gpus: the GPUs on which workers train; worker i uses GPU i modulo their number. All requests then go to the
             workers, and this process stays on the CPU. Without `gpus`, workers use the device of this process.
+        cluster: the Ray cluster on whose nodes the workers run. If None, they are forked from this process.
         kwargs: the other arguments of `Engine`.
 
     Raises:
@@ -70,13 +72,14 @@ class InProcess(Engine):
         workers: int = 1,
         threads: int = 0,
         gpus: Sequence[torch.device] = (),
+        cluster: Cluster | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(population, model, algorithm, initial, **kwargs)
         self.threads, self.gpus = threads, gpus
         self._row_flops: dict[tuple[str, ...], int] = {}
         self._unit_seconds: dict[str, list[float]] = {}  # by task: seconds of a unit here, in the last two requests
-        self.pool = Workers(self, workers, threads, gpus) if workers > 1 else None
+        self.pool = Workers(self, workers, threads, gpus, cluster) if workers > 1 or cluster is not None else None
         _refuse_missing_rows(population, algorithm)
 
     @property

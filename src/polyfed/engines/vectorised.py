@@ -28,8 +28,10 @@ from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
+from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
+from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData
 from polyfed.training.programs.cuda_graph import forget_graphs
 from polyfed.training.programs.replay import pays
@@ -46,6 +48,10 @@ stack of clients is faster than a loop on a CPU: 1.2 to 2 times. From 1.2e8 on, 
 
 RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
 """The reason in the event `looped` for models with gradient checkpointing."""
+
+
+LIMITED = "[limits] are checked in every step of a client's training"
+"""The reason in the event `looped` for recipes with [limits]."""
 
 
 class Vectorised(InProcess):
@@ -76,6 +82,8 @@ class Vectorised(InProcess):
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.convolutions_fill_a_core():
             loop_because = CONVOLVES
+        if not loop_because and self.limits != NO_LIMITS:
+            loop_because = LIMITED
         if loop_because:
             self._note(request, loop_because)
             yield from ([client] for client in clients)
@@ -146,17 +154,18 @@ class Vectorised(InProcess):
         reply_type: list[type[Message]] = []
         view, inputs = self._view(request, group), Inputs(request, context, fields, locals_)
 
-        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
+        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree, Tensor]:
             data = self.metered(request, group, view(lane=lane))
             returned = request.task(context, data, local, kind(**got))
             reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
-            return {name: getattr(reply, name) for name in reply.kinds}, after
+            return {name: getattr(reply, name) for name in reply.kinds}, after, given_work(data)
 
         try:
             with only_the_gate_refuses(request), inputs.unchanged():
                 lanes = torch.arange(len(group), device=self.device)
-                values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
+                values, after, work = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
+            self.count_given(request, group, work)
             made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
             leaving, left = made, None
             if request.reply.masks is not None or not same_tensors(after, locals_):

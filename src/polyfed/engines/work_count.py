@@ -1,9 +1,9 @@
 """A client dataset that counts the work of its client, for simulated time. Tasks use it like any client dataset."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
@@ -20,7 +20,11 @@ class MeteredClientData(ClientData):
 
     Local training costs `TRAINING_PASSES` forward passes through each block with a trained parameter. It costs one
     forward pass through each block that is wholly frozen. A `fold` costs one forward pass through all blocks of the
-    client, independent of the computation in its step.
+    client, independent of the computation in its step. A block's part of the first fusion layer counts only if its
+    parameters are among those of the training: the clients of a cut model lack them.
+
+    The number of rows of a given batch (`minimise(on=...)`) is a tensor, which `vmap` hides from Python. Its work is
+    therefore summed in `given`, which the task's engine counts after the task.
 
     Args:
         view: the dataset of one client, or of a stack of clients.
@@ -31,27 +35,35 @@ class MeteredClientData(ClientData):
     """
 
     def __init__(
-        self, view: ClientData, num_rows: Sequence[int], modalities: Collection[str], model: Model, count: Count
+        self,
+        view: ClientData,
+        num_rows: Sequence[int],
+        modalities: Collection[str],
+        model: Model,
+        count: Count,
+        given: list[Tensor] | None = None,
     ) -> None:
         self._view, self._num_rows, self._modalities = view, num_rows, modalities
-        self._model, self._count = model, count
+        self._model, self._count, self.given = model, count, [] if given is None else given
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
         """Count the work and train; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         train, model = job.train, job.model or self._model
-        if job.on is not None:
-            train = replace(train, steps=1)
-        rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
         # a client in a silo also trains parts of the head for other clients' embeddings, but not their encoders
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
         passes = TRAINING_PASSES * sum(model.flops(block) for block in trained)
+        lacking = (trained - {SHARED}) - {block_of(name) for name in params if ".fusion." in name}
+        passes -= TRAINING_PASSES * sum(model.part_flops(modality) for modality in lacking)
         if job.only is None:  # a block that is wholly frozen needs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)
-        self._count(passes, rows)
+        if job.on is None:
+            self._count(passes, [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows])
+        else:
+            self.given.append(job.on.num_real.to(torch.int64) * passes)
         return self._view.minimise(loss, params, **options)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -66,7 +78,12 @@ class MeteredClientData(ClientData):
     def at(self, rows: Tensor) -> ClientData:
         """Return the dataset of these rows; see `ClientData.at`. The new dataset also counts the work of the client."""
         view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
-        return MeteredClientData(view, sizes, self._modalities, self._model, self._count)
+        return MeteredClientData(view, sizes, self._modalities, self._model, self._count, self.given)
+
+    @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """The groups of the wrapped dataset's rows; see `ClientData.groups`."""
+        return self._view.groups
 
     @property
     def ids(self) -> Tensor:
@@ -80,3 +97,9 @@ class MeteredClientData(ClientData):
         Evaluation takes no simulated time, so the work on test rows is not counted.
         """
         return self._view.test
+
+
+def given_work(data: ClientData) -> Tensor:
+    """Return the operations on given batches in a task so far, an int64 0-dim tensor; 0 if nothing is counted."""
+    found = data.given if isinstance(data, MeteredClientData) else []
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)

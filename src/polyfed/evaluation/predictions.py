@@ -10,7 +10,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, counted, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
-from polyfed.data.reading.missing_rows import without_nan_rows
+from polyfed.data.reading.values import without_nan_rows
 from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data.reading.cell_values import array_of, unmasked
-from polyfed.data.reading.layout import tensor_of
-from polyfed.data.reading.split_objects import is_frame, is_hugging_face
+from polyfed.data.reading.objects import is_frame, is_hugging_face
+from polyfed.data.reading.values import array_of, tensor_of, unmasked
 
 Shape = tuple[int, ...]
 

@@ -65,6 +65,14 @@ class Network:
         """Check that every value lies in its declared range."""
         check_ranges("[network]", self)
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """The options that have no effect, each with the setting that causes this."""
+        radio = ("bandwidth_hz", "power_up_w", "power_down_w", "noise_dbm_per_hz", "carrier_ghz", "cell_radius_m")
+        unread = (*radio, "fading", "log_base") if self.channel == "fixed" else ("rate_up_bps", "rate_down_bps")
+        found = dict.fromkeys(unread, f"channel = '{self.channel}'")
+        return found if self.stragglers else found | {"straggler_slowdown": "stragglers = 0"}
+
     def links(self, num_clients: int, seed: int) -> "Links":
         """Draw the distance and the speed of every client from the run's seed."""
         share = 1.0 - keys.uniform(keys.key(seed, "distance"), num_clients).double()

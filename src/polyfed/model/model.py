@@ -14,10 +14,18 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.fusion import Fusion, masked
-from polyfed.model.modules.layers import BatchNorm, Rows
+from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
-from polyfed.model.modules.seeded_modules import flops_of, leaf, leaves, made
+from polyfed.model.modules.seeded_modules import flops_of, leaves, made
+
+_NORMS = (
+    BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -52,6 +60,7 @@ class Model:
         num_classes, num_outputs: C, the width of the output; use the second name for objectives without classes.
         shapes, key: the arguments of these names.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
+        has_modes: whether training and evaluation mode may differ: BatchNorm, dropout, or a layer of the user's own.
         convolves: whether a layer is a convolution over two or more dimensions.
         recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
@@ -87,6 +96,10 @@ class Model:
         layers = self.layers().values()
         rows.follow(layers)
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
+        self.has_modes = any(
+            isinstance(layer, BatchNorm | Dropout) or not type(layer).__module__.startswith(("torch.nn.", "polyfed."))
+            for layer in layers
+        )
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)
         self.sequential = self._fusion.sequential
@@ -109,11 +122,12 @@ class Model:
     def _count(self, block: str) -> int:
         batch = self.zero_batch(1, self.modalities if block == SHARED else (block,))
         if block != SHARED:
-            return flops_of(lambda: self._features(batch)) + self._part_flops(block)
+            return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
-        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self._part_flops, self.modalities))
+        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
 
-    def _part_flops(self, modality: str) -> int:
+    def part_flops(self, modality: str) -> int:
+        """Count the operations of a modality's own part of the first fusion layer, for one sample."""
         weights = [name for name in self.head_slice(modality) if name.endswith("weight")]
         return sum(2 * self._slots.own(name).numel() for name in weights)
 
@@ -161,9 +175,10 @@ class Model:
         """
         self._slots.place(next(iter(w.values())).device)
         if self._live is not None or not self._slots.fit(w):
-            yield leaves(w, self._slots.parameters)
+            yield leaves(w, self.trainable(w))
             return
-        tree = {name: self._slots.own(name) if self._slots.has(name) else leaf(w[name]) for name in w}
+        others = leaves({name: w[name] for name in w if not self._slots.has(name)}, self.trainable(w))
+        tree = {name: others[name] if name in others else self._slots.own(name) for name in w}
         with torch.no_grad():
             torch._foreach_copy_(list(tree.values()), list(w.values()))
         self._live = tree
@@ -338,13 +353,24 @@ class Model:
         parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
         return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
 
+    @property
+    def norm_names(self) -> frozenset[str]:
+        """Names of the tensors in normalisation layers: PyTorch's batch, layer, group, instance and RMS norms."""
+        norms = {path: layer for path, layer in self.layers().items() if isinstance(layer, _NORMS)}
+        own = {self._naming(f"{path}.{key}") for path, layer in norms.items() for key in layer.state_dict()}
+        return frozenset(own & set(self._slots.names))
+
     def is_buffer(self, name: str) -> bool:
-        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter."""
-        return name in self._slots.buffers
+        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter.
+
+        A Tree that holds another model of the same form beside the first, under a prefix that starts with @, has the
+        buffers of both.
+        """
+        return (name.partition(".")[2] if name.startswith("@") else name) in self._slots.buffers
 
     def trainable(self, w: Mapping[str, Tensor]) -> Tree:
         """Return the entries of a Tree that are parameters. Entries that are buffers are left out."""
-        return {name: value for name, value in w.items() if name not in self._slots.buffers}
+        return {name: value for name, value in w.items() if not self.is_buffer(name)}
 
     def num_parameters(self, modalities: Iterable[str] | None = None) -> int:
         """Number of trainable parameters of a client with these modalities (default: all)."""

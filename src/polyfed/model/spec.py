@@ -155,11 +155,16 @@ class ModelSpec:
     @property
     def idle(self) -> dict[str, str]:
         """Return the options that have no effect, each with the setting that makes it ineffective."""
-        if self.module is None:
-            return {}
-        return dict.fromkeys(
-            ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads"), "module"
-        )
+        if self.module is not None:
+            return dict.fromkeys(WITHOUT_MODULE, "module")
+        found = {}
+        if self.fusion != "attention":
+            found = dict.fromkeys(
+                ("attention_hidden", "attention_heads"), f"fusion = {self.classes().get('fusion', self.fusion)!r}"
+            )
+        if self.fusion in FUSIONS and not self.head:
+            found["dropout"] = "an empty head: dropout follows the hidden layers of the head"
+        return found
 
     def classes(self) -> dict[str, str]:
         """Return the options that name the user's own class, as `package.module:Class`."""

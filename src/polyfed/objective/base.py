@@ -4,7 +4,7 @@ Shape letters: `B` rows of a batch, `T` targets, `C` classes, `O` outputs of the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ from polyfed.core.schema import check_ranges
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
 from polyfed.model import Model
+from polyfed.objective.report import Estimate, drawn, shown_groups, wilson
 
 UNDEFINED = -1.0
 """Stands for an undefined exact score, such as the AUROC of a single class, because a message must not hold NaN."""
@@ -159,6 +160,57 @@ class Objective(ABC):
         """Return the confusion matrix (C, C) from the result of `sums`, or None if the objective has no classes."""
         return None
 
+    # reports of sites, in an evaluation job
+
+    def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        """Hide the rows of groups that are too small to be shown, such as a class with fewer than `least` rows.
+
+        Args:
+            y: the labels of a site's rows.
+            least: the smallest number of rows that may be shown.
+
+        Returns:
+            Which rows count, bool (n,), and their labels, in which NaN hides a single target.
+        """
+        return torch.full((len(y),), len(y) >= least), y
+
+    def no_labels(self, size: int) -> Tensor:
+        """Return the labels of no rows, (0, ...).
+
+        Args:
+            size: the number of classes or targets.
+        """
+        shape = self.label_shape(size)
+        return torch.zeros(0, *shape) if shape else torch.zeros(0, dtype=torch.int64)
+
+    def outputs_shape(self, model: Model) -> tuple[int, ...]:
+        """Return the shape of the model's output of one row, as `outputs` returns it."""
+        return (model.num_outputs,)
+
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the sums of an evaluation job over some rows, float64 (S,). `estimates` explains them."""
+        return self.sums(outputs, batch).double()
+
+    def estimates(self, sums: Tensor) -> dict[str, Estimate]:
+        """Return the metrics of some rows with their intervals, given the `site_sums` of these rows."""
+        return {name: Estimate(value) for name, value in self.measured(sums).items()}
+
+    def support(self, sums: Tensor) -> list[int]:
+        """Return the number of rows of each class or with each known label, given `site_sums`; empty without any."""
+        return []
+
+    def site_flaw(self, sums: Tensor, rows: float) -> str:
+        """Return why `site_sums` of a site are impossible for its number of rows, or ""."""
+        return ""
+
+    def group_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the sums for the `SCORE` of a group of rows, (W,)."""
+        return self.own_sums(outputs, batch).double().reshape(-1)
+
+    def group_score(self, sums: Tensor, rows: float) -> float | None:
+        """Return the `SCORE` of a group of rows, given its `group_sums`."""
+        return self.own_score(sums.reshape(()) if sums.numel() == 1 else sums, rows)
+
     # predictions
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -186,6 +238,32 @@ class OfClasses(Objective):
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
         """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return float(sums) / num_rows if num_rows > 0 else None
+
+    def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        """Hide the rows of classes with fewer than `least` rows; see `Objective.visible`."""
+        sizes = torch.bincount(y)
+        return shown_groups(sizes, least)[y], y
+
+    def support(self, sums: Tensor) -> list[int]:
+        """Return the number of rows of each class; see `Objective.support`."""
+        matrix = self.site_matrix(sums)
+        return [int(number) for number in matrix.sum(1).tolist()]
+
+    def site_matrix(self, sums: Tensor) -> Tensor:
+        """Return the confusion matrix (C, C) in `site_sums`."""
+        raise NotImplementedError
+
+    def site_flaw(self, sums: Tensor, rows: float) -> str:
+        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
+        if bool((sums[:-1] < 0).any()):
+            return "counts fewer than 0 rows"
+        return "" if float(self.site_matrix(sums).sum()) == rows else "counts other rows than it says"
+
+    def of_matrix(self, matrix: Tensor, metrics: Mapping[str, Callable[[Tensor], float | None]]) -> dict[str, Estimate]:
+        """Return metrics of a confusion matrix with their intervals: Wilson's for the accuracy, else the bootstrap."""
+        found = {"accuracy": wilson(float(matrix.diagonal().sum()), float(matrix.sum()))}
+        drawings = {name: drawn(matrix, metric) for name, metric in metrics.items()}
+        return found | {name: one for name, one in drawings.items() if one is not None}
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
         """Return no metrics. The score over all rows is already known: the weighted mean of the clients' scores."""

@@ -11,7 +11,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, counted
 from polyfed.data.columns import Columns
 from polyfed.objective import class_metrics as matrices
-from polyfed.objective import ranking
+from polyfed.objective import ranking, report
 from polyfed.objective.base import UNDEFINED, OfClasses, not_counts
 from polyfed.objective.targets import as_classes
 from polyfed.training.losses import cross_entropy
@@ -117,9 +117,61 @@ class Classification(OfClasses):
             found.append(UNDEFINED if mean is None else mean)
         return found
 
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the confusion matrix (C, C), top-5 hits, sums of losses and squares, and histograms (2, K, BINS).
+
+        With two classes, the histograms are those of class 1 (K = 1); with more, of each class against the others.
+        """
+        loss = F.cross_entropy(outputs.double(), batch.y, reduction="none")
+        hits = matrices.top_k_hits(outputs, batch.y, batch.ok)
+        matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).double().flatten()
+        classes = torch.arange(outputs.shape[-1], device=outputs.device)
+        hot = batch.y.unsqueeze(-1) == classes
+        real = torch.ones_like(hot) if batch.ok is None else batch.ok.unsqueeze(-1).expand_as(hot)
+        read = slice(1, 2) if len(classes) == 2 else slice(None)
+        scores = report.log_odds(outputs)[:, read]
+        bins = report.histograms(scores, (hot & real)[:, read], (~hot & real)[:, read])
+        moments = torch.stack([hits.double(), batch.sum(loss), batch.sum(loss.square())])
+        found = torch.cat([matrix, moments, bins.flatten()])
+        # non-finite logits make the sums NaN, so that reply validation drops the reply as diverged
+        broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
+        return torch.where(broken, torch.nan, found)
+
+    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `site_sums` into the matrix, the three sums, and the histograms."""
+        size = _classes_in(len(sums))
+        rest = sums[size * size + 3 :].view(2, -1, report.BINS)
+        return sums[: size * size].view(size, size), sums[size * size : size * size + 3], rest
+
+    def site_matrix(self, sums: Tensor) -> Tensor:
+        """Return the confusion matrix; see `OfClasses.site_matrix`."""
+        return self._site_parts(sums)[0]
+
+    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+        """Return accuracy, UAR, macro-F1, top-5, loss, AUROC and average precision; see `Objective.estimates`."""
+        matrix, (hits, loss, squares), bins = self._site_parts(sums.cpu())
+        rows = float(matrix.sum())
+        if not rows:
+            return {}
+        found = self.of_matrix(matrix, {"uar": matrices.uar, "macro_f1": matrices.macro_f1})
+        if len(matrix) > matrices.TOP_K:
+            found["top5"] = report.wilson(float(hits), rows)
+        mean = float(loss) / rows
+        spread = max(float(squares) / rows - mean * mean, 0.0)
+        found["loss"] = report.around(mean, report.Z * (spread / rows) ** 0.5, low=0.0)
+        return found | report.ranked(bins)
+
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the class with the largest logit, int64 (n,)."""
         return predicted.argmax(-1)
+
+
+def _classes_in(length: int) -> int:
+    """Return the number of classes whose `site_sums` have this length."""
+    size = 1
+    while size * size + 3 + 2 * report.BINS * (1 if size == 2 else size) < length:
+        size += 1
+    return size
 
 
 def check_weights(option: str, weights: tuple[float, ...]) -> None:

@@ -11,7 +11,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
 from polyfed.core.schema import INSIDE
 from polyfed.data.columns import Columns
-from polyfed.objective import ranking
+from polyfed.objective import ranking, report
 from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_matrix, in_words, with_targets
@@ -163,9 +163,76 @@ class MultiLabel(Objective):
             found.append(UNDEFINED if mean is None else mean)
         return found
 
+    def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        """Hide labels with fewer than `least` positive or negative rows; see `Objective.visible`."""
+        sizes = torch.stack([(y == side).sum(0) for side in (0, 1)])
+        hidden = ((sizes > 0) & (sizes < least)).any(0)
+        return torch.ones(len(y), dtype=torch.bool), torch.where(hidden, torch.nan, y)
+
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return `sums`, and histograms of the logits of each label, (2, T, BINS)."""
+        real = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok.unsqueeze(-1)
+        bins = report.histograms(outputs, real & (batch.y == 1), real & (batch.y == 0))
+        return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
+
+    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        labels = (len(sums) - REST) // (COUNTS + 2 * report.BINS)
+        own = COUNTS * labels + REST
+        return sums[:own], sums[own:].view(2, labels, report.BINS)
+
+    def support(self, sums: Tensor) -> list[int]:
+        """Return the number of rows that have each label; see `Objective.support`."""
+        return [int(number) for number in self._site_parts(sums)[1][0].sum(-1).tolist()]
+
+    def site_flaw(self, sums: Tensor, rows: float) -> str:
+        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
+        own, bins = self._site_parts(sums)
+        return not_counts(torch.cat([own[:-2], bins.sum(-1).flatten()]), rows)
+
+    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+        """Return the metrics of `measured` with intervals, and AUROC and average precision as means over labels."""
+        own, bins = self._site_parts(sums.cpu())
+        values = self.measured(own)
+        if not values:
+            return {}
+        found = {name: report.Estimate(value) for name, value in values.items()}
+        counts = own[:-REST].view(COUNTS, -1).T
+        shares = [
+            report.wilson(float(tp + tn), float(tp + fp + fn + tn))
+            for tp, fp, fn, tn in counts
+            if known(tp, fp, fn, tn)
+        ]
+        rows, right = own[-REST : -REST + 2].tolist()
+        found["exact_match"] = report.wilson(right, rows)
+        single = report.mean_of(shares)
+        assert single is not None, "a label is known"
+        found["accuracy"] = report.around(
+            values["accuracy"],
+            max(single.value - (single.low or 0.0), (single.high or 0.0) - single.value),
+            0.0,
+            0.0,
+            1.0,
+        )
+        return found | report.ranked(bins)
+
+    def group_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the number of correct labels and of known labels."""
+        known, y = known_of(batch.y)
+        right = ((outputs.sigmoid() > self.threshold).to(y.dtype) == y).to(y.dtype) * known
+        return torch.stack([batch.sum(right.sum(-1)), batch.sum(known.sum(-1))]).double()
+
+    def group_score(self, sums: Tensor, rows: float) -> float | None:
+        """Return the share of correct labels."""
+        return float(sums[0] / sums[1]) if float(sums[1]) > 0 else None
+
     def decided(self, predicted: Tensor) -> Tensor:
         """Return labels of 0 and 1, int64 (n, T), according to `threshold`."""
         return (predicted.sigmoid() > self.threshold).to(torch.int64)
+
+
+def known(*counts: Tensor) -> bool:
+    """Return whether a label with these counts is known in any row."""
+    return bool(sum(counts) > 0)
 
 
 def known_of(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.columns import Columns
 from polyfed.objective import class_metrics as matrices
+from polyfed.objective import report
 from polyfed.objective.base import OfClasses, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_classes
@@ -107,6 +108,37 @@ class Ordinal(OfClasses):
     def flaw(self, sums: Tensor, num_rows: float) -> str:
         """Return why a sum from a client cannot be correct, or "". The sum of distances has no known upper bound."""
         return not_counts(sums.reshape(1), float("inf"))
+
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return `sums`, and for each question "is the level above k?" histograms of its logit, (2, C - 1, BINS)."""
+        levels = torch.arange(outputs.shape[-1], device=outputs.device)
+        above = batch.y.unsqueeze(-1) > levels
+        real = torch.ones_like(above) if batch.ok is None else batch.ok.unsqueeze(-1).expand_as(above)
+        bins = report.histograms(outputs, above & real, ~above & real)
+        return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
+
+    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        size = 2
+        while size * size + 2 + 2 * report.BINS * (size - 1) < len(sums):
+            size += 1
+        own = size * size + 2
+        return sums[:own], sums[own:].view(2, size - 1, report.BINS)
+
+    def site_matrix(self, sums: Tensor) -> Tensor:
+        """Return the confusion matrix; see `OfClasses.site_matrix`."""
+        return self.confusion(self._site_parts(sums)[0])
+
+    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+        """Return the metrics of `measured`, and AUROC and average precision as means over the questions."""
+        own, bins = self._site_parts(sums.cpu())
+        matrix = self.confusion(own)
+        if not bool(matrix.sum() > 0):
+            return {}
+        metrics = {"mae": matrices.level_error, "uar": matrices.uar, "macro_f1": matrices.macro_f1}
+        found = self.of_matrix(matrix, metrics | {"weighted_kappa": matrices.weighted_kappa})
+        loss, weight = own[-2:].tolist()
+        found |= {"loss": report.Estimate(loss / weight)} if weight > 0 else {}
+        return found | report.ranked(bins)
 
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the predicted level, int64 (n,)."""

@@ -1,6 +1,7 @@
 """`Regression`: one or several numbers for each row. `base.py` explains the shape letters."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from polyfed.objective import ranking, sentiment
 from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.multi_label import known_of
+from polyfed.objective.report import Estimate, Z, around, mean_of
 from polyfed.objective.targets import as_matrix, in_words, with_targets
 
 MOMENTS = 8
@@ -169,6 +171,39 @@ class Regression(Objective):
             return "holds sums that no numbers have"
         return not_counts(torch.cat([gap, sums[MOMENTS * targets : MOMENTS * targets + REST].cpu()]), float("inf"))
 
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return `sums`, and for each target the sum of (p - y)^4, from which the interval of the RMSE follows."""
+        known, y = (part.to(torch.float64) for part in known_of(batch.y))
+        fourth = (self.predicted(outputs.to(torch.float64)) - y) ** 4 * known
+        return torch.cat([self.sums(outputs, batch).double(), summed(fourth, batch)])
+
+    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        extra = sentiment.SIZE if self.report == "sentiment" else 0
+        targets = (len(sums) - REST - extra) // (MOMENTS + 1)
+        return sums[: len(sums) - targets], sums[len(sums) - targets :]
+
+    def site_flaw(self, sums: Tensor, rows: float) -> str:
+        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
+        own, fourth = self._site_parts(sums)
+        return self.flaw(own, rows) or not_counts(fourth, float("inf"))
+
+    def estimates(self, sums: Tensor) -> dict[str, Estimate]:
+        """Return the metrics of `measured`; MAE, RMSE, Pearson's r and R^2 with intervals, as means over targets.
+
+        The intervals are normal, for the RMSE by the delta method, and for r by Fisher's transformation. That of R^2
+        takes the variance of the targets as known.
+        """
+        own, fourth = self._site_parts(sums.cpu())
+        values = self.measured(own)
+        moments = own[: MOMENTS * len(fourth)].view(MOMENTS, -1).T.tolist()
+        each = [_intervals(moment, float(power)) for moment, power in zip(moments, fourth, strict=True)]
+        found = {name: Estimate(value) for name, value in values.items()}
+        for name in ("mae", "rmse", "pearson", "r2"):
+            known = [one[name] for one in each if name in one]
+            if name in found and (mean := mean_of(known)) is not None:
+                found[name] = mean
+        return found
+
     @property
     def exact(self) -> tuple[str, ...]:
         """The names of the metrics that need all rows at once; see `Objective.exact`."""
@@ -202,6 +237,25 @@ class Regression(Objective):
 def numbers_of(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
     """Return the numbers that an option of one or several numbers holds."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
+
+
+def _intervals(moments: Sequence[float], fourth: float) -> dict[str, Estimate]:
+    """Return metrics of one target with their intervals; see `Regression.estimates`."""
+    n, y, _, yy, _, _, gap, square = moments
+    found = moment_scores(*moments)
+    if n < 4 or "mae" not in found:
+        return {}
+    mse, spread = square / n, max(fourth / n - (square / n) ** 2, 0.0)
+    half = Z * math.sqrt(spread / n)
+    made = {"mae": around(found["mae"], Z * math.sqrt(max(mse - (gap / n) ** 2, 0.0) / n), low=0.0)}
+    made["rmse"] = around(found["rmse"], half / (2 * found["rmse"]) if found["rmse"] else 0.0, low=0.0)
+    if "pearson" in found:
+        r = min(max(found["pearson"], -1 + 1e-12), 1 - 1e-12)
+        low, high = (math.tanh(math.atanh(r) + sign * Z / math.sqrt(n - 3)) for sign in (-1, 1))
+        made["pearson"] = Estimate(found["pearson"], low, high)
+    if "r2" in found:
+        made["r2"] = around(found["r2"], half / (yy / n - (y / n) ** 2), high=1.0)
+    return made
 
 
 def moment_scores(

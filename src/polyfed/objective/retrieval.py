@@ -143,6 +143,10 @@ class Retrieval(Objective):
         """
         return not_counts(sums[:-2], float(sums[0])) or not_counts(sums[-2:], float("inf"))
 
+    def outputs_shape(self, model: Model) -> tuple[int, ...]:
+        """Return the shape of a row's embeddings; see `Objective.outputs_shape`."""
+        return (len(model.modalities), model.feature_size(model.modalities[0]))
+
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the embeddings unchanged."""
         return predicted

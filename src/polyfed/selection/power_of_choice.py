@@ -64,6 +64,11 @@ class PowD(Selector):
     batch_size: Annotated[int, AT_LEAST_ONE] = 64
     allow_incongruent: bool = False
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """The options that have no effect, each with the setting that causes this."""
+        return {} if self.variant == "batch" else {"batch_size": f"variant = '{self.variant}'"}
+
     def start(self, params: Tree) -> dict[int, float]:
         """Return an empty memory, because no client has reported a loss yet."""
         return {}

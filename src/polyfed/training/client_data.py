@@ -140,9 +140,11 @@ class ClientData(ABC):
         round: the round, from 1.
         rounds: number of rounds of the run.
         min_rows_per_class: least number of rows of a class of which the client may tell; 0 without such a limit.
+        min_group: least number of rows of a class or group that an evaluation job may show; 0 without such a limit.
     """
 
     min_rows_per_class: int = 0
+    min_group: int = 0
     num_rows: Tensor
     key: int | Tensor
     round: int
@@ -266,6 +268,11 @@ class ClientData(ABC):
     @abstractmethod
     def ids(self) -> Tensor:
         """Sample ids of the client's rows, int64 (n,); under `vmap`, padded to the stack's largest number of rows."""
+
+    @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """Column -> the group of each row, int64 (n,): see `Columns.groups`. A stack of clients has none."""
+        return {}
 
     @property
     @abstractmethod

@@ -131,6 +131,8 @@ class Train:
         found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
         if self.optimiser != "sgd":
             found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
+        if self.steps is not None:
+            found["epochs"] = f"steps = {self.steps}"
         if self.lr_schedule == "constant":
             found["lr_end"] = "lr_schedule = 'constant'"
         if self.lr_schedule not in ("step", "authors"):

@@ -79,6 +79,11 @@ class SingleClientData(ClientData):
         return self.columns.ids.to(self.index.device)[self.index]
 
     @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """Return the groups of the client's rows; see `ClientData.groups`."""
+        return {name: codes.to(self.index.device)[self.index] for name, codes in self.columns.groups.items()}
+
+    @property
     def test(self) -> "SingleClientData":
         """Return the client's own test rows as a dataset; see `ClientData.test`."""
         index = self.index[:0] if self.test_index is None else self.test_index

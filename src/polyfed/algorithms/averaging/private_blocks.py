@@ -16,9 +16,9 @@ from polyfed.model import Model
 from polyfed.selection import must_be_uniform
 from polyfed.training.optimisers import Train
 
-HEAD, ENCODERS = "head", "encoders"
-"""Words that the option `private` accepts besides block names. The first means everything after the encoders, and the
-second means all encoders."""
+HEAD, ENCODERS, NORMS = "head", "encoders", "norms"
+"""Words that the option `private` accepts besides block names: everything after the encoders, all encoders, and all
+normalisation layers, wherever they are."""
 
 PRIVATE, TUNED = "@private", "@tuned"
 """Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
@@ -43,6 +43,9 @@ def check(method: Any, template: type) -> None:
     Raises:
         RecipeError: the method cannot keep private blocks, or they conflict with another option.
     """
+    for option, what in (("private", "private blocks"), ("fine_tune", "fine-tuning")):
+        if getattr(type(method), option) and not getattr(method, option):
+            raise RecipeError(f"[algorithm] {option}: without {what}, {type(method).__name__} is FedAvg: use fedavg")
     if method.private_epochs and not method.private:
         raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
     if not (method.private or method.fine_tune):
@@ -66,7 +69,8 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     """Return the names of the parameters and buffers that the words of the option `private` select.
 
     Args:
-        words: `shared`, modalities, `head` or `encoders`. A modality with the name `head` or `encoders` has precedence.
+        words: `shared`, modalities, `head`, `encoders` or `norms`. A modality with one of the last three names has
+            precedence.
         model: the model.
 
     Raises:
@@ -74,12 +78,17 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     """
     head, found = frozenset(model.head()), set[str]()
     everything = model.names(model.modalities)
-    groups = {HEAD: head, ENCODERS: frozenset(everything) - head}
+    groups = {HEAD: head, ENCODERS: frozenset(everything) - head, NORMS: model.norm_names}
     groups |= {block: frozenset(n for n in everything if block_of(n) == block) for block in (*model.modalities, SHARED)}
     for word in words:
         if word not in groups:
             raise RecipeError(
                 f"[algorithm] private = '{word}': the model has no such block; {did_you_mean(word, groups)}"
+            )
+        if word == NORMS and not groups[word]:
+            raise RecipeError(
+                "[algorithm] private = 'norms': no layer of the model normalises, so there is nothing to keep. Take an "
+                "encoder with a norm that trains, such as resnet18 or one of your own, or keep another block"
             )
         if not groups[word]:
             raise RecipeError(

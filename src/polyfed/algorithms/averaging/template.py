@@ -31,7 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import private_blocks
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
@@ -98,7 +98,8 @@ class Averaging(Algorithm):
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
+            encoders), `encoders` or `norms` (all normalisation layers). Every client then has its own model; see
+            docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other
             blocks, as in FedRep. 0 trains all blocks together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
@@ -319,6 +320,10 @@ class Averaging(Algorithm):
         if self.private or self.fine_tune:
             return Broadcast(state.params)
         return super().evaluation_message(state, fed, clients)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"evaluate.unimodal": NO_GLOBAL} if self.private else {"private_epochs": "no private blocks"}
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""

@@ -184,6 +184,18 @@ class Vertical(Algorithm):
         zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
         return encoders | KeptTraining.fresh(context.model, encoders | zeros, self.train).state()
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = {"train.batch_size": "batch_fraction and inner_batch, which make the batches"}
+        if self.local_unit == "step":
+            found["inner_batch"] = "local_unit = 'step'"
+        if self.overlap != "all" and round(self.batch_fraction * int(fed.clients.num_rows.max())) <= self.inner_batch:
+            few = f"mini-batches of at most inner_batch = {self.inner_batch} rows"
+            found |= {"inner_batch": few, "local_unit": few}
+        if not fed.context.model.has_modes:
+            found["eval_embeddings"] = "a model without dropout and BatchNorm"
+        return found
+
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Give every edge the initial head, and compare the sample ids of the devices of each silo.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -143,6 +143,10 @@ class FedGKT(Algorithm):
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        return {"evaluate.unimodal": NO_GLOBAL}
+
     # the clients' half
 
     def local(self, context: ClientContext, key: int) -> Tree:
@@ -235,7 +239,7 @@ class FedGKT(Algorithm):
 
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the template of the server's network for the evaluations, the only tasks that receive one."""
-        evaluates = task in ("score_own", "score_subsets")
+        evaluates = task in ("score_own", "score_subsets", "count_scores")
         return self.top(model).template if evaluates else super().received_template(task, model)
 
     def may_lack(self, task: str) -> bool:

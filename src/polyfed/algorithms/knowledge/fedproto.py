@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
+from polyfed.algorithms.base import NO_GLOBAL
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.evaluation.conformal import ScoreCounts, own_counts
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score
 from polyfed.evaluation.subsets import SubsetScores, own_subset_scores
 from polyfed.federation.aggregation import refuse_server
@@ -156,6 +158,14 @@ class FedProto(Averaging):
         """Return whether a field is sent. With `mode = "original"`, models are never sent, so `params` is not."""
         return field != "params" or self.mode == "mm_fedavg"
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed)
+        if self.mode == "mm_fedavg":
+            return found | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
+        others = ("alpha_p", "active_rounds", "aggregation")
+        return found | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
+
     def init(self, fed: Federation, params: Tree) -> ProtoState:
         """Return the first state, which has no prototypes yet."""
         return ProtoState(**vars(super().init(fed, params)))
@@ -247,6 +257,14 @@ class FedProto(Averaging):
         """Count the client's own test rows that its model predicts correctly from each subset of the modalities."""
         w, which = self.own_params(got, local), self.evaluation.subsets
         return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
+
+    @task()
+    def count_scores(  # type: ignore[override]
+        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
+    ) -> tuple[ScoreCounts, Tree]:
+        """Count how well the client's model predicts its own validation rows, for conformal prediction."""
+        w, kind = self.own_params(got, local), self.evaluation.conformal
+        return own_counts(context, w, data.test, self.predictor.logits, kind), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

@@ -77,6 +77,14 @@ class FedMSplit(Averaging):
         if self.mode == "personal":
             refuse_server(self.server, "fedmsplit with mode = 'personal'")
 
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed)
+        if self.mode == "block_mean":
+            return found | dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
+        found |= {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
+        return found | {"aggregation": "mode = 'personal'"}
+
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """Return the first state. Every client starts from the common initial model."""
         return SplitState(**vars(super().init(fed, params)))

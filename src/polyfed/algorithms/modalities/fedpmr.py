@@ -26,6 +26,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
+from polyfed.federation.federation import Federation
 from polyfed.objective import Classification, Objective
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import legs
@@ -66,6 +67,11 @@ class FedPmr(Averaging):
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     needs_embeddings: ClassVar[bool] = True
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = super().idle_options(fed) | {"limits.min_rows_per_class": ""}  # prototypes leave out rare classes
+        return found if self.per else found | dict.fromkeys(("mu", "per_epochs"), "per = false")
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]

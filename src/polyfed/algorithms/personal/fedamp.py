@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.personal import blocks as exchange
 from polyfed.algorithms.personal.blocks import Blocks, Installed, Wanted, layouts
@@ -133,6 +133,13 @@ class FedAmp(Algorithm):
         """
         super().__post_init__()
         exchange.check_uploads(self.uploads)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = {} if self.heuristic else {"self_weight": "heuristic = false"}
+        if fed.rounds <= self.alpha_every:
+            found["alpha_decay"] = f"alpha_every = {self.alpha_every} in a run of {fed.rounds} rounds"
+        return found | {"evaluate.unimodal": NO_GLOBAL}
 
     def init(self, fed: Federation, params: Tree) -> FedAmpState:
         """The first state; every client and every cloud model starts from the common initial model."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.personal import blocks as exchange
 from polyfed.algorithms.personal.blocks import Blocks, Layout, Wanted, layouts, owners
@@ -111,6 +111,17 @@ class FedFomo(Algorithm):
         """
         super().__post_init__()
         exchange.check_uploads(self.uploads)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = {"evaluate.unimodal": NO_GLOBAL}
+        if not self.candidates or self.candidates >= exchange.num_uploads(self.uploads, len(fed.clients.eligible)):
+            found |= dict.fromkeys(
+                ("explore", "explore_decay"), f"candidates = {self.candidates}, which is every block"
+            )
+        elif not self.explore:
+            found["explore_decay"] = "explore = 0"
+        return found
 
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
         """Return the first state, in which all preferences are zero."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import mean_loss
-from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.personal import blocks as exchange
 from polyfed.algorithms.personal.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
@@ -139,6 +139,13 @@ class Pfmml(Algorithm):
         """Refuse options that are out of range, and a value of `uploads` that is neither a share nor a count."""
         super().__post_init__()
         exchange.check_uploads(self.uploads)
+
+    def idle_options(self, fed: Federation) -> dict[str, str]:
+        """Return the options that change nothing; see `Algorithm.idle_options`."""
+        found = {"evaluate.unimodal": NO_GLOBAL}
+        if self.rule == "ratio":
+            found["price_per_second"] = "rule = 'ratio'"
+        return found
 
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
         """Return the first state, in which all coefficients are equal and all devices have the same blocks."""

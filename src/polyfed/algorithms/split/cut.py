@@ -17,9 +17,7 @@ from polyfed.algorithms.split.messages import (
     Half,
     HeadGradient,
     HeadInput,
-    Ready,
     Smashed,
-    StepNumber,
     client_half,
     fresh_local,
     last_loss,
@@ -123,20 +121,51 @@ class Cut:
         return fresh_local(context.model, self.lower(context.initial), self.train)
 
     @task()
-    def start(self, context: ClientContext, data: ClientData, local: Tree, got: Half) -> tuple[Ready, Tree]:
-        """Store the received half and start a fresh optimiser for it."""
-        return Ready(data.num_rows), fresh_local(context.model, got.params, self.train)
+    def start(self, context: ClientContext, data: ClientData, local: Tree, got: Half) -> tuple[Smashed, Tree]:
+        """Store the received half with a fresh optimiser, and compute the activations of the first batch."""
+        after = fresh_local(context.model, got.params, self.train)
+        return self._forward(context, data, after, 1), after
 
     @task()
-    def forward(self, context: ClientContext, data: ClientData, local: Tree, got: StepNumber) -> tuple[Smashed, Tree]:
-        """Compute the activations of this step's batch."""
-        batch = data.batch(self.train, got.step)
+    def backward(
+        self, context: ClientContext, data: ClientData, local: Tree, got: CutGradients
+    ) -> tuple[Smashed, Tree]:
+        """Train the encoders with the gradients of a step, and compute the activations of the next step's batch."""
+        after = self._trained(context, data, local, got)
+        return self._forward(context, data, after, got.step + 1), after
+
+    @task()
+    def finish(self, context: ClientContext, data: ClientData, local: Tree, got: CutGradients) -> tuple[Half, Tree]:
+        """Train the encoders with the gradients of the last step, and return the client's half."""
+        after = self._trained(context, data, local, got)
+        return Half(client_half(after)), after
+
+    def _forward(self, context: ClientContext, data: ClientData, local: Tree, step: int | Tensor) -> Smashed:
+        """Compute the activations of a step's batch."""
+        batch = data.batch(self.train, step)
         with torch.no_grad():
-            # use a copy, because `backward` updates the batch statistics
-            w = {n: v.clone() for n, v in client_half(local).items()}
+            # use a copy, because a forward pass in training mode updates the batch statistics; the zero gives it a
+            # client axis under vmap, which a half that all clients received lacks
+            zero = torch.zeros_like(next(iter(batch.x.values())).flatten()[0])
+            w = {n: v + zero.to(v.dtype) for n, v in client_half(local).items()}
             activations = masked(context.model.features(w, batch), batch.present)
         labels = {} if self.u_shaped else {LABELS: batch.y}
-        return Smashed(activations, labels, batch.num_real.to(torch.int64)), local
+        return Smashed(activations, labels, batch.num_real.to(torch.int64))
+
+    def _trained(self, context: ClientContext, data: ClientData, local: Tree, got: CutGradients) -> Tree:
+        """Return the local state after a step of the encoders with the gradients at the cut."""
+        batch, model = data.batch(self.train, got.step), context.model
+        gradients = {m: padded(g, batch) for m, g in got.gradients.items()}
+
+        def loss(w: Tree, batch: Batch) -> Tensor:
+            z = masked(model.features(w, batch), batch.present)
+            products = [(z[m] * g).flatten(1).sum(1) for m, g in gradients.items()]
+            return batch.sum(torch.stack(products).sum(0))
+
+        half, after = client_half(local), steps_before(local, got.step)
+        names = [n for n in half if ".encoder." in n]
+        fit = data.minimise(loss, half, train=self.train, only=names, after=after, on=batch)
+        return local_after(fit, local)
 
     @task()
     def train_head(
@@ -164,27 +193,6 @@ class Cut:
         )
         reply = HeadGradient(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64))
         return reply, local_after(fit, local)
-
-    @task()
-    def backward(self, context: ClientContext, data: ClientData, local: Tree, got: CutGradients) -> tuple[Ready, Tree]:
-        """Train the encoders with the gradients at the cut."""
-        batch, model = data.batch(self.train, got.step), context.model
-        gradients = {m: padded(g, batch) for m, g in got.gradients.items()}
-
-        def loss(w: Tree, batch: Batch) -> Tensor:
-            z = masked(model.features(w, batch), batch.present)
-            products = [(z[m] * g).flatten(1).sum(1) for m, g in gradients.items()]
-            return batch.sum(torch.stack(products).sum(0))
-
-        half, after = client_half(local), steps_before(local, got.step)
-        names = [n for n in half if ".encoder." in n]
-        fit = data.minimise(loss, half, train=self.train, only=names, after=after, on=batch)
-        return Ready(data.num_rows), local_after(fit, local)
-
-    @task()
-    def finish(self, context: ClientContext, data: ClientData, local: Tree, got: StepNumber) -> tuple[Half, Tree]:
-        """Return the client's half."""
-        return Half(client_half(local)), local
 
     # the server's half
 
@@ -239,6 +247,9 @@ class Cut:
     ) -> tuple[Replies, float]:
         """Run all training steps of a round with these clients in parallel.
 
+        The gradients of a step and the activations of the next one are a request and its reply. A client without a
+        training step, such as one with a single row and BatchNorm, takes no part.
+
         Args:
             fed: the federation.
             order: the clients, in the order in which the server serves them within a step.
@@ -246,48 +257,64 @@ class Cut:
             halves: the server's half for each client, or one half for all clients under `COMMON`; changed in place.
 
         Returns:
-            The clients' halves after training, and the mean loss per row. Clients that failed in any step are among the
+            The clients' halves after training, and their training loss, as in local training: the mean over a
+            client's steps, then over the clients by rows. Clients that failed in any step are among the
             `missing` of the replies. This method requires no quorum; the caller checks the quorum once per round.
         """
-        started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
-        there, lost = set(started), dict(started.missing)
-        lengths = {
-            k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=fed.context.model.has_batchnorm)
-            for k in order
-            if k in there
-        }
-        total, rows = 0.0, 0
+        skip, accept, lower = fed.context.model.has_batchnorm, self._as_cut(fed), self.lower(params)
+        lengths = {k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=skip) for k in order}
+        order = [k for k in order if lengths[k]]
+        smashed = fed.ask(self.start, order, Half(lower), quorum=False, accept=accept)
+        lost, losses, last = dict(smashed.missing), dict.fromkeys(order, 0.0), dict[int, CutGradients]()
         for step in range(1, max(lengths.values(), default=0) + 1):
-            active = [k for k in order if k in there and lengths[k] >= step]
-            number = torch.tensor(step)
-            smashed = fed.ask(self.forward, active, StepNumber(number), quorum=False, accept=self._as_cut(fed))
-            heads = {} if COMMON in halves else self._head_gradients(fed, smashed, halves, number, lost)
-            gradients = {}
-            for k in [k for k in active if k in smashed]:
-                sent, place = smashed[k], k if k in halves else COMMON
-                if place == COMMON:  # the half that trained with the clients before k computes the input of k's head
-                    heads = self._head_gradients(fed, {k: sent}, halves, number, lost)
-                if self.u_shaped and k not in heads:
-                    continue
-                after, fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
-                if why := fed.too_far(after.params, halves[place].params, STEP):
-                    lost[k] = f"its activations are false: {why}"
-                    fed.emit("client-missing", round=fed.round, task="cut.forward", client=k, reason=lost[k])
-                    continue
-                halves[place] = after
-                cut = {m: fit.carry[f"{m}.cut"] for m in sent.activations}
-                gradients[k] = CutGradients(cut, number, sent.num_rows)
-                loss = heads[k].loss if self.u_shaped else last_loss(fit)
-                total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
-            trained = fed.ask(self.backward, list(gradients), gradients, quorum=False)
-            there.difference_update(k for k in active if k not in trained)
-            lost |= smashed.missing | trained.missing
-        lower = self.lower(params)
-        end = StepNumber(torch.tensor(0))
-        done = fed.ask(
-            self.finish, sorted(there), end, quorum=False, accept=lambda _, half: fed.too_far(half.params, lower)
-        )
-        return Replies(done.parts, lost | done.missing), total / max(rows, 1)
+            sends = self._served(fed, [k for k in order if k in smashed], smashed, halves, step, lost, losses)
+            last |= {k: sent for k, sent in sends.items() if lengths[k] == step}
+            sends = {k: sent for k, sent in sends.items() if k not in last}
+            smashed = fed.ask(self.backward, list(sends), sends, quorum=False, accept=accept) if sends else Replies([])
+            lost |= smashed.missing
+        far: Accept = lambda _, half: fed.too_far(half.params, lower)  # noqa: E731
+        done = fed.ask(self.finish, sorted(last), last, quorum=False, accept=far)
+        rows = fed.clients.rows_of(done)
+        loss = sum(losses[k] / lengths[k] * rows[k] for k in done) / max(sum(rows.values()), 1)
+        return Replies(done.parts, lost | done.missing), loss
+
+    def _served(
+        self,
+        fed: Federation,
+        order: Sequence[int],
+        smashed: Replies,
+        halves: dict[int, ServerHalf],
+        step: int,
+        lost: dict[int, str],
+        losses: dict[int, float],
+    ) -> dict[int, CutGradients]:
+        """Train the server's half on the activations of one step, client by client, and return the gradients to send.
+
+        Clients that fail or send false activations are added to `lost`, and each client's loss to `losses`.
+        """
+        number, found = torch.tensor(step), dict[int, CutGradients]()
+        heads = {} if COMMON in halves else self._head_gradients(fed, smashed, halves, number, lost)
+        for k in order:
+            sent, place = smashed[k], k if k in halves else COMMON
+            if place == COMMON:  # the half that trained with the clients before k computes the input of k's head
+                heads = self._head_gradients(fed, {k: sent}, halves, number, lost)
+            if self.u_shaped and k not in heads:
+                continue
+            after, fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
+            if why := fed.too_far(after.params, halves[place].params, STEP):
+                lost[k] = f"its activations are false: {why}"
+                fed.emit(
+                    "client-missing",
+                    round=fed.round,
+                    task="cut.backward" if step > 1 else "cut.start",
+                    client=k,
+                    reason=lost[k],
+                )
+                continue
+            halves[place] = after
+            found[k] = CutGradients({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
+            losses[k] += float(heads[k].loss if self.u_shaped else last_loss(fit))
+        return found
 
     def _as_cut(self, fed: Federation) -> Accept:
         """Return a check for `fed.ask`: a reply must have rows, with the activations of all modalities of the client.

@@ -21,20 +21,6 @@ class Half(Message):
 
 
 @message
-class StepNumber(Message):
-    """The number of a training step, from 1."""
-
-    step: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
-
-
-@message
-class Ready(Message):
-    """Confirms that the client has carried out the request."""
-
-    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
-
-
-@message
 class Smashed(Message):
     """Smashed data: activations at the cut (B, ...) by modality, and the labels (B,) unless the model is U-shaped."""
 

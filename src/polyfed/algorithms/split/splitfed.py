@@ -17,6 +17,7 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
 from polyfed.core.tree import Tree, block_of, mean_of
+from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
@@ -72,6 +73,10 @@ class SplitFed(Algorithm):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow labels to leave the client unless the model is U-shaped; see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
+
+    def simulated_seconds(self, state: SplitState, times: Timetable) -> float:
+        """Return the duration of the round. In version 1, no client waits for another one before the halves' mean."""
+        return times.chains(times.by_client()) if self.version == 1 else times.barriers()
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """Train all clients of the cohort in parallel, then average the halves."""

@@ -100,7 +100,7 @@ class SweepProgress:
 
     def _ended(self) -> int:
         assert self.board is not None
-        return self.board.count("finished") + self.board.count("failed")
+        return sum(entry.ended for entry in self.board.entries.values())
 
     def _tell(self, entry: Entry) -> None:
         """Print a line about a run that has ended. If there is a live table, print the line only for a failed run."""
@@ -153,5 +153,5 @@ def _text(board: Board, number: int) -> str:
         return "left out"
     entries = board.reported.get(number)
     if entries is None:
-        return "search" if number in board.trials and number in board.blocked else "-"
+        return "search" if number in board.searches and number in board.blocked else "-"
     return cell_text(board, number) or f"0 of {len(entries)}"

@@ -9,6 +9,7 @@ from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.core.schema import (
     AT_LEAST_ONE,
+    AT_LEAST_TWO,
     BELOW_ONE,
     FRACTION,
     NOT_NEGATIVE,
@@ -92,6 +93,14 @@ class ClientsSpec:
             "matched": drawn from the global test set in the proportions of the client's labels. A client with a tenth
             of the training rows gets about a tenth of the global test set, and a test row may go to several clients. If
             None, clients have no own test rows.
+        test_clients: Natural clients whose rows are the global test set, so that they take no part in training: a share
+            of them, or a list of their numbers (the sorted order of their names). Rows of all other natural clients
+            that the data marks as test rows become training rows. It works with every source whose data says which
+            rows belong to whom.
+        folds: The number of parts into which the natural clients are divided at random. The rows of one part are the
+            global test set, as with `test_clients`. With as many folds as natural clients, one is left out at a time.
+        fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them with `grid`, and
+            `polyfed compare` pools them.
         seed: Seed of the partition, the validation split and the modality assignment. If None, the run's own seed is
             used. If this seed is set, you can repeat the run with other values of the run's own seed. All these runs
             then have the same clients, and only the random numbers of training differ.
@@ -130,6 +139,9 @@ class ClientsSpec:
     missing_rows_empty: bool = False
     ranks: list[int] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
+    test_clients: float | list[int] | None = None
+    folds: Annotated[int | None, AT_LEAST_TWO] = None
+    fold: Annotated[int | None, AT_LEAST_ONE] = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
     measure_on: Literal["validation"] | None = None
@@ -144,6 +156,7 @@ class ClientsSpec:
             lambda: check_ranges("[clients]", self),
             self._check_participation,
             self._check_personal_test,
+            self._check_test_clients,
             self._check_ranks,
             self._check_assignment,
             self._check_missing_rows,
@@ -160,8 +173,8 @@ class ClientsSpec:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return every option of `missing_rows` that has no effect in this recipe, with the reason."""
-        found = {}
+        """Return every option of a partition and of `missing_rows` that has no effect, with what makes it idle."""
+        found = self._idle_partitions()
         if self.missing_rows_pattern not in ("client", "label"):
             found["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
         if self.missing_rows_pattern != "spans":
@@ -170,6 +183,21 @@ class ClientsSpec:
             options = ("pattern", "concentration", "span", "empty")
             found |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")
         return found
+
+    def _idle_partitions(self) -> dict[str, str]:
+        """Return the options of partitions that are not chosen, each with the setting that causes this."""
+        read: set[str] = {f.name for f in fields(self._partition_class())} if isinstance(self.partition, str) else set()
+        because = f"partition = {self.partition!r}"
+        if self.partition == "silos":
+            over: Any = find(self.silo_partition, PARTITIONS, Partition)
+            read |= {f.name for f in fields(over)} - {"num"}
+            because += f" and silo_partition = {self.silo_partition!r}"
+        if "shards" in read and self.shards == 1:
+            read -= {"alpha", "min_size"}
+            because += " and shards = 1"
+        classes: Any = PARTITIONS.values()
+        every = {f.name for cls in classes for f in fields(cls)} - {"num"}
+        return {name: because for name in (f.name for f in fields(self)) if name in every - read}
 
     def counted(self) -> "ClientsSpec":
         """Return this section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
@@ -259,6 +287,24 @@ class ClientsSpec:
         elif share is not None:
             require(0.0 < share < 1.0, "clients.personal_test", share, "a share between 0 and 1")
 
+    def _check_test_clients(self) -> None:
+        wanted = self.test_clients
+        if isinstance(wanted, list):
+            require(bool(wanted), "clients.test_clients", wanted, "numbers of natural clients, not none")
+        elif wanted is not None:
+            require(0.0 < wanted < 1.0, "clients.test_clients", wanted, "a share between 0 and 1, or a list of numbers")
+        if (self.folds is None) != (self.fold is None):
+            raise RecipeError(
+                "clients.folds and clients.fold belong together: folds is the number of parts of the natural clients, "
+                "and fold, from 1, is the one that is tested. To run all, a study (polyfed sweep) takes the "
+                "grid { 'clients.fold' = [1, 2, ...] }",
+                ("clients", "fold" if self.fold is None else "folds"),
+            )
+        if self.folds is not None and self.fold is not None:
+            require(self.fold <= self.folds, "clients.fold", self.fold, f"a number from 1 to folds = {self.folds}")
+            if wanted is not None:
+                raise RecipeError("clients: test_clients and folds both choose the test clients; keep one of them")
+
     def _check_ranks(self) -> None:
         if self.ranks is not None:
             whole = all(type(rank) is int and rank >= 1 for rank in self.ranks)
@@ -277,6 +323,12 @@ class ClientsSpec:
         used = [name for name, is_given in given.items() if is_given]
         if used and self.partition != "silos":
             raise RecipeError(f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}")
+        if self.partition == "silos" and self.num is not None:
+            raise RecipeError(
+                f"clients.num = {self.num} has no meaning with partition 'silos', whose number of clients follows from "
+                "silos and holdings; remove it",
+                ("clients", "num"),
+            )
         if self.silo_partition == "silos":
             raise RecipeError("clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'")
         if self.silo_partition != "iid":

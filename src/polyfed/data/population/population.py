@@ -17,6 +17,7 @@ from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.missing_rows import lost_rows
 from polyfed.data.population.modality_assignment import assign, devices_per_silo
 from polyfed.data.population.silo_devices import dealt_to_devices, of_clients
+from polyfed.data.population.unseen_clients import held_out
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         RecipeError: The data lacks something that an option requires.
     """
     check_finite(columns)
+    columns = held_out(columns, clients, key)
     train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
     own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
     pooled = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values

@@ -1,17 +1,156 @@
-"""Guesses what the columns of a data frame hold: the features of a modality, row ids, row numbers or texts."""
+"""Which columns of a table form which modality: by a mapping, by patterns, or by a guess from names and types."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from polyfed.data.reading.cell_values import is_list, is_missing
-from polyfed.data.reading.column_grouping import REST, grouped
+from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.problems import Problems
+from polyfed.data.reading.values import is_list, is_missing
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+REST = "features"
+"""The modality of the numeric columns whose names share no prefix with other columns."""
+
+_NUMBERED = re.compile(r"(.+?)[_.\-:/ ]?\d+(?:[_.\-:x]\d+)*")
+_PREFIXED = re.compile(r"([^_.\-:/ ]+)[_.\-:/ ].+")
+
+
+def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Guess the modalities of a table from the names of its columns.
+
+    Columns that differ only in a number at their end form one modality (`audio_0`, `audio_1`). So do columns with the
+    same first word (`audio_mean`, `audio_std`). All remaining columns form one modality `features`.
+
+    Args:
+        columns: names of columns of single numbers.
+        lists: names of columns whose cells are lists or images; each of these columns is a separate modality.
+
+    >>> grouped(["audio_0", "audio_1", "eeg.a", "eeg.b", "age"], ["image"])
+    {'audio': ['audio_0', 'audio_1'], 'eeg': ['eeg.a', 'eeg.b'], 'features': ['age'], 'image': ['image']}
+    """
+    columns = list(columns)
+    groups: dict[str, list[str]] = {}
+    for pattern in (_NUMBERED, _PREFIXED):
+        placed = {column for group in groups.values() for column in group}
+        found: dict[str, list[str]] = {}
+        for column in columns:
+            if column not in placed and (match := pattern.fullmatch(column)):
+                found.setdefault(match[1], []).append(column)
+        for prefix, group in found.items():
+            if len(group) > 1 or prefix in groups:
+                groups.setdefault(prefix, []).extend(group)
+    placed = {column for group in groups.values() for column in group}
+    if rest := [column for column in columns if column not in placed]:
+        groups.setdefault(REST, []).extend(rest)
+    place = {column: number for number, column in enumerate(columns)}
+    groups = {name: sorted(group, key=place.__getitem__) for name, group in groups.items()}
+    return _named(groups | {name: [name] for name in lists})
+
+
+def is_numbered(group: Sequence[str]) -> bool:
+    """Whether columns differ only in a number at their end, so that they may be the positions of one sequence."""
+    found = [_NUMBERED.fullmatch(column) for column in group]
+    return len(group) > 1 and len({match[1] if match else None for match in found}) == 1 and found[0] is not None
+
+
+def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the groups of columns, renamed so that each group name is valid as the name of a modality.
+
+    Raises:
+        DataError: a name has no letter or digit that is allowed, or two names become equal.
+    """
+    problems = Problems()
+    found: dict[str, list[str]] = {}
+    origin: dict[str, str] = {}
+    for name, group in groups.items():
+        short = identifier(name)
+        cure = f"name the modality yourself, as in modalities={{'my_name': ['{group[0]}', ...]}}"
+        if not short:
+            problems.add(
+                DataError(
+                    f"the column '{group[0]}' gives no valid name of a modality, which has letters a to z, digits and "
+                    f"_ only: {cure}"
+                )
+            )
+        elif short in found:
+            problems.add(DataError(f"the columns '{origin[short]}' and '{name}' both give the name '{short}': {cure}"))
+        else:
+            found[short], origin[short] = group, name
+    problems.raise_all()
+    return found
+
+
+def identifier(name: str) -> str:
+    """Return a valid modality name (letters, digits, `_`; no digit first), empty if no allowed character is left.
+
+    >>> identifier("left eye"), identifier("3d")
+    ('left_eye', 'm_3d')
+    """
+    word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return word if not word or (word.isidentifier() and word not in ("shared", "labels")) else f"m_{word}"
+
+
+def column_names(modalities: Any) -> dict[str, str | list[str]]:
+    """Convert the column names of each modality to strings. In pandas, a column name may also be a number.
+
+    Raises:
+        RecipeError: `modalities` is not a dictionary from names to columns.
+    """
+    if not isinstance(modalities, Mapping):
+        raise RecipeError(
+            f"modalities = {modalities!r}: for a data frame or a table, give a dictionary from the name of each "
+            "modality to its columns, as in modalities={'audio': 'audio_*'}"
+        )
+    found: dict[str, str | list[str]] = {}
+    for name, given in modalities.items():
+        group = [given] if isinstance(given, str | Integral) or not isinstance(given, Iterable) else list(given)
+        if not group or not all(isinstance(word, str | Integral) for word in group):
+            raise RecipeError(
+                f"modalities['{name}'] = {given!r}: give the name of a column, a pattern with `*`, or a list of these"
+            )
+        found[str(name)] = given if isinstance(given, str) else [str(word) for word in group]
+    return found
+
+
+def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:
+    """Return the columns that a mapping names.
+
+    Args:
+        modalities: modality -> a column, a pattern with `*`, or a list of these.
+        columns: the columns of the table.
+        where: the name of the table in messages.
+
+    Raises:
+        DataError: some names match no column, or two modalities name the same column. The message lists all such
+            faults.
+    """
+    problems = Problems()
+    found: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for modality, given in modalities.items():
+        found[modality] = []
+        for word in [given] if isinstance(given, str) else given:
+            matching = [column for column in columns if column == word or fnmatchcase(column, word)]
+            if not matching:
+                hint = did_you_mean(word, columns[:50])
+                problems.add(DataError(f"{where} has no column '{word}' for modality '{modality}'; {hint}"))
+            for column in matching:
+                if owner.setdefault(column, modality) != modality:
+                    text = f"{where}: column '{column}' is named by the modalities '{owner[column]}' and '{modality}'"
+                    problems.add(DataError(f"{text}. Name it once"))
+            found[modality] += [column for column in matching if column not in found[modality]]
+    problems.raise_all()
+    return found
+
 
 WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
 """A text that is a number, with decimal point or comma. A column in which at least half of the words are numbers, but
@@ -37,11 +176,13 @@ class Guess:
         groups: modality -> its columns.
         texts: columns that are left out, because they hold texts.
         unnamed: columns that are left out, because they have no name of their own.
+        dates: columns that are left out, because they hold dates.
     """
 
     groups: dict[str, list[str]]
     texts: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -67,6 +208,11 @@ class Guess:
                 f"left out, because they hold texts: {', '.join(self.texts)}. If one of them names the client of a "
                 "row, name it as client. Texts to train on must be numbers or token ids; the source `hf` reads texts "
                 "with a pretrained model"
+            )
+        if self.dates:
+            sentences.append(
+                f"left out, because they hold dates: {', '.join(self.dates)}. To train on one, give a number, such as "
+                f"the days since a start: {DAYS.format(self.dates[0])}"
             )
         return tuple(sentences)
 
@@ -96,15 +242,36 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
     Raises:
         DataError: the names of some columns cannot be made into a valid name for a modality.
     """
-    found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": []}
+    found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": [], "date": []}
     for column in frame.columns:
         if column in special:
             continue
         if not UNNAMED.fullmatch(column):
-            found[kind_of(frame[column])].append(column)
+            found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
             found["unnamed"].append(column)
-    return Guess(grouped(found["number"], found["list"]), tuple(found["text"]), tuple(found["unnamed"]))
+    return Guess(
+        grouped(found["number"], found["list"]), tuple(found["text"]), tuple(found["unnamed"]), tuple(found["date"])
+    )
+
+
+DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d))([T ]\d\d?:\d\d.*)?\s*")
+"""A date in one of the usual ways, which may be followed by a time."""
+
+DAYS = "(pandas.to_datetime(frame['{}']) - start).dt.total_seconds() / 86400"
+"""How to make a number of a date."""
+
+
+def are_dates(column: "pd.Series[Any]") -> bool:
+    """Whether a column holds dates or durations, as such or as text."""
+    if column.dtype.kind in "mM":
+        return True
+    if column.dtype.kind in "iufb":
+        return False
+    held = [cell for cell in column.tolist() if not is_missing(cell)][:100]
+    return bool(held) and all(
+        hasattr(cell, "isoformat") or (isinstance(cell, str) and DATE.fullmatch(cell)) for cell in held
+    )
 
 
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:

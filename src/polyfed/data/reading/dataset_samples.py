@@ -10,10 +10,10 @@ from torch.utils.data import IterableDataset
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.reading.cell_values import array_of
+from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import ROLES, Given
 from polyfed.data.reading.row_facts import as_array
-from polyfed.data.reading.table_draft import Draft
+from polyfed.data.reading.values import array_of
 
 
 @dataclass(frozen=True, kw_only=True)

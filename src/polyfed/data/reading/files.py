@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.reading.layout import tensor_of
+from polyfed.data.reading.values import tensor_of
 
 Array = NDArray[Any]
 

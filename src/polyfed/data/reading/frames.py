@@ -4,70 +4,42 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.reading.cell_values import array_of, is_missing
-from polyfed.data.reading.column_grouping import chosen, is_numbered
-from polyfed.data.reading.column_guess import FOR_EMPTY, WRITTEN, Guess, guessed, kind_of, row_ids
+from polyfed.data.reading.column_guess import (
+    DAYS,
+    FOR_EMPTY,
+    WRITTEN,
+    Guess,
+    are_dates,
+    chosen,
+    guessed,
+    is_numbered,
+    kind_of,
+    row_ids,
+)
+from polyfed.data.reading.draft import Draft
+from polyfed.data.reading.given import Given, Modalities, Partial
 from polyfed.data.reading.row_facts import missing, ordered_words
-from polyfed.data.reading.table_draft import Draft
+from polyfed.data.reading.values import array_of, is_missing
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Partial = Literal["refuse", "absent"]
-Modalities = Mapping[str, str | Sequence[str]]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The meaning of a table's columns.
-
-    Attributes:
-        modalities: modality -> its column, a pattern with `*`, or a list of these; if None, `grouped` guesses the
-            columns of each modality.
-        label: column of the labels, or a list of columns of targets; empty if there are no labels.
-        client: column of the natural clients; empty if there is none.
-        split: column of the splits; empty if there is none.
-        ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
-        partial: what to do with a row that has only some cells of a modality.
-        optional: the roles among `label`, `client`, `split` and `ids` whose column may be missing, because the user did
-            not name it. The role `label` is among them only if the task needs no labels.
-    """
-
-    modalities: Modalities | None = None
-    label: str | Sequence[str] = "label"
-    client: str = "client"
-    split: str = "split"
-    ids: str = ""
-    partial: Partial = "refuse"
-    optional: tuple[str, ...] = ("client", "split")
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Return the names of the label columns."""
-        return ((self.label,) if self.label else ()) if isinstance(self.label, str) else tuple(self.label)
-
-    @property
-    def meaning(self) -> dict[str, str]:
-        """Return the meaning of each column that has one."""
-        facts = {self.ids: "row id", self.split: "split", self.client: "client"}
-        return {column: role for column, role in facts.items() if column} | dict.fromkeys(self.labels, "label")
-
-
-def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems: Problems, **more: Any) -> Draft:
+def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems: Problems, **more: Any) -> Draft:
     """Read the parts of a data frame into a draft.
 
     Args:
         frame: the data frame.
         where: the name of the data frame in messages.
         name: name of the data set.
-        roles: the meaning of its columns.
+        given: the meaning of its columns. Labels, clients, split and ids are names of columns, or empty.
         problems: faults are added to this object.
         more: more attributes of `Draft`.
     """
@@ -78,16 +50,16 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
         frame = frame.loc[:, ~frame.columns.duplicated()]
     if not len(frame):
         raise DataError(f"{where} has no rows. Check where it comes from")
-    roles = replace(roles, ids=_ids_column(frame, roles))
-    facts = {role: _fact(frame, role, getattr(roles, role), roles, where, problems) for role in ("client", "split")}
-    labels, levels = problems.attempt(lambda: _labels(frame, roles, where)) or (None, None)
-    groups, notes = _groups(frame, roles, where, problems)
+    given = replace(given, ids=_ids_column(frame, given))
+    clients, split, ids = (_fact(frame, role, given, where, problems) for role in ("clients", "split", "ids"))
+    labels, levels = problems.attempt(lambda: _labels(frame, given, where)) or (None, None)
+    groups, notes = _groups(frame, given, where, problems)
     values: dict[str, Any] = {}
     present: dict[str, Any] = {}
     cut: dict[str, Any] = {}
     for modality, group in groups.items():
         with problems.noting():
-            read = _values(frame, group, f"{where}: modality '{modality}'", roles.partial)
+            read = _values(frame, group, f"{where}: modality '{modality}'", given.partial)
             values[modality] = read.values
             if not read.there.all():
                 present[modality] = read.there
@@ -95,11 +67,10 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
                 cut[modality] = read.cut
             notes += [f"modality '{modality}': {read.note}"] if read.note else []
     found: dict[str, Any] = {"labels": labels, "modalities": values}
-    if labels is None and (roles.labels and "label" not in roles.optional):
+    if labels is None and given.label_columns and "labels" not in given.optional:
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
-    names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else levels
-    facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
-    ids = _fact(frame, "id", roles.ids, roles, where, problems)
+    names = given.label_columns if len(given.label_columns) > 1 else levels
+    facts_of: dict[str, Any] = {"clients": clients, "split": split, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes)}
@@ -107,33 +78,40 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
 
 
 def _groups(
-    frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
+    frame: "pd.DataFrame", given: Given, where: str, problems: Problems
 ) -> tuple[Mapping[str, Sequence[str]], list[str]]:
     """Return the columns of each modality, and notes for the user.
 
     If the user has not named the columns, polyfed guesses them, and the notes describe the guess.
     """
-    columns, special = list(frame.columns), {*roles.meaning}
+    columns, special = list(frame.columns), {*given.meaning}
     groups: Mapping[str, Sequence[str]]
     guess = Guess({})
-    if roles.modalities is None:
+    if given.modalities is None:
         guess = problems.attempt(lambda: guessed(frame, special)) or guess
         groups = guess.groups
     else:
-        groups = problems.attempt(lambda: chosen(roles.modalities or {}, columns, where)) or {}
-        _refuse_answers(groups, roles, where, problems)
+        groups = problems.attempt(lambda: chosen(_modalities(given), columns, where)) or {}
+        _refuse_answers(groups, given, where, problems)
     if not groups and not problems.found:
         beside = ", ".join(sorted(special & {*columns})) or "texts"
-        problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
+        rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
+        problems.add(DataError(f"{where} has no column of numbers beside {beside}{rest}"))
     if not problems.found:
         for sentence in guess.doubtful:
             warnings.warn(f"{where}: {sentence}", PolyfedWarning, stacklevel=3)
     return groups, guess.notes
 
 
-def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
+def _modalities(given: Given) -> Modalities:
+    """Return modality -> its columns, empty if the user has not named them."""
+    assert given.modalities is None or isinstance(given.modalities, Mapping), "tables name the columns of each modality"
+    return given.modalities or {}
+
+
+def _refuse_answers(groups: Mapping[str, Sequence[str]], given: Given, where: str, problems: Problems) -> None:
     """Add a fault for each column of labels, clients or splits that is also a feature and would reveal the answer."""
-    meaning = roles.meaning
+    meaning = given.meaning
     for modality, group in groups.items():
         for column in group:
             if column in meaning:
@@ -141,49 +119,50 @@ def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: st
                 problems.add(DataError(f"{text}. Name the columns of the modality without it"))
 
 
-def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:
+def _fact(frame: "pd.DataFrame", role: str, given: Given, where: str, problems: Problems) -> Any:
     """Return the column of a role, such as the natural clients. Return None if there is no such column."""
-    if not column or (column not in frame.columns and role in roles.optional):
+    column = getattr(given, role)
+    if not column or (column not in frame.columns and role in given.optional):
         return None
     if column not in frame.columns:
         hint = did_you_mean(column, list(frame.columns)[:50])
-        problems.add(DataError(f"{where} has no column '{column}' for the {role}s; {hint}"))
+        problems.add(DataError(f"{where} has no column '{column}' for the {role}; {hint}"))
         return None
     return _facts(frame, column)
 
 
-def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
+def _ids_column(frame: "pd.DataFrame", given: Given) -> str:
     """Return the name of the column of the row ids. Return "" if there is no column that can serve as ids."""
-    if "ids" not in roles.optional:
-        return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
-    groups = (roles.modalities or {}).values()
+    if "ids" not in given.optional:
+        return "" if given.ids == "rows" and "rows" not in frame.columns else str(given.ids)
+    groups = _modalities(given).values()
     features = {name for group in groups for name in ([group] if isinstance(group, str) else group)}
-    return row_ids(frame, {*replace(roles, ids="").meaning, *features})
+    return row_ids(frame, {*replace(given, ids="").meaning, *features})
 
 
-def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
+def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
     """Return the labels and their levels. Return None if there are no labels.
 
     The levels are None unless the column is an ordered pandas Categorical.
     """
-    if lacking := [column for column in roles.labels if column not in frame.columns]:
-        if "label" in roles.optional:
+    if lacking := [column for column in given.label_columns if column not in frame.columns]:
+        if "labels" in given.optional:
             return None
         hint = did_you_mean(lacking[0], list(frame.columns)[:50])
         raise DataError(f"{where} has no column '{lacking[0]}' for the labels; name the right one as label. {hint}")
-    if not roles.labels:
+    if not given.label_columns:
         return None
-    if not isinstance(roles.label, str):
+    if not isinstance(given.labels, str):
         cure = "Several columns of labels are targets, which are numbers. If the labels are words, name one column"
-        targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in roles.labels]
+        targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in given.label_columns]
         return np.stack(targets, 1), None
-    if (ordered := ordered_words(frame[roles.label])) is not None:
+    if (ordered := ordered_words(frame[given.labels])) is not None:
         return ordered
-    found = _facts(frame, roles.label)
+    found = _facts(frame, given.labels)
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
-            raise missing(gone, f"{where}: column '{roles.label}'")
+            raise missing(gone, f"{where}: column '{given.labels}'")
     return found, None
 
 
@@ -231,7 +210,7 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
     if partly.any():
         text = (
             f"{counted(int(partly.sum()), 'row has', 'rows have')} only some of its cells, first row "
-            f"{int(partly.argmax())}"
+            f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
             raise DataError(
@@ -260,6 +239,12 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     """
     import pandas as pd  # imported here, because the import takes half a second
 
+    if are_dates(frame[column]):
+        row = int(frame[column].notna().to_numpy().argmax())
+        raise DataError(
+            f"{where}: column '{column}' holds dates, such as {str(frame[column].iloc[row])!r} at row {row}. Give a "
+            f"number, such as the days since a start: {DAYS.format(column)}. {otherwise}"
+        )
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])

@@ -1,7 +1,9 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -11,23 +13,150 @@ from torch.utils.data import Dataset
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Columns
-from polyfed.data.reading.column_grouping import column_names
+from polyfed.data.reading.column_guess import UNNAMED, column_names, kind_of
 from polyfed.data.reading.dataset_samples import drafted_samples
-from polyfed.data.reading.frames import Roles, drafted
-from polyfed.data.reading.given import Given
-from polyfed.data.reading.reading_options import ReadingOptions, with_masks
+from polyfed.data.reading.draft import Draft, columns_of
+from polyfed.data.reading.frames import drafted
+from polyfed.data.reading.given import Given, with_masks
 from polyfed.data.reading.row_facts import SPLITS, as_array, ordered_words, plain
-from polyfed.data.reading.split_objects import (
-    has_rows,
-    is_frame,
-    is_hugging_face,
-    join_arrays,
-    refuse_other_columns,
-    refuse_other_dictionaries,
-    same_order,
-    shown,
-)
-from polyfed.data.reading.table_draft import Draft, columns_of
+
+
+def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
+    """Refuse splits that have different columns. Only columns that polyfed reads are compared.
+
+    Args:
+        data: split -> a data frame or another data set.
+        modalities: the option `modalities`, with which the caller names the columns of each modality. If None, polyfed
+            reads all columns of numbers.
+        named: the options `labels` and `clients`. If one of them is the name of a column, polyfed reads this column
+            too.
+
+    Raises:
+        DataError: a split has no rows, or lacks a column that other splits have. The message lists all faults.
+    """
+    problems = Problems()
+    columns: dict[str, Counter[str]] = {}
+    held: dict[str, set[str]] = {}
+    for name, part in data.items():
+        if not len(part):
+            problems.add(DataError(f"data: split '{name}' has no rows. Leave it out, or check where it comes from"))
+        elif is_frame(part):
+            frame = part.rename(columns=str)
+            columns[name] = Counter(frame.columns)
+            kinds = {column: kind_of(frame[column]) for column, count in columns[name].items() if count == 1}
+            roles = {word for word in ("label", "client", *named) if isinstance(word, str)}
+            read = {column for column, kind in kinds.items() if kind != "text" and not UNNAMED.fullmatch(column)}
+            held[name] = read | (roles & kinds.keys())
+    if modalities is None:
+        every = sorted(set().union(*held.values()))
+        for name in held:
+            if lacking := [column for column in every if column not in columns[name]]:
+                other = next(part for part in held if lacking[0] in held[part])
+                listed = ", ".join(map(repr, lacking[:5]))
+                problems.add(
+                    DataError(
+                        f"data: split '{name}' has no column {listed}, and split '{other}' has. Give all splits the "
+                        "same columns, or name the columns of each modality in modalities"
+                    )
+                )
+    problems.raise_all()
+
+
+def refuse_other_dictionaries(data: Mapping[str, Any], labels: Any) -> None:
+    """Check that `data` maps each modality to an array, and that `labels` is not the name of a column.
+
+    The function refuses `data` whose keys are splits, as in {'train': ..., 'test': ...}, if all values are paths of
+    files or all values are dictionaries. If `data` holds arrays, `labels` must hold one label for each row, because
+    arrays have no column that a name could select.
+
+    Raises:
+        RecipeError: `data` maps each split to the path of a file or to a dictionary, or `labels` is a name.
+    """
+    by_split = all(str(name).lower() in SPLITS for name in data)
+    name, part = next(iter(data.items()))
+    if by_split and all(isinstance(value, str | PathLike) for value in data.values()):
+        raise RecipeError(
+            f"data['{name}'] is the path of a file, but a split must be a data frame or a dataset. Read the files, as "
+            f"in data={{'{name}': pandas.read_csv('{part}'), ...}}. Or give one file with a column `split`, as in "
+            "data='all.csv', split='split'"
+        )
+    if by_split and all(isinstance(value, Mapping) for value in data.values()):
+        raise RecipeError(
+            f"data['{name}'] is a {type(part).__name__}, but a split must be a data frame or a dataset. Join the "
+            "arrays of all splits, and give the split of each row, as in data={'image': x}, labels=y, split=['train', "
+            "..., 'test']"
+        )
+    if isinstance(labels, str):
+        raise RecipeError(
+            f"labels = '{labels}' is a name, but data is arrays. Give one label for each row, as in labels=y"
+        )
+
+
+def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the splits with their columns in the order of the first split, since features are read in this order."""
+    parts = list(data.items())
+    first = dict.fromkeys(getattr(parts[0][1], "columns" if is_frame(parts[0][1]) else "column_names", ()))
+    found: dict[str, Any] = {}
+    for name, part in parts:
+        held = list(getattr(part, "columns" if is_frame(part) else "column_names", ()))
+        known = set(held)
+        if len(known) < len(held) or not first:
+            found[name] = part
+            continue
+        order = [column for column in first if column in known] + [column for column in held if column not in first]
+        found[name] = part[order] if is_frame(part) else part.select_columns(order) if held != order else part
+    return found
+
+
+def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
+    """Return the arrays of all splits, joined one after another.
+
+    Time series (N, T, F) and token ids (N, T) may differ in length between the splits. They are padded with zeros at
+    the end to the longest, as `array_of` pads the samples of one split.
+    """
+    held = [np.asarray(array) for array in arrays]
+    shapes = {array.shape[1:] for array in held}
+    if len(shapes) > 1:
+        ranks, whole = {len(shape) for shape in shapes}, all(array.dtype.kind in "iu" for array in held)
+        if len({shape[1:] for shape in shapes}) > 1 or not (ranks == {2} or (ranks == {1} and whole)):
+            found = " and ".join(map(str, sorted(shapes)))
+            text = f"data: modality '{name}' has samples of shape {found} in different splits"
+            problems.add(DataError(f"{text}. Bring the samples of all splits to one shape"))
+            return arrays[0]
+        longest = max(shape[0] for shape in shapes)
+        rest = [(0, 0)] * (held[0].ndim - 2)
+        held = [np.pad(array, [(0, 0), (0, longest - array.shape[1]), *rest]) for array in held]
+    return np.concatenate(held)
+
+
+def has_columns(data: Any) -> bool:
+    """Whether data in memory is a table with columns, or consists of such tables, one for each split."""
+    parts = list(data.values()) if isinstance(data, Mapping) else [data]
+    return bool(parts) and all(is_frame(part) or is_hugging_face(part) for part in parts)
+
+
+def is_frame(data: Any) -> bool:
+    """Whether an object is a pandas data frame."""
+    return type(data).__name__ == "DataFrame" and hasattr(data, "iloc")
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Whether an object is a `Dataset` of the library `datasets` by Hugging Face."""
+    return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")
+
+
+def has_rows(values: Any) -> bool:
+    """Whether a value can hold one entry for each row: it has a length, and is not a text, a mapping or a set."""
+    try:
+        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
+    except TypeError:  # None, a number, an array or a tensor without axes
+        return False
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error text: itself if it is a word or a number, or else its type."""
+    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"
+
 
 ALLOWED = (
     "a dictionary of tensors or arrays by modality, a pandas data frame, a torch.utils.data.Dataset, a data set of the "
@@ -35,45 +164,27 @@ ALLOWED = (
 )
 
 
-def table_of(
-    data: Any,
-    given: Given,
-    *,
-    test_share: float = 0.2,
-    seed: int = 0,
-    standardise: bool | str | Sequence[str] = "uneven",
-) -> Columns:
+def table_of(data: Any, given: Given) -> Columns:
     """Make a table from data in memory.
 
     Args:
         data: one of `ALLOWED`, except a path; or a dictionary with one such object for each split (`train`, `test`,
             `validation`).
-        given: labels, natural clients, splits and more.
-        test_share: share of every class that becomes the test set, if there is no split.
-        seed: seed for drawing that test set.
-        standardise: the modalities to standardise; see `Columns.standardise`.
+        given: labels, natural clients, splits, and how they are read.
 
     Raises:
         DataError: the data has faults; the message lists all of them.
         RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
-        given_too = [
-            name
-            for name, value in vars(given).items()
-            if value is not None and name not in ("partial", "needs_labels", "numeric")
-        ]
+        facts = ("labels", "clients", "split", "ids", "modalities", "present", "class_names", "layout")
+        given_too = [name for name in facts if getattr(given, name) is not None]
+        options = ("partial", "standardise", "test_share")
+        given_too += [name for name in options if getattr(given, name) != getattr(Given, name)]
         if given_too:
-            raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
+            raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients, splits and more already")
         return data
-    options = ReadingOptions.of(
-        class_names=given.class_names,
-        layout=given.layout,
-        partial=given.partial,
-        standardise=standardise,
-        test_share=test_share,
-    )
-    given = replace(given, class_names=options.class_names, layout=options.layout)
+    given = given.options_checked()
     if (ordered := ordered_words(given.labels)) is not None:
         words, levels = ordered
         given = replace(given, labels=words, class_names=given.class_names or levels)
@@ -88,10 +199,7 @@ def table_of(
         problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
         problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
-    draft = replace(draft, **extra)
-    return columns_of(
-        draft, test_share=options.test_share, seed=seed, standardise=options.standardise, problems=problems
-    )
+    return columns_of(replace(draft, **extra), given, problems)
 
 
 def _draft(data: Any, given: Given, problems: Problems) -> Draft:
@@ -150,11 +258,11 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
     for role, column in (("labels", "label"), ("clients", "client"), ("split", "split")):
         value = getattr(given, role)
         if value is None:
-            words[column] = column
+            words[role] = column
             if role != "labels" or not given.needs_labels:
-                optional.append(column)
+                optional.append(role)
         elif isinstance(value, str) or (role == "labels" and _are_columns(value, frame)):
-            words[column] = value
+            words[role] = value
         elif not has_rows(value):
             raise RecipeError(f"{role} is {shown(value)}: give one entry for each row, or the name of a column")
         else:
@@ -163,13 +271,13 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
                 text = f"data has {len(frame)} rows, {role} has {len(array)}. Give one entry for each row"
                 problems.add(DataError(text))
             elif array.ndim == 1:
-                words[column], frame = column, frame.assign(**{column: array})
+                words[role], frame = column, frame.assign(**{column: array})
                 continue
             else:
                 arrays[role] = array  # several targets for each row fit in no column
-            words[column], frame = "", frame.drop(columns=column, errors="ignore")
-    roles = Roles(modalities=modalities, partial=given.partial, optional=tuple(optional), **words)
-    return drafted(frame, "data", "data", roles, problems, **arrays)
+            words[role], frame = "", frame.drop(columns=column, errors="ignore")
+    named = replace(given, modalities=modalities, ids="", optional=tuple(optional), **words)
+    return drafted(frame, "data", "data", named, problems, **arrays)
 
 
 def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.reading.cell_values import digits, is_missing, unmasked
+from polyfed.data.reading.values import digits, is_missing, unmasked
 
 MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
@@ -189,6 +189,18 @@ def splits_of(values: Any, where: str) -> Tensor:
     array = _whole(array, where)
     if array.dtype.kind not in "iub" or array.ndim != 1:
         raise DataError(f"{where} must hold 0 train, 1 test, 2 validation or 3 left out, or words such as 'train'")
+    return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
+
+
+def codes_of(values: Any, where: str) -> Tensor:
+    """Return codes, int8 (N,), from whole numbers; `Columns` checks their range.
+
+    Raises:
+        DataError: The values are not whole numbers.
+    """
+    array = _whole(plain(values, where), where)
+    if array.dtype.kind not in "iub" or array.ndim != 1:
+        raise DataError(f"{where} must hold integers, one a row; it is {array.dtype} {array.shape}")
     return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
 
 

@@ -5,6 +5,7 @@ recipe could name any array as the labels, it could let a modality leave that th
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from polyfed.core.errors import NotAllowed
 from polyfed.core.messages import LABELS
@@ -54,6 +55,17 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
             owner has not allowed it.
     """
     modalities = {*protected, *recipe.model.modalities} - {SHARED, LABELS, EVERY}
+    method: Any = recipe.algorithm
+    for name in getattr(method, "groups", {}):
+        if (
+            any(name in (modality, f"{modality}_present") for modality in modalities)
+            or name == array_names(recipe)["ids"]
+        ):
+            raise NotAllowed(
+                f"[algorithm] groups: '{name}' is a modality, an array with a policy row of its own, or the sample "
+                "ids. No policy file can allow that"
+            )
+        check_array("groups", name, "[algorithm] groups")
     for role, name in named_arrays(recipe).items():
         if any(name in (modality, f"{modality}_present") for modality in modalities):
             raise NotAllowed(

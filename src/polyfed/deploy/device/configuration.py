@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.core.errors import DataError, NotAllowed, RecipeError, did_you_mean
 from polyfed.core.registry import Allowance, name_of
 from polyfed.core.tasks import parts
@@ -215,7 +215,7 @@ def used_on(recipe: Recipe) -> Allowance:
     """Return the code and models that devices must allow for this recipe."""
     algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
     arrays = {role: (name,) for role, name in named_arrays(recipe).items() if name != standard(role)}
-    named = [name_of(algorithm, ALGORITHMS)]
+    named = [name_of(algorithm, NAMED)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
     named += [encoder.kind for encoder in encoders]
     named += recipe.model.classes().values()

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.files import Arrays
+from polyfed.data.row_groups import group_codes
 from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.deploy.device.arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import WHERE, NodeConfig
@@ -48,6 +50,8 @@ def population_on(
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
+    method: Any = recipe.algorithm
+    columns = replace(columns, groups=group_codes(node.data, getattr(method, "groups", {}), len(columns)))
     if recipe.algorithm.aligns_rows and columns.numbered:
         raise DataError(
             f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "

@@ -1,9 +1,14 @@
-"""Worker processes: a pool of processes on one machine that run the clients of a request in parallel.
+"""Worker processes: a pool of processes that run the clients of a request in parallel, on one machine or on several.
 
-The processes are forked from the server's process before or during a run, so they share the data, the model and the
-algorithm without a copy. Local states stay in the server's process. A worker receives them with the request and returns
-the new local states. So any worker can run any client, and you can resume a run with another number of workers. If a
-worker dies, no state is lost, and a new worker runs its clients again. docs/decisions/0016-workers.md has the reasons.
+There are two transports. On one machine, the processes are forked from the server's process before or during a run, so
+they share the data, the model and the algorithm without a copy. On the nodes of a Ray cluster, they are actors
+(`cluster.py`), and each node holds the data once.
+
+The server's process has all local states. A worker receives them with the request and returns the new local states. So
+any worker can run any client, and you can resume a run with another number of workers. If a worker dies, no state is
+lost, and another worker runs its clients again. An actor also keeps the states that it has returned, and receives the
+same clients first, so that a state travels to it only after another worker has changed it.
+docs/decisions/0016-workers.md has the reasons.
 
 A request is divided into units: a unit is a stack of clients, or one client. Every worker uses the same number of
 threads, so the result of a unit does not depend on the process that runs it. So the result of a request does not depend
@@ -18,20 +23,24 @@ import signal
 import sys
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch import multiprocessing
+from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
 from polyfed.core.system.openmp import can_end_idle_threads, end_idle_threads
+from polyfed.core.tree import Tree, size_bytes
+from polyfed.engines.workers.cluster import Cluster, Lost
 from polyfed.engines.workers.process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
-from polyfed.engines.workers.shared_memory import Arena, copied
+from polyfed.engines.workers.shared_memory import Arena, Memory, Packed, copied
 from polyfed.federation.replies import Answer, ReplyStack
 
 BUNDLES = 4
@@ -47,46 +56,61 @@ class Workers:
 
     Args:
         engine: the engine whose clients the workers run.
-        num: number of processes, 2 or more.
+        num: number of processes. On one machine 2 or more; on a cluster, 0 means one for each `threads` cores.
         threads: number of threads that PyTorch uses in each process. 0 leaves the number unchanged.
         devices: the devices on which workers run; worker i uses device i modulo their number. Without devices, the
             workers use the engine's device.
+        cluster: the Ray cluster on whose nodes the workers run, or None for processes forked from this one.
 
     Attributes:
         started: the running workers.
-        broadcast: shared memory for a message that all clients receive.
+        broadcast: memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
+        moved: bytes of local states that were sent to a worker.
 
     Raises:
         RecipeError: the workers would use several threads, and a forked process could wait for them forever.
     """
 
-    def __init__(self, engine: Served, num: int, threads: int = 1, devices: Sequence[torch.device] = ()) -> None:
-        assert num > 1
-        if threads != 1 and not can_end_idle_threads():
+    def __init__(
+        self,
+        engine: Served,
+        num: int,
+        threads: int = 1,
+        devices: Sequence[torch.device] = (),
+        cluster: Cluster | None = None,
+    ) -> None:
+        assert num > 1 or cluster is not None
+        if threads != 1 and cluster is None and not can_end_idle_threads():
             raise RecipeError(
                 f"[engine] workers = {num}, threads = {threads}: PyTorch cannot end its idle threads on this machine, "
                 "because its OpenMP library lacks omp_pause_resource_all. Processes that start meanwhile could wait "
                 "forever. Set threads = 1, or workers = 1"
             )
         self.engine, self.num, self.threads, self.devices = engine, num, threads, devices or (engine.device,)
-        self.broadcast = Arena()
+        self.cluster = cluster
+        self.broadcast: Memory = Arena() if cluster is None else Packed()
         self.started: list[_Worker] = []
-        self.returned = 0
+        self.returned = self.moved = 0
         self._told: list[tuple[str, dict[str, Any]]] = []
         self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
     def start(self, num: int) -> None:
-        """Start worker processes until `num` of them run.
+        """Start worker processes until `num` of them run. On a cluster, fewer may find a free core.
 
         Raises:
-            RecipeError: the operating system refused to start a process.
+            RecipeError: the operating system refused to start a process, or no node of the cluster has a free core.
         """
+        if self.cluster is not None:
+            lacking = num - len(self.started)
+            actors = self.cluster.start(self.engine, lacking, none_yet=not self.started) if lacking > 0 else []
+            self.started.extend(_Actor(self, self.cluster, actor, node) for actor, node in actors)
+            return
         for name in self.engine.imports:
             importlib.import_module(name)
         while len(self.started) < num:
             try:
-                self.started.append(_Worker(self, self.devices[len(self.started) % len(self.devices)]))
+                self.started.append(_Forked(self, self.devices[len(self.started) % len(self.devices)]))
             except OSError as error:
                 raise RecipeError(
                     f"[engine] workers: worker process {len(self.started) + 1} of {self.num} could not start: {error}. "
@@ -97,6 +121,8 @@ class Workers:
         """End all worker processes."""
         self._close()
         self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
+        if self.cluster is not None:
+            self.cluster.close()
 
     def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
         """Run the units of a request on the workers.
@@ -111,6 +137,8 @@ class Workers:
             PolyfedError: a worker's gate refused a reply, a task broke a rule, or a worker process could not start.
         """
         clients = [client for unit in units for client in unit]
+        if self.cluster is not None:
+            self.num = self.cluster.open(self.engine, self.num, self.threads, self.devices[0])
         todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
         self.start(min(self.num, len(todo)))
         end_idle_threads()
@@ -127,16 +155,17 @@ class Workers:
         """Send the bundles to idle workers, one after another, and collect the results."""
         answer = Answer([], {})
         waiting, tries = list(todo), dict.fromkeys(todo, 0)
-        busy: dict[Connection, tuple[_Worker, int]] = {}
+        busy: dict[_Worker, int] = {}
         while waiting or busy:
             for worker in self.started:
-                if waiting and worker.connection not in busy:
-                    number = waiting.pop(0)
+                if waiting and worker not in busy:
+                    number = max(waiting, key=lambda number: worker.holds(todo[number]))  # the first one of equal ones
+                    waiting.remove(number)
                     tries[number] += 1
                     worker.give(self._job(worker, request, todo[number], send, sent))
-                    busy[worker.connection] = worker, number
-            for ready in _ready([worker for worker, _ in busy.values()]):
-                worker, number = busy.pop(ready.connection)
+                    busy[worker] = number
+            for worker in next(iter(busy)).ready(list(busy)):
+                number = busy.pop(worker)
                 done = worker.take()
                 if done is not None:
                     self._merge(request, worker, done, answer)
@@ -154,13 +183,19 @@ class Workers:
         clients = [client for unit in units for client in unit]
         own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
         trees = {client: self.engine.local(request, client) for client in clients}
+        held = [client for client, tree in trees.items() if worker.held.get(client) is tree]
+        trees = {client: tree for client, tree in trees.items() if client not in held}
+        self.moved += sum(map(size_bytes, trees.values()))
         flat = [value for msg in own.values() for value in values(msg)]
         flat += [value for tree in trees.values() for value in tree.values()]
         places = iter(worker.down.write(flat))
         messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
         locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
         facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn", "held_out")}
-        return Job(request.name, facts, units, messages if sent is None else sent, sent is not None, locals_)
+        stale, worker.stale = worker.stale, []
+        return Job(
+            request.name, facts, units, messages if sent is None else sent, sent is not None, locals_, held, stale
+        )
 
     def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:
         """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
@@ -183,31 +218,135 @@ class Workers:
         for client, tree in done.locals.items():
             values = worker.up.read(place for _, place in tree)
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
+            if worker.remembers:
+                self._remember(worker, client)
+
+    def _remember(self, worker: "_Worker", client: int) -> None:
+        """Note that this worker holds the client's newest state, and that no other worker does."""
+        worker.held[client] = self.engine.locals[client]
+        for other in self.started:
+            if other is not worker and other.held.pop(client, None) is not None:
+                other.stale.append(client)
 
     def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
-        """Replace a dead worker with a new one, and return a text on how the dead worker ended."""
-        dead.process.join()
-        code = dead.process.exitcode or 0
-        reason = "its worker process was ended " + (
-            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        )
+        """Replace a dead worker with a new one, and return a text on how the dead worker ended.
+
+        A cluster gets new workers only when no others are left, or before the next request, because the node of the
+        dead one may be gone.
+        """
+        reason = dead.end()
         dead.close()
-        self.started[self.started.index(dead)] = _Worker(self, dead.device)
+        place = self.started.index(dead)
+        if isinstance(dead, _Forked):
+            self.started[place] = _Forked(self, dead.device)
+        else:
+            del self.started[place]
+            self.start(1)
         clients = [client for unit in units for client in unit]
         self.engine.emit("note", text=f"client {clients[0]} and {len(clients) - 1} more: {reason}")
         return reason
 
 
-class _Worker:
-    """One worker process, and the shared memory in which it receives and returns tensors."""
+class _Worker(ABC):
+    """One worker process, and the memory in which it receives and returns tensors.
+
+    Attributes:
+        down: the memory of the tensors that the worker receives.
+        up: the memory of the tensors that the worker returns.
+        held: client -> the newest local state, if the worker holds it too. These are the objects of the engine.
+        stale: clients of which the worker holds an older state.
+    """
+
+    remembers = False
+    """Whether the worker keeps the local states that it has returned."""
+    down: Memory
+    up: Memory
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tree] = {}
+        self.stale: list[int] = []
+
+    def holds(self, units: list[Unit]) -> int:
+        """Return the bytes of the local states of these clients that the worker holds."""
+        return sum(size_bytes(self.held[client]) for unit in units for client in unit if client in self.held)
+
+    @abstractmethod
+    def give(self, job: Job) -> None:
+        """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
+
+    @abstractmethod
+    def take(self) -> Done | None:
+        """Return the worker's results, or None if it has died. Call this method only for a worker of `ready`."""
+
+    @abstractmethod
+    def ready(self, workers: list["_Worker"]) -> list["_Worker"]:
+        """Wait until some of these workers, all of this class, have sent results or have ended, and return them."""
+
+    @abstractmethod
+    def end(self) -> str:
+        """Return a text on how the dead worker ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the process and free its memory."""
+
+
+class _Actor(_Worker):
+    """A worker on a node of a Ray cluster. Ray starts it, notices its end, and moves the bytes of its messages."""
+
+    remembers = True
+
+    def __init__(self, pool: Workers, cluster: Cluster, actor: Any, node: str) -> None:
+        super().__init__()
+        self.pool, self.cluster, self.actor, self.node = pool, cluster, actor, node
+        self.down, self.up = Packed(), Packed()
+
+    @override
+    def give(self, job: Job) -> None:
+        assert isinstance(self.pool.broadcast, Packed)
+        assert isinstance(self.down, Packed)
+        broadcast = self.cluster.once(self.pool.broadcast.content) if job.shared else None
+        self.pending = self.actor.run.remote(job, broadcast, self.down.content)
+
+    @override
+    def take(self) -> Done | None:
+        try:
+            done, content = self.cluster.result(self.pending)
+        except Lost as lost:
+            self.reason = str(lost)
+            return None
+        self.up = Packed(content)
+        assert isinstance(done, Done)
+        return done
+
+    @override
+    def ready(self, workers: list[_Worker]) -> list[_Worker]:
+        finished = self.cluster.wait([worker.pending for worker in workers if isinstance(worker, _Actor)])
+        return [worker for worker in workers if isinstance(worker, _Actor) and worker.pending in finished]
+
+    @override
+    def end(self) -> str:
+        return f"its worker on node {self.node} was lost ({self.reason})"
+
+    @override
+    def close(self) -> None:
+        self.cluster.kill(self.actor)
+
+
+class _Forked(_Worker):
+    """A worker process that was forked from this process, and the shared memory of both."""
+
+    down: Arena
+    up: Arena
 
     def __init__(self, pool: Workers, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self.down, self.up = Arena(), Arena()
         self.connection, theirs = multiprocessing.Pipe()
         # a worker notices the end of the server's process only if no other worker holds the server's end of this
         # worker's pipe open
-        foreign = [self.connection, *(worker.connection for worker in pool.started)]
+        foreign = [self.connection, *(w.connection for w in pool.started if isinstance(w, _Forked))]
         memory = (pool.broadcast, self.down, self.up)
         arguments = (pool.engine, theirs, foreign, memory, pool.threads, device)
         self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
@@ -219,13 +358,13 @@ class _Worker:
         theirs.close()
         self.exited = _exit_of(self.process.pid)
 
+    @override
     def give(self, job: Job) -> None:
-        """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
         with suppress(BrokenPipeError):
             self.connection.send(job)
 
+    @override
     def take(self) -> Done | None:
-        """Return the worker's results, or None if it has died. Call this method only for a worker of `_ready`."""
         try:
             if not self.connection.poll():
                 return None
@@ -235,8 +374,25 @@ class _Worker:
         assert isinstance(done, Done)
         return done
 
+    @override
+    def ready(self, workers: list[_Worker]) -> list[_Worker]:
+        # if a task has started a process, the new process may hold the worker's end of the pipe open. The pipe then
+        # does not end when the worker ends, so this also waits for the end of the worker's process (`pidfd_open`)
+        forked = [worker for worker in workers if isinstance(worker, _Forked)]
+        exits = [worker.exited for worker in forked if worker.exited is not None]
+        found = set(wait([*(worker.connection for worker in forked), *exits]))
+        return [worker for worker in forked if worker.connection in found or worker.exited in found]
+
+    @override
+    def end(self) -> str:
+        self.process.join()
+        code = self.process.exitcode or 0
+        return "its worker process was ended " + (
+            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        )
+
+    @override
     def close(self) -> None:
-        """End the process and free its memory."""
         self.connection.close()
         self.process.kill()
         self.process.join()
@@ -244,17 +400,6 @@ class _Worker:
             os.close(self.exited)
         self.down.close()
         self.up.close()
-
-
-def _ready(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some of these workers have sent results or have ended, and return them.
-
-    If a task has started a process, the new process may hold the worker's end of the pipe open. The pipe then does not
-    end when the worker ends, so this function also waits for the end of the worker's process (`pidfd_open`).
-    """
-    exits = [worker.exited for worker in workers if worker.exited is not None]
-    found = set(wait([*(worker.connection for worker in workers), *exits]))
-    return [worker for worker in workers if worker.connection in found or worker.exited in found]
 
 
 def _exit_of(process: int | None) -> int | None:

@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -18,8 +18,9 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import task_of
 from polyfed.core.tree import Tree
+from polyfed.data import Population
 from polyfed.engines.machine.gpu import deterministic
-from polyfed.engines.workers.shared_memory import Arena, Place, copied
+from polyfed.engines.workers.shared_memory import Arena, Memory, Place, copied
 from polyfed.federation.clock import Clock
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.ledger import Entry, Ledger
@@ -44,6 +45,8 @@ class Served(Protocol):
     """The part of an engine that a worker uses."""
 
     algorithm: Any
+    population: Population
+    initial: Tree
     imports: ClassVar[tuple[str, ...]]
     device: torch.device
     locals: dict[int, Tree]
@@ -82,6 +85,8 @@ class Job:
         sent: the messages, either in the memory that all workers read or in the worker's own memory.
         shared: whether `sent` is one message in the memory that all workers read.
         locals: the clients' local states, in the worker's own memory.
+        held: clients of which the worker still holds the newest local state, so that it does not travel.
+        stale: clients whose states the worker may forget, because another worker has newer ones.
     """
 
     task: str
@@ -90,6 +95,8 @@ class Job:
     sent: Sent
     shared: bool
     locals: Kept
+    held: list[int] = field(default_factory=list)
+    stale: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,18 +143,36 @@ def serve(
         while True:
             try:
                 job = connection.recv()
-                connection.send(_run(engine, job, *memory, device))
+                connection.send(run(engine, job, *memory, device, {}))
             except (EOFError, ConnectionError):
                 return
 
 
-def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, device: torch.device) -> Done:
-    """Run a job with the worker's copy of the engine, on this device."""
+def run(
+    engine: Served,
+    job: Job,
+    broadcast: Memory,
+    down: Memory,
+    up: Memory,
+    device: torch.device,
+    held: dict[int, Tree],
+) -> Done:
+    """Run a job with the worker's copy of the engine, on this device.
+
+    Args:
+        engine: the copy.
+        job: the job.
+        broadcast: the memory of a message for all workers.
+        down: the memory of the job's other tensors.
+        up: the memory for the results.
+        device: the device that trains.
+        held: the local states that the worker holds from earlier jobs; this function updates it.
+    """
     events: list[tuple[str, dict[str, Any]]] = []
     engine.emit = lambda name, **facts: events.append((name, facts))
     try:
         _move(engine, device)
-        return _done(engine, job, broadcast, down, up, events)
+        return _done(engine, job, broadcast, down, up, events, held)
     except Exception:
         return Done([], {}, {}, [], events, {}, _unexpected())
     finally:
@@ -177,7 +202,13 @@ def own_streams() -> None:
 
 
 def _done(
-    engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena, events: list[tuple[str, dict[str, Any]]]
+    engine: Served,
+    job: Job,
+    broadcast: Memory,
+    down: Memory,
+    up: Memory,
+    events: list[tuple[str, dict[str, Any]]],
+    held: dict[int, Tree],
 ) -> Done:
     """Run a job on the engine's device, and write the results into the worker's memory."""
     request = Request(task_of(engine.algorithm, job.task), job.task, **job.facts)
@@ -190,7 +221,9 @@ def _done(
     before = {
         c: dict(zip([n for n, _ in tree], [v.to(engine.device) for v in down.read(p for _, p in tree)], strict=True))
         for c, tree in job.locals.items()
-    }
+    } | {c: held[c] for c in job.held}
+    for client in job.stale:
+        held.pop(client, None)
     engine.locals = dict(before)
     error: BaseException | None = None
     answer = Answer([], {})
@@ -204,6 +237,7 @@ def _done(
     except BaseException as ending:  # such as SystemExit, which a task raised; it ends the run
         error = _sendable(ending)
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
+    held.update(changed)
     flat = [value for part in answer.parts for value in values(part.message)]
     places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))
     return Done(
@@ -255,10 +289,10 @@ def values(msg: Message) -> list[torch.Tensor]:
     return [value for *_, value in tensors(msg)]
 
 
-def message_of(kind: type[Message], entries: Entries, arena: Arena, *, copy: bool = False) -> Any:
-    """Rebuild a message from its tensors in an arena. If `copy` is True, the message holds copies of the tensors."""
+def message_of(kind: type[Message], entries: Entries, memory: Memory, *, copy: bool = False) -> Any:
+    """Rebuild a message from its tensors in a memory. If `copy` is True, the message holds copies of the tensors."""
     fields: dict[str, Any] = {name: None if declared.bare else {} for name, declared in kind.declared.items()}
-    read = arena.read(place for _, place in entries)
+    read = memory.read(place for _, place in entries)
     for ((name, key), _), value in zip(entries, read, strict=True):
         value = copied(value) if copy else value
         if key is None:

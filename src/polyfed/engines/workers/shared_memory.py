@@ -5,14 +5,17 @@ containers limit the size of /dev/shm to 64 MB by default. The operating system 
 that holds it has ended.
 """
 
+import math
 import mmap
 import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
@@ -57,6 +60,19 @@ def _copy(source: Tensor, target: Tensor) -> None:
     np.copyto(place, values)
 
 
+class Memory(Protocol):
+    """What holds the tensors of one message at a time between two processes."""
+
+    def write(self, tensors: Iterable[Tensor]) -> list[Place]:
+        """Copy tensors into the memory, overwrite its previous content, and return their places."""
+
+    def read(self, places: Iterable[Place]) -> list[Tensor]:
+        """Return the tensors at these places as views of the memory. Equal places give the same object."""
+
+    def close(self) -> None:
+        """Release the memory in this process."""
+
+
 class Arena:
     """A piece of shared memory that holds the tensors of one message at a time. Create it before the process forks."""
 
@@ -73,21 +89,9 @@ class Arena:
         A tensor that occurs several times is copied once. The result then holds the same place several times.
         """
         given = list(tensors)
-        starts: dict[int, int] = {}
-        end = 0
-        for tensor in given:
-            if id(tensor) not in starts:
-                starts[id(tensor)] = end
-                end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        self._map(end)
-        written: set[int] = set()
-        places = []
-        for tensor in given:
-            place = Place(starts[id(tensor)], tensor.dtype, tuple(tensor.shape), end)
-            places.append(place)
-            if id(tensor) not in written:
-                written.add(id(tensor))
-                _copy(tensor, self._view(place))
+        places = _places(given)
+        self._map(places[0].end if places else 0)
+        _write(given, places, self._memory)
         return places
 
     def read(self, places: Iterable[Place]) -> list[Tensor]:
@@ -99,7 +103,7 @@ class Arena:
         for place in (given := list(places)):
             if place not in found:
                 self._map(place.end)
-                found[place] = self._view(place)
+                found[place] = _view(self._memory, place)
         return [found[place] for place in given]
 
     def close(self) -> None:
@@ -115,10 +119,55 @@ class Arena:
             os.ftruncate(self._file, self._size)
         self._memory = mmap.mmap(self._file, self._size)
 
-    def _view(self, place: Place) -> Tensor:
-        count = 1
-        for size in place.shape:
-            count *= size
-        if not count:
-            return torch.empty(place.shape, dtype=place.dtype)
-        return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.start).reshape(place.shape)
+
+class Packed:
+    """Ordinary memory that travels whole, as one array of bytes, from one machine to another.
+
+    Attributes:
+        content: the bytes, (n,).
+    """
+
+    def __init__(self, content: NDArray[np.uint8] | None = None) -> None:
+        self.content = np.zeros(0, np.uint8) if content is None else content
+
+    def write(self, tensors: Iterable[Tensor]) -> list[Place]:
+        """Copy tensors into a new array; see `Arena.write`. Earlier arrays stay as they are, also on their way."""
+        given = list(tensors)
+        places = _places(given)
+        self.content = np.zeros(places[0].end if places else 0, np.uint8)
+        _write(given, places, self.content)
+        return places
+
+    def read(self, places: Iterable[Place]) -> list[Tensor]:
+        """Return the tensors at these places as views of the array; see `Arena.read`."""
+        given = list(places)
+        found = {place: _view(self.content, place) for place in dict.fromkeys(given)}
+        return [found[place] for place in given]
+
+    def close(self) -> None:
+        """Forget the array."""
+        self.content = np.zeros(0, np.uint8)
+
+
+def _places(given: list[Tensor]) -> list[Place]:
+    """Return where tensors lie one after another. A tensor that occurs several times has one place."""
+    starts: dict[int, int] = {}
+    end = 0
+    for tensor in given:
+        if id(tensor) not in starts:
+            starts[id(tensor)] = end
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return [Place(starts[id(tensor)], tensor.dtype, tuple(tensor.shape), end) for tensor in given]
+
+
+def _write(given: list[Tensor], places: list[Place], memory: Any) -> None:
+    """Copy each tensor to its place, once."""
+    for place, tensor in {place: tensor for tensor, place in zip(given, places, strict=True)}.items():
+        _copy(tensor, _view(memory, place))
+
+
+def _view(memory: Any, place: Place) -> Tensor:
+    count = math.prod(place.shape)
+    if not count:
+        return torch.empty(place.shape, dtype=place.dtype)
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start).reshape(place.shape)

@@ -10,14 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS, Averaging
+from polyfed.algorithms import NAMED, Averaging
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
+from polyfed.engines.workers.cluster import STORE_SHARE, facts, size_of
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
+from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
 from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
@@ -26,6 +28,7 @@ from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.announcement import Announced, Announcement
 from polyfed.privacy.egress.policy import Policy
+from polyfed.report.formatting import bytes_of, counted
 from polyfed.report.text_layout import text_of
 
 MEGABYTE = 2**20
@@ -55,6 +58,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     assembly = assemble(recipe)
     refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
+    warn_idle(assembly)
     sizes, failures, code = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
@@ -71,6 +75,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         guesses=assembly.guesses,
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
         promises=() if guarantee is None else tuple(guarantee.sentences()),
+        node_needs=tuple(_node_needs(assembly)),
         failure_code=code,
     )
 
@@ -104,6 +109,19 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
             "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
             "no ledger books them; a deployment has none"
         )
+
+
+def _node_needs(assembly: Assembly) -> Iterator[str]:
+    """Yield what each node of the cluster needs, if the recipe names one."""
+    spec, size = assembly.recipe.engine, size_of(assembly.population.columns, assembly.initial)
+    if not spec.cluster:
+        return
+    yield "Ray, and " + ", ".join(f"{package} {number}" for package, number in facts().items())
+    yield (
+        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once "
+        "on each node (`ray start --object-store-memory=BYTES`)"
+    )
+    yield f"{counted(max(1, spec.threads), 'core')} for each worker" + (" and a GPU" if spec.device == "cuda" else "")
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...], int]:
@@ -150,7 +168,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     if measured.metrics:
         return
     warnings.warn(
-        f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
+        f"{name_of(assembly.algorithm, NAMED)} on data '{assembly.population.columns.name}' measures nothing, "
         f"metrics will be empty: {personal_fix(tested=bool(assembly.fed.clients.tested))}",
         PolyfedWarning,
         stacklevel=2,
@@ -181,7 +199,7 @@ class _NoClients:
 def check_before_run(assembly: Assembly) -> None:
     """Refuse a run that would fail later, because of the policy or of a message that is too large.
 
-    Warn if the run will evaluate nothing.
+    Warn if the run will evaluate nothing, and of every option that changes nothing.
 
     Raises:
         PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.
@@ -191,6 +209,7 @@ def check_before_run(assembly: Assembly) -> None:
         refuse_large(assembly)
     refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
+    warn_idle(assembly)
 
 
 def refuse_idle_metric(assembly: Assembly) -> None:

@@ -69,6 +69,7 @@ class CheckResult:
         privacy: the entry `privacy` that result.json will have after the last round; None without the section
             [privacy].
         promises: sentences that state the guarantee of differential privacy.
+        node_needs: sentences on what each node of the cluster needs; empty without `[engine] cluster`.
     """
 
     recipe: Recipe
@@ -82,6 +83,7 @@ class CheckResult:
     guesses: tuple[str, ...] = ()
     privacy: dict[str, Any] | None = None
     promises: tuple[str, ...] = ()
+    node_needs: tuple[str, ...] = ()
     failure_code: int = 0
 
     @property

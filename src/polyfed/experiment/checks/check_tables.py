@@ -58,6 +58,7 @@ def check_tables(check: CheckResult) -> Group:
         *crossing.remarks(check),
         crossing.in_short(check),
         *_privacy(check),
+        *_node_needs(check),
         *crossing.failures(check),  # at the end, so that users do not overlook it
     )
 
@@ -71,6 +72,15 @@ def _privacy(check: CheckResult) -> Iterator[Group]:
         for kind, value in kinds.items():
             table.add_row(Text(block), kind, Text("NOT PROTECTED", "bold red") if value is None else number(value))
     yield Group(titled("Differential privacy", table), *(Text(f"{text}.") for text in check.promises))
+
+
+def _node_needs(check: CheckResult) -> Iterator[Group]:
+    """What each node of a cluster needs, if the recipe names one."""
+    if check.node_needs:
+        table = plain_table("", left=1)
+        for need in check.node_needs:
+            table.add_row(Text(need))
+        yield titled("Each node of the cluster needs", table)
 
 
 def _about(guesses: Sequence[str]) -> Group:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.registry import name_of
@@ -13,6 +13,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import refuse_breaches
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.federation.outliers import COMPARED
+from polyfed.objective import Classification, Regression
 from polyfed.privacy.egress.limits import NO_LIMITS
 
 
@@ -28,7 +29,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
-            `refuse_dropout`, `refuse_subsets`, `refuse_small_blocks`.
+            `refuse_dropout`, `refuse_subsets`, `refuse_conformal`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
@@ -37,6 +38,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_idle_attack(recipe)
     refuse_dropout(recipe, population, one_device=one_device)
     refuse_subsets(recipe, population, one_device=one_device)
+    refuse_conformal(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -55,7 +57,7 @@ def refuse_idle_attack(recipe: Recipe) -> None:
     if not any(said.kind in COMPARED for reply in asked for said in reply.declared.values()):
         raise RecipeError(
             f"[attack] name = '{attack.name}' changes what clients send, and clients of "
-            f"'{name_of(method, ALGORITHMS)}' send the server only statistics for training. Choose "
+            f"'{name_of(method, NAMED)}' send the server only statistics for training. Choose "
             "'label-flip', or 'backdoor' with scale = 1.0, which change what attackers train on, or remove [attack]",
             ("attack", "name"),
         )
@@ -77,7 +79,7 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
         why = f"names modality '{unknown[0]}', which the data lacks; {did_you_mean(unknown[0], names)}"
     elif not method.handles_missing_rows:
         why = (
-            f"'{name_of(method, ALGORITHMS)}' takes every row of a client for complete, and its loss would use the "
+            f"'{name_of(method, NAMED)}' takes every row of a client for complete, and its loss would use the "
             "embeddings of modalities that a row has lost. Remove it"
         )
     elif task_of(recipe).BY_MODALITY:
@@ -115,6 +117,34 @@ def refuse_subsets(recipe: Recipe, population: Population, *, one_device: bool) 
     else:
         return
     raise RecipeError(f"[evaluate] subsets = '{which}': {why}", ("evaluate", "subsets"))
+
+
+def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse `[evaluate] conformal` where no sets can be promised.
+
+    Raises:
+        RecipeError: the task has neither classes nor targets, silos predict together, or no client has validation rows.
+    """
+    evaluation, method = recipe.algorithm.evaluation, recipe.algorithm
+    if evaluation.conformal == "none":
+        return
+    rows = population.own_validation
+    if not isinstance(task_of(recipe), Classification | Regression):
+        why = "sets are for the task 'classification', and intervals for 'regression'. Remove it"
+    elif evaluation.conformal == "class" and not isinstance(task_of(recipe), Classification):
+        why = "the task has no classes. Set it to 'split'"
+    elif method.aligns_rows:
+        why = f"the devices of a silo predict together in '{name_of(method, NAMED)}', none alone. Remove it"
+    elif not one_device and (rows is None or not len(rows.rows)):
+        why = (
+            "no client has validation rows, on which the promise rests. Set [clients] validation, as in validation = "
+            "0.2; on a device, mark rows with split 2"
+        )
+    elif recipe.algorithm.secure_aggregation is not None and evaluation.conformal_groups != "all":
+        why = "secure aggregation gives sums over all clients only. Set conformal_groups = 'all'"
+    else:
+        return
+    raise RecipeError(f"[evaluate] conformal = '{evaluation.conformal}': {why}", ("evaluate", "conformal"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
@@ -160,7 +190,7 @@ def refuse_overselect(recipe: Recipe) -> None:
     where = f"[clients] overselect = {recipe.clients.overselect:g}"
     if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
         raise RecipeError(
-            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            f"{where}: algorithm '{name_of(recipe.algorithm, NAMED)}' needs the replies of all clients that it "
             "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
         )
     if recipe.network is None and recipe.engine.name != "flower":

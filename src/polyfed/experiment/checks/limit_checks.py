@@ -6,6 +6,8 @@ A device with [limits] refuses such recipes. docs/egress.md lists the bounds.
 import math
 from collections.abc import Iterator
 
+from polyfed.algorithms.averaging.feddyn import FedDyn
+from polyfed.algorithms.averaging.fednova import FedNova
 from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.algorithms.averaging.hfl import Hfl
 from polyfed.algorithms.base import Algorithm
@@ -59,6 +61,8 @@ def _pull(method: Algorithm, rounds: int) -> tuple[str, float]:
         return "lam / alpha", method.lam / alpha if alpha else math.inf  # alpha may have decayed to zero
     if isinstance(method, FedMSplit):
         return "2 * lam", 2 * method.lam
-    if isinstance(method, FedProx | Hfl | PartialFL | Vertical):
+    if isinstance(method, FedDyn):
+        return "alpha", method.alpha
+    if isinstance(method, FedProx | FedNova | Hfl | PartialFL | Vertical):
         return "mu", method.mu
     return "0", 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
@@ -28,7 +28,7 @@ def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
     """Yield the reasons why the algorithm cannot protect the `unit` of [privacy]: whole clients or single rows."""
     method = type(recipe.algorithm)
     if not method.honours(spec.unit):
-        name = name_of(recipe.algorithm, ALGORITHMS)
+        name = name_of(recipe.algorithm, NAMED)
         own = "" if name in ALGORITHMS else ". If your class keeps the rule of `protects`, declare `protects` in it"
         able = methods_that_honour(spec.unit)
         yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
@@ -58,7 +58,7 @@ def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> s
     if not has_adapters:
         return _NEEDS_ADAPTERS
     if any(getattr(type(method), hook, None) is not getattr(Averaging, hook) for hook in _COMBINING):
-        name = name_of(method, ALGORITHMS)
+        name = name_of(method, NAMED)
         return f"algorithm '{name}' combines replies in its own way. Take fedavg or fedprox, or aggregate = 'mean'"
     if server.aggregate == "flexlora" and (server.optimiser != "none" or server.lr != 1.0):
         return (
@@ -86,7 +86,7 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
     """Return why the rest of the recipe does not allow clients with different LoRA ranks, or "" if it allows them."""
     method = recipe.algorithm
     kind = type(method)
-    name = name_of(method, ALGORITHMS)
+    name = name_of(method, NAMED)
     if not isinstance(method, Averaging):
         return f"algorithm '{name}' does not average parameters. Take one that does, such as fedavg, or remove ranks"
     if replaced := [hook for hook in _TEMPLATE if getattr(kind, hook) is not getattr(Averaging, hook)]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
@@ -34,7 +34,7 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     secure = method.secure_aggregation
     if secure is None:
         return
-    where = f"[secure_aggregation]: '{name_of(method, ALGORITHMS)}' cannot use it"
+    where = f"[secure_aggregation]: '{name_of(method, NAMED)}' cannot use it"
     if recipe.privacy is not None:
         _refuse_privacy(recipe, recipe.privacy)
     if method.single_replies:

@@ -13,6 +13,7 @@ from polyfed.core.system.openmp import using_threads
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.engines.machine.gpu import deterministic
+from polyfed.engines.workers.cluster import Cluster
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running import machine
 
@@ -47,18 +48,22 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
         workers=workers_of(recipe),
         threads=spec.threads or 1,
         gpus=gpus_of(recipe),
+        cluster=Cluster(spec.address) if spec.cluster else None,
     )
 
 
 def workers_of(recipe: Recipe) -> int:
     """Return the number of processes that train clients; 1 means this process alone.
 
-    If the recipe says 0, the number of cores decides on a CPU, and this process trains alone on a GPU.
+    If the recipe says 0, the number of cores decides on a CPU, and this process trains alone on a GPU. On a cluster, 0
+    means that the cluster decides.
 
     Raises:
         RecipeError: the recipe asks for several worker processes, but they cannot work here.
     """
     spec = recipe.engine
+    if spec.cluster:
+        return spec.workers
     reason = ""
     if not hasattr(os, "memfd_create"):
         reason = "worker processes share memory by means that only Linux has"
@@ -84,6 +89,8 @@ def device_of(recipe: Recipe) -> torch.device:
         RecipeError: the recipe asks for CUDA, but PyTorch finds no CUDA device.
     """
     wanted = recipe.engine.device
+    if recipe.engine.cluster:
+        return torch.device("cpu")
     if wanted == "cuda" and not num_gpus():
         raise RecipeError("[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
     one_gpu = wanted != "cpu" and num_gpus() and not gpus_of(recipe)
@@ -93,6 +100,8 @@ def device_of(recipe: Recipe) -> torch.device:
 def gpus_of(recipe: Recipe) -> tuple[torch.device, ...]:
     """Return the GPUs on which worker processes train. Empty if this process trains, or if PyTorch finds no GPU."""
     spec = recipe.engine
+    if spec.cluster:  # Ray shows each actor its own GPU as the first one
+        return (torch.device("cuda", 0),) if spec.device == "cuda" else ()
     if spec.device == "cpu" or spec.workers < 2 or spec.name == "flower":
         return ()
     return tuple(torch.device("cuda", number) for number in range(num_gpus()))

@@ -11,8 +11,7 @@ from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.problems import Problems
 from polyfed.core.schema import checked
 from polyfed.data import Columns
-from polyfed.data.reading.column_grouping import column_names
-from polyfed.data.reading.column_guess import guessed, row_ids
+from polyfed.data.reading.column_guess import column_names, guessed, row_ids
 from polyfed.data.reading.files import Arrays, existing
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table import SUFFIXES, Dialect, Table, read

@@ -8,12 +8,13 @@ from typing import Any
 from warnings import warn
 
 import numpy as np
+import torch
 
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.data import Columns
 from polyfed.data.column_scaling import uneven_modalities
-from polyfed.data.columns import TRAIN
+from polyfed.data.columns import TEST, TRAIN
 from polyfed.data.sources.own.npz import Npz
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
@@ -81,6 +82,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table)
     notes.append(words)
+    notes += _seen(columns)
     encoders = {m: encoder_for(m, column, 64) for m, column in columns.modalities.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
     notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
@@ -113,6 +115,19 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _seen(columns: Columns) -> list[str]:
+    """Return a note if natural clients have rows in training and in the test set."""
+    if columns.client is None:
+        return []
+    train, test = (torch.unique(columns.client[columns.rows(split)]) for split in (TRAIN, TEST))
+    if not (both := int(torch.isin(train, test).sum())):
+        return []
+    return [
+        f"{both} of the natural clients have rows in training and in the test set, so the score is about people who "
+        "were seen in training. [clients] test_clients = 0.2 tests whole clients that take no part in it"
+    ]
 
 
 def _task(columns: Columns, task: str | None) -> list[str]:

@@ -306,8 +306,6 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
         return source_data, source_data.load()
     if strange := [name for name in OF_TEXT_FILES if name in read]:
         raise RecipeError(f"{strange[0]} says how a text file is written, and data is no path of a file. Leave it out")
-    share, standardise = read.get("test_share", 0.2), read.get("standardise", "uneven")
-    described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
-    held = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **described)
-    columns = table_of(data, held, test_share=share, standardise=standardise)
-    return Memory.of(columns, standardise), columns
+    given = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **read)
+    columns = table_of(data, given)
+    return Memory.of(columns, given.standardise), columns

@@ -1,14 +1,13 @@
 """Build the parts of a run from the sections of a recipe."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
@@ -35,11 +34,7 @@ OPTIONAL = ("secure_aggregation",)
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
-    """Build a section's dataclass, and warn about options without effect.
-
-    A dataclass may have an attribute `idle`, a map from option to reason, for options that have no effect in
-    combination with others. If the section sets such an option to a value other than the default, a warning names the
-    option.
+    """Build a section's dataclass.
 
     Args:
         where: the section, for errors, such as `[train]`.
@@ -61,12 +56,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
         problems.raise_all()
     problems.found += _missing(where, cls, {**values, **given})
     problems.raise_all()
-    built = cls(**values, **given)
-    defaults = {f.name: f.default for f in fields(cls)}
-    for key, because in getattr(built, "idle", {}).items():
-        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe contains all defaults
-            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
-    return built
+    return cls(**values, **given)
 
 
 def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:
@@ -87,7 +77,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     table: dict[str, Any] = {}
     with problems.noting():
         if "algorithm" in sections:
-            cls, table = class_of("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+            cls, table = class_of("[algorithm]", NAMED, Algorithm, sections["algorithm"])
             preset = table.pop("preset", None)  # if there is no such preset, this is the only fault of the key
             table = with_preset(cls, preset, table)
     own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
@@ -101,13 +91,6 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
         elif section in sections:
             text = f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' does not use it. Remove it"
             problems.add(RecipeError(text, (section,)))
-    if "selector" not in own and clients.participation != 1.0:
-        warnings.warn(
-            f"[clients] participation = {clients.participation} has no effect: algorithm "
-            f"'{sections['algorithm']['name']}' asks every client in every round",
-            PolyfedWarning,
-            stacklevel=3,
-        )
     if cls is None:
         return None
     if None in given.values():  # the algorithm cannot be built, but its keys can be checked

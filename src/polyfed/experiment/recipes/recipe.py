@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.problems import Problems
@@ -122,10 +122,11 @@ class Recipe:
         for part, section in PARTS.items():
             if part in algorithm:
                 table[section] = algorithm.pop(part)
-        if "selection" in table:
+        if "selection" in table:  # the selector decides, also where Python gave [clients] another participation
+            table["clients"] |= {key: table["selection"][key] for key in ELSEWHERE[:2] if key in table["selection"]}
             own = {key: entry for key, entry in table["selection"].items() if key not in ELSEWHERE}
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
-        table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
+        table["algorithm"] = {"name": name_of(self.algorithm, NAMED)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
         if self.stop != StopSpec():
             table["stop"] = as_table(self.stop)

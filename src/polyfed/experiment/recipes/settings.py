@@ -15,6 +15,11 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
+        cluster: `ray` trains the clients on the nodes of a Ray cluster (docs/cluster.md), with the results of one
+            machine. `workers` is then the number of actors; 0 means one for each core of the cluster. Empty: this
+            machine alone.
+        address: (`cluster` only) HOST:PORT of the cluster's head. If it is empty, the variable RAY_ADDRESS says it; if
+            that is empty too, this machine starts a cluster, unless it already has one.
         workers: the number of processes that train clients. On a CPU, 0 means one process for each core (fewer if
             `threads` is above 1), at most 64. This process runs small requests alone, and the result does not depend on
             the number. On a GPU, 0 or 1 means that this process trains on one GPU. With 2 or more, each worker process
@@ -79,6 +84,8 @@ class EngineSpec:
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    cluster: Literal["", "ray"] = ""
+    address: str = ""
     workers: Annotated[int, between(0, 1024)] = 0
     threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
@@ -114,10 +121,25 @@ class EngineSpec:
                 "Allowed: 1 or more, or 0 to keep replies of any size",
                 ("engine", "outlier_factor"),
             )
+        self._check_cluster()
         if self.cuda_graphs and not (self.name == "vectorised" and self.replay and self.device != "cpu"):
             raise RecipeError(
                 "[engine] cuda_graphs = true needs name = 'vectorised', replay = true, and device = 'cuda' or 'auto'"
             )
+
+    def _check_cluster(self) -> None:
+        faults = {
+            "name = 'flower': Flower has its own nodes. Use 'vectorised' or 'sequential'": self.name == "flower",
+            "debug = true, which raises a client's exception in this process. Remove one of them": self.debug,
+            "device = 'auto', and its nodes may differ. Use 'cpu' or 'cuda'": self.device == "auto",
+            "device = 'cuda' without `stack`: this machine cannot see how many clients fit a GPU. Set the largest "
+            "number of clients in a stack": self.device == "cuda" and not self.stack and self.name == "vectorised",
+        }
+        if self.address and not self.cluster:
+            raise RecipeError("[engine] address needs cluster = 'ray'", ("engine", "address"))
+        found = [text for text, wrong in faults.items() if wrong and self.cluster]
+        if found:
+            raise RecipeError(f"[engine] cluster = 'ray' with {'; and with '.join(found)}", ("engine", "cluster"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +149,12 @@ class CheckpointSpec:
     Attributes:
         every: number of rounds from one checkpoint to the next; 0 means no checkpoints before the last round. The last
             round always has a checkpoint.
+        updates: whether the run keeps the update of every client in every round, for `polyfed contribution`. They take
+            a model's size for each client of a round.
     """
 
     every: Annotated[int, EVERY] = 1
+    updates: bool = False
 
     def __post_init__(self) -> None:
         """Check types and ranges of the options."""

@@ -6,7 +6,7 @@ from warnings import warn
 
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.registry import find, name_of
 from polyfed.data import Columns, Population
@@ -102,7 +102,7 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
         kind = type(objective)
         able = [name for name, cls in ALGORITHMS.items() if issubclass(kind, cls.objectives)]
         raise RecipeError(
-            f"{name_of(algorithm, ALGORITHMS)} cannot train [task] name = '{name_of(objective, OBJECTIVES)}', because "
+            f"{name_of(algorithm, NAMED)} cannot train [task] name = '{name_of(objective, OBJECTIVES)}', because "
             f"{algorithm.objectives_because}. Methods that can: {', '.join(able)}"
         )
     if algorithm.evaluation.unimodal == "prototype" and not isinstance(objective, Classification):

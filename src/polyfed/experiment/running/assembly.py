@@ -12,6 +12,7 @@ from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
+from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
@@ -86,6 +87,10 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     population = populate(columns, recipe.clients, keys.key(seed, "population"))
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
+    method: Any = recipe.algorithm
+    if groups := getattr(method, "groups", {}):
+        codes = group_codes(getattr(recipe.data, "path", ""), groups, len(columns))
+        population = replace(population, columns=replace(population.columns, groups=codes))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
@@ -193,7 +198,8 @@ def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int 
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts and apply [privacy]. The returned recipe has no more rounds than the budget allows."""
+    """Check the cohorts, and apply [limits] and [privacy]. The returned recipe has only rounds within the budget."""
+    engine.limits = recipe.limits
     if not one_device:
         refuse_small_cohorts(recipe, fed)
         refuse_few_replies(recipe, fed)

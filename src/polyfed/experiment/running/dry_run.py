@@ -29,6 +29,7 @@ from polyfed.experiment.running.run_state import returned_state
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.egress.gate import EgressGate
+from polyfed.privacy.egress.limits import NO_LIMITS
 
 PASSES = (10, 20)
 """The numbers of rows of each client in the two passes. They are small, and divisible by ten so that a tenth of the
@@ -213,7 +214,9 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
     brief: Any = replace(recipe.algorithm, train=short)
     if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
         brief = replace(brief, server=replace(brief.server, aggregate="mean"))
-    alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
+    alone = replace(
+        recipe, algorithm=brief, network=None, limits=NO_LIMITS, engine=replace(recipe.engine, min_replies=0)
+    )
     engine = partial(DryRunEngine, ranks=recipe.clients.ranks)
     return assemble(alone, emit=emit, population=_shortened(population, most), engine=engine)
 

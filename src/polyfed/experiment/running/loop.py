@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
@@ -23,6 +23,7 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
+from polyfed.experiment.results.kept_updates import UpdateRecorder, together
 from polyfed.experiment.results.model_facts import facts_of_models
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
@@ -135,7 +136,9 @@ class _Loop:
         """Write the result and the report, and return the finished run."""
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
-        models = models_of(self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns))
+        models = models_of(
+            self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns), self._conformal()
+        )
         result, folder = self._result(state, models), None
         if self.records is not None:
             self.records.finish(result)
@@ -148,6 +151,10 @@ class _Loop:
             own = self.best["locals"] if engine.keeps_locals else None
             best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best)
+
+    def _conformal(self) -> dict[str, Any] | None:
+        """The counts of conformal prediction from the last round, if there are any."""
+        return self.rounds[-1].get("conformal") if self.rounds else None
 
     def _write_report(self, folder: Path) -> None:
         """Write the report. A failure only causes a note, because the result of the run is already on disk."""
@@ -219,8 +226,9 @@ class _Loop:
         self.fed.begin(round)
         algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
         before = algorithm.global_params(state)
-        if algorithm.evaluation.due(round, self.recipe.rounds):
-            self.fed.watch = self.updates.watch
+        recorder = self._recorder()
+        measuring = algorithm.evaluation.due(round, self.recipe.rounds)
+        self.fed.watch = together([self.updates.watch] * measuring + ([recorder.watch] if recorder else []))
         started = time.perf_counter()
         state = returned_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
@@ -228,10 +236,18 @@ class _Loop:
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
+        if recorder is not None:
+            recorder.save(round, before, algorithm.global_params(state), row["cohort"])
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
+
+    def _recorder(self) -> UpdateRecorder | None:
+        """Return what keeps the updates of a round, if the recipe asks for it."""
+        if self.records is None or not self.recipe.checkpoint.updates:
+            return None
+        return UpdateRecorder(self.records.folder, summed=self.recipe.algorithm.secure_aggregation is not None)
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
@@ -262,6 +278,8 @@ class _Loop:
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
         if self.confusion is not None and row["round"] == self._last:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
+            row["conformal"] = sets.facts()
         if measured.personal:
             name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
             row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
@@ -365,7 +383,7 @@ class _Loop:
         """The facts that the progress display shows first."""
         return {
             "run": self.ledger.run,
-            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "algorithm": name_of(self.recipe.algorithm, NAMED),
             "engine": self.recipe.engine.name,
             "dataset": self.assembly.population.columns.name,
             "rounds": self.recipe.rounds,
@@ -383,6 +401,7 @@ class _Loop:
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
+        result |= {"conformal": sets} if (sets := self._conformal()) is not None else {}
         result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.choice)) else {}
         result["stopped"] = self._end().facts()
@@ -393,6 +412,7 @@ class _Loop:
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _end(self) -> Stop:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
@@ -240,7 +240,7 @@ def returned_state(algorithm: Algorithm, state: Any) -> Any:
     """
     if state is None:
         raise RecipeError(
-            f"{name_of(algorithm, ALGORITHMS)}: a round returned None instead of the new state. The last line of "
+            f"{name_of(algorithm, NAMED)}: a round returned None instead of the new state. The last line of "
             "`merge` (or of `round`) must return it, as in: return state.with_(params=...)"
         )
     return state

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import NAMED
 from polyfed.core.errors import CheckpointError, DataError, NotAllowed, RecipeError, did_you_mean
 from polyfed.core.registry import name_of, restricted
 from polyfed.core.system.files import RECIPE, sync
@@ -97,7 +97,7 @@ def _of_run(folder: Path) -> Tree:
     params = recipe.algorithm.global_params(found[1]["state"])
     if params is None:
         raise RecipeError(
-            f"{folder} holds no global model, because {name_of(recipe.algorithm, ALGORITHMS)} trains one for each "
+            f"{folder} holds no global model, because {name_of(recipe.algorithm, NAMED)} trains one for each "
             "client. Export one of them: safetensors.torch.save_file(run.personal[k], FILE)",
             ("model", "init"),
         )

@@ -2,20 +2,22 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from polyfed.core.system.files import RESULT, replace_text
+from polyfed.core.system.files import FACTS, RESULT, ROUNDS, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
+from polyfed.experiment.study.search import Searcher
 from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run
-from polyfed.report.reading.run_schema import RUN_RESULT, parse_as
+from polyfed.report.reading.run_schema import ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.report.reading.study_folder import Absent
 from polyfed.report.scores import Metric, first_metric
 
-State = Literal["left", "running", "finished", "failed"]
+State = Literal["left", "running", "paused", "finished", "failed"]
 
 DIVERGED = 4
 """The exit code of a run whose training diverged or whose clients gave no usable reply. It would fail again."""
@@ -37,10 +39,12 @@ class Entry:
         code: The exit code of a failed run.
         round: The last round that is done.
         rounds: The number of rounds.
+        until: The round after which the run pauses, or 0 if it runs to its end.
         kept: Whether an earlier sweep finished the run.
         tries: How often the process of the run was killed since the run's last finished round.
         remarks: The warnings of the run.
-        result: The content of result.json. Empty if the run is not finished.
+        result: The content of result.json. Empty if the run is not finished. A run that pauses has only `task` and the
+            `metrics` of its last round.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Entry:
     code: int = 0
     round: int = 0
     rounds: int = 0
+    until: int = 0
     kept: bool = False
     tries: int = 0
     remarks: list[str] = field(default_factory=list)
@@ -66,8 +71,8 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is finished or has failed."""
-        return self.state in ("finished", "failed")
+        """Whether the run is finished, has failed, or pauses at the round that was wanted."""
+        return self.state in ("finished", "failed", "paused")
 
     @property
     def notes(self) -> list[str]:
@@ -91,7 +96,7 @@ class Board:
         entries: Maps the name of a run to the run. A run is added when the first cell needs it.
         reported: Maps the index of a cell to the cell's final runs, whose scores the study reports. The runs of a
             search are not among them. A cell has no entry before the settings of its final runs are chosen.
-        trials: Maps the index of a cell to the settings that the cell's search tried, with their scores.
+        searches: Maps the index of a cell to its search.
         blocked: Maps the index of a cell to the reason why `reported` has no entry for this cell. For example, the
             cell's search has not chosen the settings yet, or the search stopped.
         remarks: The warnings of each run that an earlier sweep finished, by the name of the run.
@@ -102,7 +107,7 @@ class Board:
     metrics: Mapping[str, Sequence[str]]
     entries: dict[str, Entry] = field(default_factory=dict)
     reported: dict[int, list[Entry]] = field(default_factory=dict)
-    trials: dict[int, list[tuple[Mapping[str, Any], float | None]]] = field(default_factory=dict)
+    searches: dict[int, Searcher] = field(default_factory=dict)
     blocked: dict[int, str] = field(default_factory=dict)
     remarks: Mapping[str, list[str]] = field(default_factory=dict)
 
@@ -120,7 +125,7 @@ class Board:
         return self.folder / "runs" / entry.name
 
     def look(self, entry: Entry) -> bool:
-        """Return whether the run ended in an earlier sweep. If it did, read its state and result.
+        """Return whether the run ended, or reached the round after which it pauses. If so, read its state and result.
 
         A run is finished if it has a `result.json`. A run writes this file last, in one step.
         """
@@ -141,7 +146,42 @@ class Board:
             except (OSError, ValueError, KeyError, TypeError):
                 return False
             return True
-        return False
+        return self._paused(entry)
+
+    def _paused(self, entry: Entry) -> bool:
+        """Return whether the run has had the round after which it pauses. If so, read the metrics of that round."""
+        row = self.row(entry, entry.until)
+        if row is None:
+            return False
+        entry.state, entry.why, entry.round = "paused", "", entry.until
+        entry.result = {"metrics": row["metrics"], "task": self.task(entry)}
+        return True
+
+    def row(self, entry: Entry, round: int) -> dict[str, Any] | None:
+        """Return the row of an evaluated round of a run, or None if the run has not had it."""
+        path = self.path(entry) / ROUNDS
+        if not round or not path.is_file():
+            return None
+        for line in path.read_bytes().splitlines(keepends=True):
+            with suppress(ValueError):  # the last line of a run that was killed
+                row = parse_as(ROUND_ROW, line) if line.endswith(b"\n") else {}
+                if row.get("round") == round and "metrics" in row:
+                    return row
+        return None
+
+    def task(self, entry: Entry) -> Any:
+        """Return what a run's result.json says about its task, from its run.json."""
+        with suppress(OSError, ValueError):
+            return parse_as(RUN_FACTS, (self.path(entry) / FACTS).read_text(encoding="utf-8")).get("task")
+        return None
+
+    def score_at(self, entry: Entry, rung: int, metrics: Sequence[str]) -> float | None:
+        """Return the score of a run after a round. A run that ended earlier has its last score, a diverged one None."""
+        row = None if entry.state == "failed" else self.row(entry, rung)
+        if row is None:
+            return entry.score(metrics)
+        found = first_metric({"metrics": row["metrics"], "task": entry.result.get("task")}, metrics)
+        return None if found is None else found[1]
 
     def note_failure(self, entry: Entry, code: int, why: str) -> None:
         """Note that a run failed. If training diverged, also note this on disk, because it would diverge again."""
@@ -177,7 +217,7 @@ class Board:
         A study is incomplete if a run failed or is unfinished, if the settings of a cell are not chosen yet, or if a
         reported run has none of the study's metrics.
         """
-        failed = ((e.why, e.name) for e in self.entries.values() if e.why and e.state != "finished")
+        failed = ((e.why, e.name) for e in self.entries.values() if e.why and e.state not in ("finished", "paused"))
         waiting = ((why, self._place(self.cells[number])) for number, why in self.blocked.items())
         return _gathered([*failed, *waiting, *self._unmeasured()])
 

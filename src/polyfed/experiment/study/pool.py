@@ -94,13 +94,14 @@ class Pool:
             return f"a run needs about {self.need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         return ""
 
-    def start(self, job: str, recipe: Mapping[str, Any], folder: Path) -> None:
-        """Start a run in an idle process, or in a new one."""
+    def start(self, job: str, recipe: Mapping[str, Any], folder: Path, until: int = 0) -> None:
+        """Start or continue a run in an idle process, or in a new one. It pauses after the round `until`, if not 0."""
         worker = next((w for w in self.workers if not w.job), None) or self._new()
         worker.job = job
         assert worker.process.stdin is not None
         with contextlib.suppress(OSError):  # the idle process was killed
-            worker.process.stdin.write(json.dumps({"recipe": recipe, "folder": str(folder)}, default=str) + "\n")
+            content = {"recipe": recipe, "folder": str(folder), "until": until}
+            worker.process.stdin.write(json.dumps(content, default=str) + "\n")
             worker.process.stdin.flush()
 
     def message(self, seconds: float) -> Message | None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import STUDY, replace_text
-from polyfed.experiment.study.board import Board, Entry, no_metric
+from polyfed.experiment.study.board import Board, Entry, State, no_metric
 from polyfed.experiment.study.plan import Cell, short, value_text
+from polyfed.experiment.study.search import Searcher
 from polyfed.experiment.study.study_schema import Study
 from polyfed.report.pages.page import render, write_page
 from polyfed.report.reading.run_folder import numbers_of
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE, NUMBERS = "index.html", "results.csv"
+
+STATES: tuple[State, ...] = ("finished", "running", "paused", "failed", "left")
 
 
 def claim(folder: Path) -> dict[str, list[str]]:
@@ -90,7 +93,7 @@ def page_text(board: Board, study: Study) -> str:
         metrics={name: " or ".join(board.metrics[name]) for name in scenarios},
         scenarios=scenarios,
         rows=rows,
-        counts={state: board.count(state) for state in ("finished", "running", "failed", "left")},
+        counts={state: count for state in STATES if (count := board.count(state)) or state != "paused"},
         choices=list(_choices(board)),
         takers=any(cell.settings_of for cell in board.cells),
         problems=[*board.problems(), *board.left_out()],
@@ -168,18 +171,33 @@ def _choices(board: Board) -> Iterator[dict[str, Any]]:
     A cell that takes the settings of another method has no trials.
     """
     for number, cell in enumerate(board.cells):
-        trials, reported = board.trials.get(number), board.reported.get(number, [])
-        if trials is None and (cell.skip or not cell.settings_of):
+        search, reported = board.searches.get(number), board.reported.get(number, [])
+        if search is None and (cell.skip or not cell.settings_of):
             continue
-        trials = trials or []
+        trials = [] if search is None else search.trials
         yield {
             "cell": f"{cell.label} in {cell.scenario}",
             "trials": len(trials),
+            "rounds": 0 if search is None else search.spent,
             "chosen": _chosen_text(cell, reported[0]) if reported else board.blocked.get(number, ""),
             "tried": [
-                (settings_text(values), "diverged" if score is None else f"{score:.4f}") for values, score in trials
+                (settings_text(values), _score_text(search, place, score))
+                for place, (values, score) in enumerate(trials)
             ],
         }
+
+
+def _state_text(entry: Entry) -> str:
+    if entry.state == "running":
+        return f"round {entry.round} of {entry.rounds}"
+    return f"stopped after round {entry.round}" if entry.state == "paused" else entry.state
+
+
+def _score_text(search: Searcher | None, place: int, score: float | None) -> str:
+    """Return the score of a trial and, if it stopped early, its last round."""
+    text = "diverged" if score is None else f"{score:.4f}"
+    ended = search.pruned.get(place) if search is not None else None
+    return text if ended is None else f"{text}, stopped after round {ended}"
 
 
 def _chosen_text(cell: Cell, entry: Entry) -> str:
@@ -201,7 +219,7 @@ def _line(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "seed": entry.seed,
         "use": "search" if entry.tuning else "reported",
         "chosen": _chosen_text(cell, entry),
-        "state": f"round {entry.round} of {entry.rounds}" if entry.state == "running" else entry.state,
+        "state": _state_text(entry),
         "why": entry.why,
         "score": "" if score is None else f"{score:.4f}",
     }

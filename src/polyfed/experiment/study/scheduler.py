@@ -14,6 +14,7 @@ from polyfed.experiment.study import results
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.plan import Cell, Planner, planned
 from polyfed.experiment.study.pool import Message, Pool
+from polyfed.experiment.study.ranges import put
 from polyfed.experiment.study.search import Searcher
 
 if TYPE_CHECKING:
@@ -134,37 +135,74 @@ class _Sweep:
         """Try settings on validation rows and return the best, or None if no setting can be chosen."""
         board, study = self.board, self.planner.study
         assert study.search is not None
-        metrics = board.metrics[cell.scenario]
-        searcher = Searcher(study.search, cell.space)
-        board.trials[number] = searcher.trials
+        rungs = study.search.rungs(int(cell.table["rounds"]))
+        searcher = board.searches[number] = Searcher(study.search, cell.space, rounds=rungs[-1])
         while asked := searcher.ask():
             batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in asked]
-            yield [entry for entries in batch for entry in entries]
-            broken = [e for entries in batch for e in entries if e.state == "failed" and not e.diverged]
-            if broken:
-                board.blocked[number] = f"its search stopped, because the run {broken[0].name} failed"
+            compared = yield from self._compared(number, searcher, batch, rungs)
+            if compared is None:
                 return None
-            scores = [[entry.score(metrics) for entry in entries] for entries in batch]
-            if any(e.state == "finished" and e.score(metrics) is None for entries in batch for e in entries):
-                board.blocked[number] = f"its search stopped, because its runs have no metric {' or '.join(metrics)}"
-                return None
-            if (metric := board.metric(number, [entry for entries in batch for entry in entries])) is not None:
-                searcher.lowest = metric.lowest
-            searcher.tell(asked, [_mean(found) for found in scores])
+            searcher.tell(asked, *compared)
         if searcher.best is None:
             board.blocked[number] = (
                 f"training diverged with each of the {len(searcher.trials)} settings that were tried"
             )
         return searcher.best
 
+    def _compared(
+        self, number: int, searcher: Searcher, batch: Sequence[Sequence[Entry]], rungs: Sequence[int]
+    ) -> Generator[list[Entry], None, tuple[list[float | None], dict[int, int]] | None]:
+        """Run the trials of a batch from rung to rung.
+
+        Returns:
+            The score of each trial, and the last rounds of those that stopped early, by their places; or None if the
+            search cannot go on.
+        """
+        board, metrics = self.board, self.board.metrics[self.board.cells[number].scenario]
+        scores: list[float | None] = [None] * len(batch)
+        running, ended = list(range(len(batch))), dict[int, int]()
+        for rung in rungs:
+            entries = [entry for place in running for entry in batch[place]]
+            for entry in entries:
+                self._reach(entry, 0 if rung == rungs[-1] else rung)
+            yield entries
+            if why := _unusable(entries, metrics):
+                board.blocked[number] = f"its search stopped, because {why}"
+                return None
+            if (metric := board.metric(number, entries)) is not None:
+                searcher.lowest = metric.lowest
+            scores_now = {p: _mean([board.score_at(entry, rung, metrics) for entry in batch[p]]) for p in running}
+            for place, score in scores_now.items():
+                scores[place] = score
+            if rung < rungs[-1]:
+                stay = searcher.stay(rung, scores_now)
+                ended |= {place: rung for place in running if place not in stay}
+                running = stay
+        return scores, ended
+
     def _entry(self, cell: Cell, seed: int, chosen: Mapping[str, Any], *, tuning: bool = False) -> Entry:
         """Return the run of a cell with this seed and these chosen settings. Cells that need the same run share it."""
         table = cell.recipe(seed, chosen, tuning=tuning)
+        if tuning and (search := self.planner.study.search) is not None and search.prune:
+            put(table, "evaluate.every", search.least_rounds)  # all rungs but the last one are multiples of it
+            put(table, "checkpoint.every", search.least_rounds)
         name = self.planner.name(table)
         if name not in self.board.entries:
             entry = self.board.entries[name] = Entry(name, table, cell, seed, chosen, tuning)
             entry.kept = self.board.look(entry)
         return self.board.entries[name]
+
+    def _reach(self, entry: Entry, until: int) -> None:
+        """Let a run go on to this round, or to its end if it is 0, unless another cell needs more of it."""
+        if entry.state in ("finished", "failed") or (entry.state == "running" and not entry.until):
+            return
+        further = not until or (entry.until and until > entry.until)
+        if entry.state == "left" or further:
+            entry.until = until
+            if entry.state == "paused":
+                entry.state = "left"
+            if entry.state == "left":
+                self.board.look(entry)
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
         """Queue the next batch of runs of a cell, if all runs of the previous batch have ended.
@@ -193,7 +231,7 @@ class _Sweep:
                 return
             entry = self.waiting.pop(0)
             entry.state = "running"
-            self.pool.start(entry.name, entry.recipe, self.board.path(entry).absolute())
+            self.pool.start(entry.name, entry.recipe, self.board.path(entry).absolute(), entry.until)
 
     def _hear(self, message: Message) -> None:
         """Record a process's message about its run."""
@@ -213,12 +251,25 @@ class _Sweep:
         elif facts["code"]:
             self.board.note_failure(entry, facts["code"], facts["why"])
         else:
-            finished = self.board.look(entry)
-            assert finished, f"{entry.name} ended without a result"
+            if not self.board.look(entry):
+                assert facts["paused"], f"{entry.name} ended without a result"
+                entry.state = "left"  # meanwhile, another cell needs more of it
+                self.waiting.append(entry)
+                return
             entry.remarks = facts["remarks"]
         for number, (needs, last) in list(self.cells.items()):
             if entry in last:
                 self._advance(number, needs, last)
+
+
+def _unusable(entries: Sequence[Entry], metrics: Sequence[str]) -> str:
+    """Return why a search cannot use these runs, or an empty text."""
+    broken = [entry.name for entry in entries if entry.state == "failed" and not entry.diverged]
+    if broken:
+        return f"the run {broken[0]} failed"
+    if any(entry.state != "failed" and entry.score(metrics) is None for entry in entries):
+        return f"its runs have no metric {' or '.join(metrics)}"
+    return ""
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:

@@ -2,11 +2,15 @@
 
 A trial is scored on validation rows.
 
+With `[search] prune`, trials stop early. All trials of a batch first run to the first rung; those that stay go on to
+the next one from their checkpoints, so no round is computed twice.
+
 A search stores nothing on disk. Its proposals depend only on the seed of the sampler and on the scores so far. A sweep
 that was killed therefore proposes the same settings again, and finds their scores among the finished runs.
 """
 
 import itertools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +38,19 @@ class Searcher:
         lowest: Whether the smallest score is the best one. This depends on the metric, and only a finished run shows
             which of the study's metrics it has. The caller therefore sets the attribute after the first batch of runs,
             before it passes the scores to `tell`.
+        rounds: The rounds of a whole trial.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
+        pruned: The trials that stopped early, by their places in `trials`, with their last rounds.
+        spent: The rounds that the trials had together, on one seed.
     """
 
     search: Search
     space: Mapping[str, Any]
     lowest: bool = False
+    rounds: int = 1
     trials: list[tuple[Values, float | None]] = field(default_factory=list)
+    pruned: dict[int, int] = field(default_factory=dict)
+    spent: int = 0
 
     def __post_init__(self) -> None:
         """Start Optuna's study. A grid needs no such study.
@@ -58,7 +68,9 @@ class Searcher:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study = optuna.create_study(direction="maximize", sampler=self._sampler())
+            # before a whole batch is finished, a median means little
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=self.search.batch, n_warmup_steps=0)
+            self._study = optuna.create_study(direction="maximize", sampler=self._sampler(), pruner=pruner)
 
     @property
     def budget(self) -> int:
@@ -68,7 +80,8 @@ class Searcher:
     @property
     def best(self) -> Values | None:
         """Return the setting with the best score (of several, the first one), or None if all trials diverged."""
-        scored = [(values, score) for values, score in self.trials if score is not None]
+        whole = [trial for place, trial in enumerate(self.trials) if place not in self.pruned]
+        scored = [(values, score) for values, score in whole if score is not None]
         if not scored:
             return None
         chosen = (min if self.lowest else max)(scored, key=lambda trial: trial[1])
@@ -77,18 +90,52 @@ class Searcher:
     def ask(self) -> list[Values]:
         """Return the settings of the next batch, or an empty list when all trials are used."""
         done = len(self.trials)
-        number = min(self.search.batch, self.budget - done)
+        left = self.budget - done
+        if self.search.prune == "median":
+            left = (self.budget * self.rounds - self.spent) // self.rounds
+        number = min(self.search.batch, left)
         if self._study is None:
             return list(itertools.islice(combinations(self.space), done, done + number))
         self._asked = [self._study.ask() for _ in range(number)]
         return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
 
-    def tell(self, asked: Sequence[Values], scores: Sequence[float | None]) -> None:
-        """Report the scores of the last batch, in the order of its settings."""
+    def stay(self, rung: int, scores: Mapping[int, float | None]) -> list[int]:
+        """Return which trials of the last batch go on after a rung.
+
+        Args:
+            rung: the round of the rung.
+            scores: place of a trial in the batch -> its score at the rung, for the trials that are still running.
+        """
+        ranked = {place: -score if self.lowest else score for place, score in scores.items() if score is not None}
+        if self._study is not None:
+            for place, value in ranked.items():
+                self._asked[place].report(value, rung)
+        if self.search.prune == "median":
+            return [place for place in ranked if not self._asked[place].should_prune()]
+        best = sorted(ranked, key=lambda place: (-ranked[place], place))
+        return sorted(best[: math.ceil(len(scores) / self.search.reduction)])
+
+    def tell(
+        self, asked: Sequence[Values], scores: Sequence[float | None], ended: Mapping[int, int] | None = None
+    ) -> None:
+        """Report the scores of the last batch, in the order of its settings.
+
+        Args:
+            asked: the settings.
+            scores: their scores, at the last rounds that they had.
+            ended: place in the batch -> the last round, for trials that stopped early.
+        """
+        ended = ended or {}
+        for place in range(len(asked)):
+            self.spent += ended.get(place, self.rounds)
+            if place in ended:
+                self.pruned[len(self.trials) + place] = ended[place]
         self.trials += zip(asked, scores, strict=True)
-        for trial, score in zip(self._asked, scores, strict=False):  # a grid has no Optuna trials
+        for place, (trial, score) in enumerate(zip(self._asked, scores, strict=False)):  # a grid has no Optuna trials
             if score is None:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            elif place in ended:
+                self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             else:
                 self._study.tell(trial, -score if self.lowest else score)
 

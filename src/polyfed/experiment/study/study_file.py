@@ -82,7 +82,8 @@ def parse_study(
     if study is None:
         return None
     study = _with_scenario(study)
-    for check in (_check_matches, _check_values, _check_sizes, _check_settings_of, _check_metrics, _check_recipes):
+    checks = _check_matches, _check_values, _check_sizes, _check_pruning, _check_settings_of, _check_metrics
+    for check in (*checks, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
 
@@ -202,6 +203,14 @@ def _check_sizes(study: Study, problems: list[str]) -> None:
             problems.append(f"the grid of '{name}': {error}")
             method.grid.clear()
             study.grid.clear()
+
+
+def _check_pruning(study: Study, problems: list[str]) -> None:
+    """Check that trials which are compared after equal rounds have equal numbers of them."""
+    if study.search is None or not study.search.prune:
+        return
+    if any("rounds" in study.searched_keys(name) for name in study.methods):
+        problems.append("[search] prune compares trials after equal rounds, so the search cannot choose `rounds`")
 
 
 def _check_settings_of(study: Study, problems: list[str]) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, between, check_ranges
 from polyfed.experiment.study.ranges import values_of
 
 NAMES = ("method", "scenario")
@@ -82,6 +83,13 @@ class Search:
         sampler_seed: The seed of the sampler.
         batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
             same time. The result depends on this number, but not on the number of processes.
+        prune: How trials stop early, by their validation scores at the *rungs*: the rounds `least_rounds`,
+            `least_rounds * reduction` and so on. "halving" (successive halving; Jamieson & Talwalkar 2016) keeps one of
+            `reduction` trials of a batch at each rung, so every method spends the same number of rounds. "median" stops
+            a trial that is below the median of the finished ones (Optuna's MedianPruner), and tries further settings
+            until `trials` times the full number of rounds are spent. Empty: every trial runs to its last round.
+        reduction: The factor between two rungs.
+        least_rounds: The first rung.
     """
 
     trials: Annotated[int, AT_LEAST_ONE]
@@ -90,10 +98,35 @@ class Search:
     sampler: Literal["tpe", "random", "qmc", "grid"] = "tpe"
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     batch: Annotated[int, AT_LEAST_ONE] = 4
+    prune: Literal["", "halving", "median"] = ""
+    reduction: Annotated[int, between(2, 100)] = 3
+    least_rounds: Annotated[int, AT_LEAST_ONE] = 1
 
     def __post_init__(self) -> None:
-        """Check types and ranges of the options."""
+        """Check types and ranges of the options, and refuse combinations without effect.
+
+        Raises:
+            RecipeError: an option has a wrong value, or no trial could ever be stopped.
+        """
         check_ranges("[search]", self)
+        if self.prune == "halving" and self.batch < self.reduction:
+            raise RecipeError(
+                f"[search] prune = 'halving': a batch of {self.batch} trials is smaller than reduction = "
+                f"{self.reduction}. Set batch to {self.reduction} or more, for example to the number of trials"
+            )
+        if self.prune == "median" and self.sampler == "grid":
+            raise RecipeError(
+                "[search] prune = 'median' tries further settings with the rounds that it saves, and a grid has no "
+                "others. Use prune = 'halving', or another sampler"
+            )
+
+    def rungs(self, rounds: int) -> list[int]:
+        """Return the rounds at which trials of this many rounds are compared; the last one is the last round."""
+        found, rung = [], self.least_rounds
+        while self.prune and rung < rounds:
+            found.append(rung)
+            rung *= self.reduction
+        return [*found, rounds]
 
 
 @dataclass(frozen=True, kw_only=True)

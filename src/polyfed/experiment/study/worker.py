@@ -30,6 +30,10 @@ REFUSED = 1
 """The exit code for an exception that is not polyfed's own."""
 
 
+class _Paused(Exception):
+    """The run has had the round after which it pauses."""
+
+
 def serve(jobs: TextIO, answers: TextIO) -> None:
     """Execute the jobs that arrive, until the input is closed."""
     waiting: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -52,16 +56,20 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
     """Execute one job, and report its rounds and its result.
 
     Args:
-        job: `recipe`, the table of a recipe, and `folder`, the folder of the run.
+        job: `recipe`, the table of a recipe, `folder`, the folder of the run, and `until`, the round after which the
+            run pauses, or 0.
         tell: a function that is called with the facts of each message.
     """
     started = time.perf_counter()
+    until = job.get("until", 0)
 
     def listen(event: str, **facts: Any) -> None:
         if event == "run-started":
             tell(event="round", round=facts["first_round"] - 1, rounds=facts["rounds"], memory=memory_of(os.getpid()))
         elif event == "round-finished":
             tell(event="round", round=facts["row"]["round"], memory=memory_of(os.getpid()))
+            if facts["row"]["round"] == until:  # its row and its checkpoint are on the disk
+                raise _Paused
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
@@ -73,13 +81,15 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
             with records.alone():
                 execute(parse_recipe(job["recipe"]), records, Emitter([listen]))
             outcome = {"code": 0, "why": ""}
+        except _Paused:
+            outcome = {"code": 0, "why": "", "paused": True}
         except PolyfedError as error:
             outcome = {"code": error.exit_code, "why": f"{type(error).__name__}: {error}"}
         except Exception as error:  # a mistake in a user's encoder, or in polyfed, ends only this run
             outcome = {"code": REFUSED, "why": f"{type(error).__name__}: {error}"}
     tell(
         event="done",
-        **outcome,
+        **({"paused": False} | outcome),
         seconds=time.perf_counter() - started,
         remarks=list(dict.fromkeys(str(w.message) for w in caught)),
     )

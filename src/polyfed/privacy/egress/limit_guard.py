@@ -5,7 +5,7 @@ rows. `LimitGuard.check_reply` sees what the reply tells of single classes. docs
 prevent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,6 +209,7 @@ class LimitedClientData(ClientData):
         self._view, self._num_rows, self._model, self._guard = view, num_rows, model, guard
         self._whole, self._tests = whole, tests
         self.min_rows_per_class = guard.limits.value("min_rows_per_class") or 0
+        self.min_group = guard.limits.value("min_group") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
@@ -247,6 +248,11 @@ class LimitedClientData(ClientData):
             self._guard.check_test_rows(self._view.at(different))
         view = self._view.at(rows)
         return LimitedClientData(view, len(different), self._model, self._guard, whole=False, tests=self._tests)
+
+    @property
+    def groups(self) -> Mapping[str, Tensor]:
+        """The groups of the rows; see `ClientData.groups`."""
+        return self._view.groups
 
     @property
     def ids(self) -> Tensor:

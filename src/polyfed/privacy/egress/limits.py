@@ -35,6 +35,7 @@ MEANINGS = {
     "min_steps": "a local training takes {} steps",
     "min_rows_per_class": "the reply tells of a class with {} rows",
     "min_test_rows": "a score covers a group of {} test rows",
+    "min_group": "an evaluation job shows a group of {} rows",
     "max_rounds": "this is round {}",
     "max_requests": "this is request {} of the round",
     "max_requests_per_day": "this is request {} within 24 hours, over all runs",
@@ -49,6 +50,7 @@ WITHHELD = {
     "min_steps": "a local training takes fewer steps",
     "min_rows_per_class": "the reply tells of a class with fewer rows",
     "min_test_rows": "a score covers a group of fewer test rows",
+    "min_group": "an evaluation job shows a group of fewer rows",
 }
 """For some limits, the clause that the server gets instead of the clause in MEANINGS. The policy may withhold how many
 rows a client has, and the size of a batch and the number of steps depend on this number. The server knows the numbers
@@ -76,6 +78,9 @@ class Limits:
             out. Replies that hold the labels of rows are refused if a class is below it. Default: `min_batch_size`.
         min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
             the positive rows of a label. Default: `min_batch_size`.
+        min_group: least number of rows of a class, or of a group by a column, that an evaluation job may show. Smaller
+            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer. It is never less
+            than `min_test_rows`.
         max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
         max_requests_per_day: most requests that the device answers within 24 hours, in all runs together.
@@ -88,6 +93,7 @@ class Limits:
     min_steps: Annotated[int, NOT_NEGATIVE] = 0
     min_rows_per_class: Annotated[int | None, NOT_NEGATIVE] = None
     min_test_rows: Annotated[int | None, NOT_NEGATIVE] = None
+    min_group: Annotated[int | None, NOT_NEGATIVE] = None
     max_rounds: Annotated[int | None, AT_LEAST_ONE] = None
     max_requests: Annotated[int | None, AT_LEAST_ONE] = None
     max_requests_per_day: Annotated[int | None, AT_LEAST_ONE] = None
@@ -110,6 +116,8 @@ class Limits:
     def value(self, key: str) -> int | None:
         """Return the value of a limit, which can follow from another limit; see `DERIVED`. None is no limit."""
         value: int | None = getattr(self, key)
+        if key == "min_group" and (least := self.value("min_test_rows")):
+            return max(least, value or 0)
         return self.min_batch_size if value is None and key in DERIVED else value
 
     def breach(self, key: str, value: int) -> str:

@@ -17,15 +17,14 @@ from polyfed.core.system.files import ROUNDS
 from polyfed.objective.class_metrics import uar
 from polyfed.report.reading.run_folder import Folder, damaged
 
-FOLD_KEYS = ("data.test_session", "data.fold")
-"""Options of data sources that select the fold: IEMOCAP and MSP-Improv; CREMA-D and KU-HAR."""
+FOLD_KEYS = ("data.test_session", "data.fold", "clients.fold")
+"""Options that select the fold: of the sources IEMOCAP and MSP-Improv, CREMA-D and KU-HAR, and of every source."""
 
 
 def fold_of(folder: Folder) -> str:
     """Return the fold of a run as text, such as `test_session=5`, or "" if its data has no such option."""
-    data = folder.recipe.get("data", {})
-    names = [key.removeprefix("data.") for key in FOLD_KEYS]
-    return " ".join(f"{name}={data[name]}" for name in names if name in data)
+    found = [(name, folder.recipe.get(section, {})) for section, _, name in (key.partition(".") for key in FOLD_KEYS)]
+    return " ".join(f"{name}={own[name]}" for name, own in found if name in own)
 
 
 def confusion_of(folder: Folder) -> Tensor | None:

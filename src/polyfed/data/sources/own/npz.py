@@ -1,24 +1,17 @@
 """npz: your own named arrays, in one `.npz` file or in a folder of `.npy` files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from polyfed.core.errors import DataError, RecipeError, require
+from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.columns import Column, Columns, Standardise
-from polyfed.data.labels import num_targets
-from polyfed.data.leaked_labels import refuse_leaked_labels
-from polyfed.data.population.splits import drawn, drawn_note
+from polyfed.data.columns import Columns, Standardise
+from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.files import Arrays, stored_name
-from polyfed.data.reading.layout import Layout, laid_out
-from polyfed.data.reading.missing_rows import refuse_bare_rows, zero_nan_rows
-from polyfed.data.reading.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
+from polyfed.data.reading.given import Given
+from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
 ROWS = "rows"
@@ -99,60 +92,47 @@ class Npz(Source):
 
     def load(self) -> Columns:
         """Read and check the arrays."""
-        arrays = Arrays(self.path)
+        arrays, problems = Arrays(self.path), Problems()
         self._check_names(arrays)
-        problems = Problems()
-        label = problems.attempt(lambda: self._labels(arrays))
-        found = {name: problems.attempt(lambda name=name: self._column(arrays, name)) for name in self.modalities}  # type: ignore[misc]
-        columns_of = {name: made[0] for name, made in found.items() if made is not None}
-        present = problems.attempt(
-            lambda: self._presence(arrays, {name: made[1] for name, made in found.items() if made is not None})
-        )
-        client = problems.attempt(lambda: self._client(arrays))
-        ids = problems.attempt(lambda: self._ids(arrays))
-        codes = {key: problems.attempt(lambda key=key: self._codes(arrays, key)) for key in ("split", "split_personal")}  # type: ignore[misc]
+        held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names", "ids")}
+        if self.ids == ROWS and ROWS not in arrays:
+            held["ids"] = None
+        read: dict[str, Any] = {
+            "labels": problems.attempt(lambda: arrays[self.label]) if self.label else None,
+            "clients": self._read(held["client"], arrays.__getitem__, problems),
+            "split": self._read(held["split"], arrays.__getitem__, problems),
+            "split_personal": self._read(held["split_personal"], arrays.integers, problems),
+            "class_names": self._read(held["class_names"], arrays.strings, problems),
+            "ids": self._read(held["ids"], arrays.integers, problems),
+            "known": self._read(self.known if self.known in arrays else None, arrays.__getitem__, problems),
+        }
+        masks = {name: f"{name}_present" for name in self.modalities if f"{name}_present" in arrays}
+        features = {name: self._read(name, arrays.features, problems) for name in self.modalities}
+        present = {name: self._read(mask, arrays.integers, problems) for name, mask in masks.items()}
         problems.raise_all()
-        assert label is not None
-        split = codes["split"]
-        columns = Columns(
+        if read["ids"] is None and self.ids == ROWS:
+            read["ids"] = ROWS
+        roles = {"label": self.label, "known": self.known, "ids": held["ids"]} | {
+            role: held[role] for role in ("client", "split", "split_personal")
+        }
+        draft = Draft(
             name=stored_name(arrays.path),
-            modalities=columns_of,
-            label=label.values,
-            num_classes=label.num_classes,
-            split=drawn(label.values, self.test_share, self.seed) if split is None else split,
-            ids=torch.arange(len(label.values)) if ids is None else ids,
-            labelled=bool(self.label),
-            numbered=ids is None and self.ids != ROWS,
-            class_names=label.names,
-            words_sorted=label.words_sorted,
-            present=present or {},
-            client=client,
-            split_personal=codes["split_personal"],
-            standardise=self.standardise,
-            notes=(*((label.note,) if label.note else ()), *((drawn_note(self.test_share),) if split is None else ())),
+            where=f"'{arrays.path}'",
+            modalities={name: values for name, values in features.items() if values is not None},
+            present={name: mask for name, mask in present.items() if mask is not None},
+            layout=self.layout,
+            declared=True,
+            owned=True,
+            called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},
+            **read,
         )
-        refuse_leaked_labels(columns)
-        return columns
+        given = Given(test_share=self.test_share, seed=self.seed, standardise=self.standardise)
+        return columns_of(draft, given, problems)
 
-    def _labels(self, arrays: Arrays) -> Labels:
-        if not self.label:
-            return unlabelled(len(arrays[self.modalities[0]]))
-        where = f"'{arrays.path}': array '{self.label}'"
-        names = self._named(arrays, "class_names")
-        found = labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
-        mask = self.known
-        if mask not in arrays:
-            return found
-        known, shape = arrays[mask], tuple(found.values.shape)
-        if known.shape == (*shape, 1):  # labels (N, 1) became (N,)
-            known = known[:, 0]
-        if known.dtype != np.bool_ or known.shape != shape:
-            raise DataError(
-                f"'{arrays.path}': array '{mask}' says which labels are known; it must be bool {shape}, "
-                f"not {known.dtype} {known.shape}"
-            )
-        values = found.values.to(torch.float32).masked_fill(torch.from_numpy(~known), torch.nan)
-        return replace(found, values=values, num_classes=num_targets(values))
+    @staticmethod
+    def _read(name: str | None, read: Callable[[str], Any], problems: Problems) -> Any:
+        """Return the array of this name, or None if there is none or if it cannot be read."""
+        return None if name is None else problems.attempt(lambda: read(name))
 
     def _check_names(self, arrays: Arrays) -> None:
         if not self.modalities:
@@ -175,55 +155,6 @@ class Npz(Source):
         if name not in ("", default):
             arrays[name]  # raises an error that names the file and the nearest array
         return None
-
-    def _ids(self, arrays: Arrays) -> Tensor | None:
-        name = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
-        if name is None:
-            return None
-        return ids_of(arrays.integers(name), f"'{arrays.path}': array '{name}'")
-
-    def _codes(self, arrays: Arrays, key: str) -> Tensor | None:
-        name = self._named(arrays, key)
-        if name is None:
-            return None
-        if key == "split":
-            return splits_of(arrays[name], f"'{arrays.path}': array '{name}'")
-        return arrays.integers(name).clamp(-1, 127).to(torch.int8)
-
-    def _client(self, arrays: Arrays) -> Tensor | None:
-        name = self._named(arrays, "client")
-        return None if name is None else clients_of(arrays[name], f"'{arrays.path}': array '{name}'")
-
-    def _presence(self, arrays: Arrays, held: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Return which rows have each modality.
-
-        A row has a modality if not all its values are NaN, and if the array `<modality>_present` does not mark the
-        modality as missing.
-
-        Raises:
-            DataError: all values of a row are NaN, in all modalities, and no array `<modality>_present` marks one of
-                the row's modalities as missing.
-        """
-        found = {name: there for name, there in held.items() if there is not None}
-        undeclared = dict(found)
-        for name in self.modalities:
-            if f"{name}_present" in arrays:
-                marked = arrays.integers(f"{name}_present").bool()
-                there = found.get(name)
-                if there is None or there.shape != marked.shape:  # `Columns` refuses another length
-                    found[name] = marked
-                else:
-                    found[name], undeclared[name] = marked & there, there | ~marked
-        lengths = {len(there) for there in undeclared.values()}
-        if len(undeclared) == len(self.modalities) and len(lengths) == 1:
-            refuse_bare_rows(undeclared, f"'{arrays.path}'", {})
-        return found
-
-    def _column(self, arrays: Arrays, name: str) -> tuple[Column, Tensor | None]:
-        """Return the column of a modality, and which rows have it. The second result is None if all rows have it."""
-        where, values = f"'{arrays.path}': array '{name}'", arrays.features(name)
-        there = zero_nan_rows(values, where)
-        return laid_out(values, self.layout.get(name), where), there
 
     @classmethod
     def describe(cls) -> Facts:

@@ -16,10 +16,11 @@ from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.column_guess import guessed
+from polyfed.data.reading.draft import columns_of as checked_columns
 from polyfed.data.reading.files import check_expansion, existing
-from polyfed.data.reading.frames import Partial, Roles, drafted
-from polyfed.data.reading.layout import Layout
-from polyfed.data.reading.table_draft import columns_of as checked_columns
+from polyfed.data.reading.frames import drafted
+from polyfed.data.reading.given import Given, Partial
+from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
 if TYPE_CHECKING:
@@ -159,7 +160,11 @@ class Table(Source):
             PolyfedError: the table has faults; the message lists all of them.
         """
         if not self.modalities:
-            groups = guessed(frame, self.roles.meaning).groups
+            guess = guessed(frame, self.given.meaning)
+            groups = guess.groups
+            if not groups:
+                rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
+                raise DataError(f"'{path}' has no column of numbers beside the labels{rest}")
             lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
             raise RecipeError(
                 f"data.modalities is empty; from the names of the columns of '{path}' it could be "
@@ -168,24 +173,25 @@ class Table(Source):
             )
         axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
         more = {"class_names": self.class_names} if self.class_names else {}
-        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout), **more)
+        draft = drafted(frame, f"'{path}'", path.stem, self.given, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
-        return checked_columns(
-            draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
-        )
+        return checked_columns(draft, self.given, problems)
 
     @property
-    def roles(self) -> Roles:
-        """Return the meaning of the columns."""
-        defaults = tuple(role for role in ("client", "split") if getattr(self, role) == role)
-        return Roles(
-            modalities=self.modalities,
-            label=self.label,
-            client=self.client,
+    def given(self) -> Given:
+        """Return the meaning of the columns, and how they are read."""
+        defaults = [("clients", self.client == "client"), ("split", self.split == "split"), ("ids", not self.ids)]
+        return Given(
+            labels=self.label,
+            clients=self.client,
             split=self.split,
             ids=self.ids,
+            modalities=self.modalities,
             partial=self.partial,
-            optional=(*defaults, *([] if self.ids else ["ids"])),
+            standardise=self.standardise,
+            test_share=self.test_share,
+            seed=self.seed,
+            optional=tuple(role for role, may_be_missing in defaults if may_be_missing),
         )
 
     def _shaped(self, modalities: Mapping[str, Any], problems: Problems) -> dict[str, Any]:

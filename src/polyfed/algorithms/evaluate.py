@@ -1,0 +1,133 @@
+"""An evaluation job: clients score one model on their own rows, nothing is trained, and only sums and counts leave.
+
+`polyfed evaluate` writes recipes with this job. A device announces and refuses it like every method: its policy must
+let statistics leave, and take the model: `accept = ["parameters"]` if its own parameters may not leave.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from typing_extensions import override
+
+from polyfed.algorithms.base import Algorithm, Broadcast
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.evaluation.scores import Measured
+from polyfed.evaluation.site_scores import SiteScores, flaw_of, site_scores, summary
+from polyfed.federation.client_registry import TEST, VALIDATION
+from polyfed.federation.context import ClientContext
+from polyfed.federation.federation import Federation
+from polyfed.objective import Objective
+from polyfed.training import ClientData
+
+SERVER = "server"
+"""The name of the server's own rows among the sites."""
+
+
+@dataclass(frozen=True)
+class EvaluationState:
+    """The server's state of an evaluation job: the model, and the report of each site."""
+
+    params: Tree
+    sites: Mapping[str, SiteScores] = field(default_factory=dict)
+    train_loss: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Algorithm):
+    """An evaluation job: one model, scored by each client on its own rows.
+
+    Attributes:
+        rows: `test` scores the clients' own test rows, `validation` their own validation rows.
+        groups: column -> values: scores of the rows with each value too. The column is an array of the data, such as
+            `sex = ["F", "M"]`. A device shows a group only if its policy allows the column (`[allow] groups`) and the
+            group has `[limits] min_group` rows.
+    """
+
+    mixing: ClassVar[str] = ""
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+
+    rows: Literal["test", "validation"] = "test"
+    groups: Mapping[str, list[str | int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: a column has no values or twice the same, or [secure_aggregation] would hide the single sites.
+        """
+        super().__post_init__()
+        for name, values in self.groups.items():
+            if not values or len({str(value) for value in values}) < len(values):
+                raise RecipeError(
+                    f"[algorithm] groups: '{name}' = {values}: must be distinct values, at least one",
+                    ("algorithm", "groups"),
+                )
+        if self.secure_aggregation is not None:
+            raise RecipeError(
+                "an evaluation job reports each site, and [secure_aggregation] lets the server read only sums. Remove "
+                "the section, or read the pooled scores of [evaluate] personal in a run"
+            )
+
+    @override
+    def init(self, fed: Federation, params: Tree) -> EvaluationState:
+        return EvaluationState(params)
+
+    @override
+    def will_ask(self, task: str, *, tested: bool) -> bool:
+        return task == "measure"
+
+    @override
+    def round(self, state: EvaluationState, fed: Federation) -> EvaluationState:
+        """Ask every client with such rows, and the server's own evaluation client, for its report."""
+        asked = list(fed.clients.tested if self.rows == "test" else fed.clients.validated)
+        own = TEST if self.rows == "test" else VALIDATION
+        here = [own] if own in fed.evaluation_clients and not asked else []
+        if not asked + here:
+            raise RecipeError(
+                f"no client has {self.rows} rows of its own, and the server has none: there is nothing to evaluate. "
+                "Set [clients] personal_test, as in personal_test = 0.2; on devices, mark rows with split 1 (test) or "
+                "2 (validation)"
+            )
+        if here:
+            text = f"no client has enough {self.rows} rows of its own, so only the server's rows are scored"
+            fed.emit("note", text=text)
+        objective = fed.context.objective
+        size = len(_no_rows(fed.context))
+
+        def flaw(client: int, reply: SiteScores) -> str:
+            return flaw_of(objective, reply, self.groups, size)
+
+        replies = fed.ask(self.measure, asked or here, Broadcast(state.params), held_out=self.rows, accept=flaw)
+        names = {client: SERVER if client < 0 else str(client) for client in replies}
+        return EvaluationState(state.params, {names[client]: reply for client, reply in sorted(replies.items())})
+
+    @override
+    def evaluate(self, state: EvaluationState, fed: Federation) -> Measured:
+        told = self.told(state, fed).get("evaluation", {})
+        values = {name: one["value"] for name, one in told.get("pooled", {}).get("metrics", {}).items()}
+        return Measured({"pooled": values} if values else {})
+
+    @override
+    def told(self, state: Any, fed: Federation) -> dict[str, Any]:
+        if not state.sites:
+            return {}
+        return {"evaluation": summary(fed.context.objective, state.sites, self.groups)}
+
+    @task(loop_because="the number of rows decides which classes and groups it shows")
+    def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:
+        """Score the model on the client's own rows."""
+        rows = data if context.evaluation_client else data.test
+        return site_scores(context, got.params, rows, self.groups, rows.min_group), local
+
+
+def _no_rows(context: ClientContext) -> torch.Tensor:
+    """Return the sums of no rows, for their length."""
+    objective = context.objective
+    y = objective.no_labels(context.num_classes)
+    outputs = torch.zeros(0, *objective.outputs_shape(context.model))
+    return objective.site_sums(outputs, Batch({}, y, torch.arange(0)))

@@ -1,0 +1,30 @@
+"""FedAvg with fine-tuning: after the last round, every client trains a copy of the global model on its own rows.
+
+The usual baseline of personalised methods; it has no paper of its own. Wang, Mathews, Kiddon, Eichner, Beaufays,
+Ramage, "Federated Evaluation of On-device Personalization", 2019, measure it.
+
+It is `Averaging` with `fine_tune`. Page: docs/algorithms/fedavg-ft.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import UPDATES
+from polyfed.core.schema import NOT_NEGATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgFt(Averaging):
+    """Federated averaging, then fine-tuning on every client.
+
+    Attributes:
+        fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
+            personal evaluation.
+    """
+
+    fine_tune: Annotated[int, NOT_NEGATIVE] = 2
+
+    mixing: ClassVar[str] = ""
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

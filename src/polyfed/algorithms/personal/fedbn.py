@@ -1,0 +1,47 @@
+"""FedBN: clients keep their normalisation layers, and share everything else.
+
+Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021,
+Algorithm 1. The factors, terms and statistics of these layers are trained and used on each client and never averaged.
+
+polyfed's choice: all normalisation layers of PyTorch count, not only BatchNorm. A model without one is refused.
+
+FedBN is `Averaging` with the private words `norms`: private_blocks.py. Page: docs/algorithms/fedbn.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.averaging.private_blocks import NORMS, names_of
+from polyfed.algorithms.base import UPDATES
+from polyfed.core import keys
+from polyfed.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBn(Averaging):
+    """Federated averaging of all layers but those of normalisation.
+
+    Attributes:
+        private: the blocks that every client keeps: `norms`, all normalisation layers, and others besides.
+        placebo: `random` is a control: every client keeps as many other layers, drawn at random, and shares its
+            normalisation layers. `none`, the default, is the method of the paper.
+    """
+
+    private: tuple[str, ...] = (NORMS,)
+    placebo: Literal["none", "random"] = "none"
+
+    mixing: ClassVar[str] = ""
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """Return the names in the normalisation layers, or those in other layers under the placebo."""
+        own = names_of(self.private, model)
+        if self.placebo == "none":
+            return own
+        layers = {name.rpartition(".")[0] for name in own}
+        others = sorted({name.rpartition(".")[0] for name in model.names(model.modalities)} - layers)
+        order = keys.permutation(keys.key("fedbn-placebo"), len(others)).tolist()
+        drawn = {others[place] for place in order[: min(len(layers), len(others) - 1)]}
+        return frozenset(name for name in model.names(model.modalities) if name.rpartition(".")[0] in drawn)

@@ -1,0 +1,32 @@
+"""FedRep: clients share the encoders and keep the head, which they train first and alone in every round.
+
+Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
+2021, Algorithm 1. A client takes `private_epochs` epochs for its head with the encoders fixed, then the epochs of
+[train] for the encoders with the head fixed. The server averages the encoders.
+
+FedRep is `Averaging` with a private head: private_blocks.py. Page: docs/algorithms/fedrep.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import UPDATES
+from polyfed.core.schema import NOT_NEGATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(Averaging):
+    """Federated averaging of the encoders, with a head for each client.
+
+    Attributes:
+        private: the blocks that every client keeps: `head`, or the names of other blocks that stand for it.
+        private_epochs: epochs in which a client trains only its head, at the start of each round. The paper uses 10.
+    """
+
+    private: tuple[str, ...] = ("head",)
+    private_epochs: Annotated[int, NOT_NEGATIVE] = 10
+
+    mixing: ClassVar[str] = ""
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

@@ -1,0 +1,30 @@
+"""LG-FedAvg: clients keep the encoders and share the head.
+
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with
+Local and Global Representations", 2020, arXiv:2001.01523, Algorithm 1. Each client trains local encoders and the global
+head together, and the server averages the head. The paper also names other losses for the encoders; polyfed uses the
+loss of the task.
+
+LG-FedAvg is `Averaging` with private encoders: private_blocks.py. Page: docs/algorithms/lg-fedavg.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import UPDATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class LgFedAvg(Averaging):
+    """Federated averaging of the head, with encoders for each client.
+
+    Attributes:
+        private: the blocks that every client keeps: `encoders`, or the names of other blocks that stand for them.
+    """
+
+    private: tuple[str, ...] = ("encoders",)
+
+    mixing: ClassVar[str] = ""
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

@@ -1,0 +1,60 @@
+"""`polyfed contribution`: what each client and each modality added to a run, beside what it cost and gave away."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polyfed.cli.application import AsJson, app
+from polyfed.cli.output import answer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TITLES = {"clients": "client", "modalities": "modality", "pairs": "modality of a client"}
+
+
+@app.command()
+def contribution(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.", show_default=False)],
+    orders: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Random orders, where there are too many players for exact values.")
+    ] = 200,
+    as_json: AsJson = False,
+) -> None:
+    """Print the Shapley value of each client, modality and modality of a client, from the updates that a run kept."""
+    from polyfed.experiment.contribution import contribution as of_run
+    from polyfed.experiment.contribution import write
+
+    found = of_run(run, orders)
+    path = write(found, run)
+    answer(found, *_tables(found), *_notes(found), f"numbers in {path}", as_json=as_json)
+
+
+def _tables(found: Mapping[str, Any]) -> Iterator["RenderableType"]:
+    from polyfed.report.formatting import bytes_of
+    from polyfed.report.text_layout import plain_table, titled
+
+    for game, title in TITLES.items():
+        told = found[game]
+        who = "group of clients" if game == "clients" and found["groups"] else title
+        table = plain_table(who, "value", "error", "sent", "value per MB", "audit")
+        for line in told["players"]:
+            player = " ".join(line["player"]) if isinstance(line["player"], list) else line["player"]
+            rate, advantage = (line[key] for key in ("per_megabyte", "advantage"))
+            error = "exact" if told["exact"] else f"± {line['error']:.4f}"
+            words = ("" if number is None else f"{number:+.4f}" for number in (rate, advantage))
+            table.add_row(player, f"{line['value']:+.4f}", error, bytes_of(line["bytes_up"]), *words)
+        yield titled(f"Shapley values by {who}", table)
+
+
+def _notes(found: Mapping[str, Any]) -> Iterator[str]:
+    sign = "" if found["rising"] else ", negated because smaller is better"
+    yield (
+        f"{found['metric']}{sign}, on {found['rows']:,} rows: {found['none']:.4f} without updates, {found['all']:.4f} "
+        f"with all of them averaged again, {found['run']:.4f} of the run's own model"
+    )
+    if found["groups"]:
+        yield "secure aggregation: the server has only sums, so a player is the group of clients of a round"
+    yield "audit: the largest advantage of an attack on this block (polyfed audit RUN), empty if it was not audited"

@@ -1,0 +1,94 @@
+"""`polyfed evaluate`: score a saved model on clients, on a file, or on the devices of a federation."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyfed.cli.application import AsJson, Overrides, app
+from polyfed.cli.output import answer
+from polyfed.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from polyfed.experiment.recipes.recipe import Recipe
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A run, an exported model or a safetensors file.", show_default=False),
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="Another model, compared on the same rows.", show_default=False),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="The clients and their rows. [default: the run's recipe]")
+    ] = None,
+    overrides: Overrides = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="Score the rows of this file.")] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="Score own validation rows, not test rows.")] = False,
+    group: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN=A,B", help="Score groups by a column. May be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write evaluation.json, .csv and .html into this folder.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    job: Annotated[
+        Path | None, typer.Option("--app", metavar="DIR", help="Write a job for devices; `polyfed submit` runs it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a saved model without training: per site and pooled, with intervals."""
+    from polyfed.experiment.evaluate import Evaluation, job_of, write
+    from polyfed.experiment.evaluate import evaluate as score
+    from polyfed.experiment.recipes.recipe import load_recipe
+    from polyfed.report.pages.evaluation import NOTE, tables
+    from polyfed.report.text_layout import plain_table, titled
+
+    groups = _groups(group or [])
+    rows = "validation" if validation else "test"
+    given = None
+    if recipe is not None or overrides:
+        path = recipe if recipe is not None else model / "recipe.toml"
+        given = load_recipe(path, overrides or [])
+    if job is not None:
+        if other is not None or data is not None:
+            raise RecipeError(
+                "--app writes a job for devices, which score one model on their own rows: leave out the rest"
+            )
+        _write_app(job_of(model, given, rows, groups), job, as_json=as_json)  # type: ignore[arg-type]
+        return
+    found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups)  # type: ignore[arg-type]
+    if out is not None:
+        write(found, out)
+    if as_csv:
+        typer.echo(found.csv(), nl=False)
+        return
+    shown = []
+    for title, heads, lines in tables(found.content):
+        table = plain_table(*heads)
+        for line in lines:
+            table.add_row(*line)
+        shown.append(titled(title, table))
+    answer(found.content, *shown, NOTE, as_json=as_json)
+
+
+def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
+    """Write the app of a job for devices, and say how to run it."""
+    from polyfed.deploy.app_folder import write_job
+
+    made = write_job(recipe, folder)
+    answer({"app": str(made)}, f"wrote {made}; run it: polyfed submit {made}", as_json=as_json)
+
+
+def _groups(words: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in words:
+        column, _, values = word.partition("=")
+        if not column or not values:
+            raise RecipeError(f"--group {word}: must be COLUMN=VALUE,VALUE, as in --group sex=F,M")
+        found[column] = [value.strip() for value in values.split(",")]
+    return found

@@ -1,0 +1,82 @@
+"""Test rows of people who take no part in training: `[clients] test_clients`, and `folds` with `fold`.
+
+A random split of rows puts windows of one person on both sides, and the score then tells how well the model knows this
+person. Here, whole natural clients are held out, for every source.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.data.columns import TEST, TRAIN, Columns
+from polyfed.data.population.clients import ClientsSpec
+
+
+def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
+    """Return the table with the rows of the test clients as its test set.
+
+    The rows of all other clients that the data marks as test rows become training rows; their validation rows stay.
+
+    Args:
+        columns: the table.
+        clients: the section [clients].
+        key: key of the draw of a share, and of the division into folds.
+
+    Raises:
+        RecipeError: the data names no natural clients, there is no such client, or nobody is left on one side.
+    """
+    if clients.test_clients is None and clients.folds is None:
+        return columns
+    option = "test_clients" if clients.folds is None else "folds"
+    if columns.client is None:
+        raise RecipeError(
+            f"[clients] {option} holds out whole clients, but data '{columns.name}' does not say which rows belong to "
+            f"whom. Name the array or column in [data] client, or remove {option}",
+            ("clients", option),
+        )
+    client = columns.client.cpu().numpy()
+    people = np.unique(client)
+    chosen = _chosen(people, clients, key)
+    tested = np.isin(client, chosen)
+    split = columns.split.cpu().clone()
+    split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
+    split[torch.from_numpy(tested)] = TEST
+    return replace(columns, split=split.to(columns.split))
+
+
+def _chosen(people: np.ndarray, clients: ClientsSpec, key: int) -> np.ndarray:
+    """Return the numbers of the natural clients that are held out."""
+    wanted, total = clients.test_clients, len(people)
+    if clients.folds is not None:
+        assert clients.fold is not None
+        if clients.folds > total:
+            raise RecipeError(
+                f"[clients] folds = {clients.folds}: the data has {total} natural clients, and each fold needs one. "
+                f"folds = {total} leaves one client out at a time",
+                ("clients", "folds"),
+            )
+        order = keys.permutation(keys.key(key, "folds"), total).numpy()
+        part: np.ndarray = np.array_split(order, clients.folds)[clients.fold - 1]
+        return np.asarray(people[part])
+    if isinstance(wanted, list):
+        if unknown := [one for one in wanted if one not in people]:
+            raise RecipeError(
+                f"[clients] test_clients = {unknown[0]}: no such natural client. The data has the numbers "
+                f"{people[0]} to {people[-1]}, in the sorted order of their names",
+                ("clients", "test_clients"),
+            )
+        found = np.array(wanted)
+    else:
+        assert wanted is not None
+        count = max(1, round(wanted * total))
+        found = people[keys.choice(keys.key(key, "test clients"), total, count)]
+    if len(set(found.tolist())) >= total:
+        raise RecipeError(
+            f"[clients] test_clients = {wanted}: all {total} natural clients would be test clients, and nobody would "
+            "train. Hold out fewer",
+            ("clients", "test_clients"),
+        )
+    return found

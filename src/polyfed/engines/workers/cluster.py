@@ -1,0 +1,319 @@
+"""The nodes of a Ray cluster: what they must have, the engine that they share, and the actors that run its clients.
+
+A copy of the engine travels once to each node. Its large tensors, such as the features of the data set, lie in Ray's
+object store there, and all actors of the node read them in place. Ray starts the actors, notices when one ends, and
+moves messages; `pool.py` decides which clients run where, and what happens with the clients of a lost worker.
+"""
+
+import copy
+import logging
+import os
+import platform
+import re
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.tree import Tree, size_bytes
+from polyfed.data import Columns
+from polyfed.engines.machine.gpu import deterministic
+from polyfed.engines.workers.process import Done, Job, Served, run
+from polyfed.engines.workers.shared_memory import Packed
+
+LARGE = 2**20
+"""Least bytes of a tensor that the actors of a node share. They must not write to it, so small ones are copied."""
+
+CONNECT_SECONDS, START_SECONDS = 10.0, 60.0
+"""How long polyfed waits for the address of a cluster, and for the facts of its nodes or the start of an actor."""
+
+STORE_SHARE = 0.8
+"""Share of a node's object store that the data may take. Messages and replies need the rest."""
+
+
+class Lost(Exception):
+    """An actor has ended, or its node has; the text says how."""
+
+
+class Cluster:
+    """A Ray cluster, which exists already or is started on this machine at the first request.
+
+    Args:
+        address: `HOST:PORT` of the cluster's head. If empty, the variable RAY_ADDRESS, the cluster of this machine, or
+            a new one with all cores of this machine.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self.address = address
+        self._ray: Any = None
+        self._ours = False  # whether this object has connected to the cluster, and disconnects at the end
+        self._once: tuple[NDArray[np.uint8], Any] | None = None
+        self._payload: Any = None
+
+    def open(self, engine: Served, num: int, threads: int, device: torch.device) -> int:
+        """Connect, check all nodes, and send them the engine. Further calls do nothing.
+
+        Returns:
+            The number of workers: `num`, or one for each `threads` cores (or for each GPU) of the cluster if it is 0.
+
+        Raises:
+            RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
+        """
+        if self._payload is None:
+            self._connect()
+            self._refuse_nodes(size_of(engine.population.columns, engine.initial), device)
+            self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
+            self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
+            self._arguments = threads, str(device)
+            self._payload = self.share(engine)
+        total = self._ray.cluster_resources()
+        most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
+        return max(1, int(min(num, most) if num else most))
+
+    def _connect(self) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise RecipeError(
+                "[engine] cluster = 'ray' needs Ray on this machine and on every node: pip install 'polyfed[cluster]'"
+            ) from error
+        self._ray = ray
+        if ray.is_initialized():
+            return
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
+        host, _, port = address.rpartition(":")
+        try:
+            if port.isdecimal():  # Ray itself would wait for a minute
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Ray's next defaults, which change nothing here
+                ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"the cluster at {address}" if address else "a cluster on this machine"
+            raise RecipeError(
+                f"[engine] cluster = 'ray': {where} does not take this process: {_in_short(error)}. Compare `ray "
+                "status` on its head with [engine] address, and install the same versions of Ray and Python everywhere"
+            ) from error
+        self._ours = True
+
+    def _refuse_nodes(self, size: int, device: torch.device) -> None:
+        """Refuse the cluster if a node has other versions, too small an object store, or if no node has a GPU.
+
+        Raises:
+            RecipeError: all faults of all nodes.
+        """
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        here, faults = facts(), []
+        for node, found in zip(nodes, self._facts_of(nodes), strict=True):
+            name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
+            if found is None:
+                continue
+            if isinstance(found, str):
+                faults.append(f"node {name} does not answer: {found}. Restart it with `ray stop` and `ray start`")
+                continue
+            others = {package: wanted for package, wanted in here.items() if found[package] != wanted}
+            faults += [
+                f"node {name} has {package} {found[package] or 'not'}, and this machine {wanted}: install it there, too"
+                for package, wanted in others.items()
+            ]
+            if size > STORE_SHARE * store:
+                faults.append(
+                    f"node {name} has an object store of {store / 2**20:.0f} MiB, and data and model take "
+                    f"{size / 2**20:.0f} MiB: restart it with `ray start --object-store-memory={int(2 * size)}`"
+                )
+        if device.type == "cuda" and not self._ray.cluster_resources().get("GPU"):
+            faults.append("[engine] device = 'cuda', and no node has a GPU: use device = 'cpu', or add a node with one")
+        if faults:
+            raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults))
+
+    def _facts_of(self, nodes: Sequence[dict[str, Any]]) -> list[dict[str, str] | str | None]:
+        """Return the facts of each node, a text if it fails to return them, or None if it has just ended."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        asked, ask, here = [], self._ray.remote(facts), sys.modules[__name__]
+        self._ray.cloudpickle.register_pickle_by_value(here)  # so that a node without polyfed can answer, too
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            asked.append(ask.options(**options).remote())
+        self._ray.cloudpickle.unregister_pickle_by_value(here)
+        done, _ = self._ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
+        found: list[dict[str, str] | str | None] = []
+        for one in asked:
+            try:
+                found.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
+            except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.NodeDiedError):
+                found.append(None)
+            except self._ray.exceptions.RayError as error:
+                found.append(_in_short(error))
+        return found
+
+    def share(self, engine: Served) -> Any:
+        """Put a copy of the engine into the object store, with the values of its tensors as arrays, and return it.
+
+        Ray gives such arrays to all actors of a node as views of one piece of memory.
+        """
+        util = self._ray.util
+        util.register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+        try:
+            return self._ray.put(copy_of(engine))
+        finally:
+            util.deregister_serializer(Tensor)
+
+    def start(self, engine: Served, num: int, *, none_yet: bool) -> list[tuple[Any, str]]:
+        """Start up to `num` actors on free cores. Return each of them with the name of its node.
+
+        Args:
+            engine: the engine, of which the nodes have a copy.
+            num: the number of actors.
+            none_yet: whether at least one actor must start. This method then waits for a free core.
+
+        Raises:
+            RecipeError: at least one must start, and none did.
+        """
+        ray, need = self._ray, self._options
+        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", need["num_cpus"])
+        free = int(ray.available_resources().get(kind, 0) // each)
+        num = max(min(num, free), 1 if none_yet else 0)
+        made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
+        born = [actor.node.remote() for actor in made]
+        up, _ = ray.wait(born, num_returns=num, timeout=START_SECONDS) if born else ([], [])
+        names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        started, reason = [], f"no node has {each} free core(s) within {START_SECONDS:.0f} s (`ray status` says why)"
+        for actor, name in zip(made, born, strict=True):
+            try:
+                if name in up:
+                    started.append((actor, names.get(ray.get(name), "that is new")))
+                    continue
+            except ray.exceptions.RayError as error:
+                reason = _in_short(error)
+            self.kill(actor)
+        if none_yet and not started:
+            raise RecipeError(f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs")
+        return started
+
+    def once(self, content: NDArray[np.uint8]) -> Any:
+        """Return a reference to an array. Ray sends the array once to each node, however many actors read it."""
+        if self._once is None or self._once[0] is not content:
+            self._once = content, self._ray.put(content)
+        return self._once[1]
+
+    def wait(self, pending: Sequence[Any]) -> set[Any]:
+        """Wait until some of these calls have ended, well or not, and return them."""
+        return set(self._ray.wait(list(pending), num_returns=1)[0])
+
+    def result(self, pending: Any) -> tuple[Done, NDArray[np.uint8]]:
+        """Return what a call of an actor returned.
+
+        Raises:
+            Lost: the actor or its node has ended.
+        """
+        try:
+            done, content = self._ray.get(pending)
+        except self._ray.exceptions.RayError as error:
+            raise Lost(_in_short(error)) from error
+        return done, np.array(content)  # Ray's own copy must not be written to
+
+    def kill(self, actor: Any) -> None:
+        """End an actor."""
+        if self._ray.is_initialized():
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Free the memory of the nodes, and disconnect. A later request connects again."""
+        self._payload = self._once = None
+        if self._ours and self._ray.is_initialized():
+            self._ray.shutdown()
+            self._ours = False
+
+
+class Actor:
+    """Runs jobs on a node with a copy of the engine.
+
+    Args:
+        engine: the node's copy of the engine.
+        threads: number of threads that PyTorch uses; 0 leaves the number unchanged.
+        device: the device that trains.
+    """
+
+    def __init__(self, engine: Served, threads: int, device: str) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        engine.ledger.drain()  # the server's process writes its entries itself
+        self._engine, self._device = engine, torch.device(device)
+        self._held: dict[int, Any] = {}
+
+    def node(self) -> str:
+        """Return Ray's number of the node."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def run(
+        self, job: Job, broadcast: NDArray[np.uint8] | None, down: NDArray[np.uint8]
+    ) -> tuple[Done, NDArray[np.uint8]]:
+        """Run a job. The tensors of the result are in the returned array."""
+        up = Packed()
+        shared, own = (Packed() if given is None else Packed(np.array(given)) for given in (broadcast, down))
+        with deterministic(self._device):
+            done = run(self._engine, job, shared, own, up, self._device, self._held)
+        return done, up.content
+
+
+def facts() -> dict[str, str]:
+    """Return the versions on which results and messages depend; empty for a package that is not there."""
+    found = {"Python": platform.python_version()}
+    for package in ("polyfed", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def copy_of(engine: Served) -> Served:
+    """Return a copy of the engine for the nodes, without local states and without what belongs to this process."""
+    sent = copy.copy(engine)
+    sent.__dict__.pop("answer", None)  # the server's process may have replaced it, to watch requests
+    sent.locals, sent.pool, sent.emit = {}, None, _silent
+    return sent
+
+
+def size_of(columns: Columns, initial: Tree) -> int:
+    """Return the bytes that data and model take on each node."""
+    return sum(c.values.numel() * c.values.element_size() for c in columns.modalities.values()) + size_bytes(initial)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[NDArray[Any], torch.dtype, tuple[int, ...]]:
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return plain.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def _tensor_of(content: tuple[NDArray[Any], torch.dtype, tuple[int, ...]]) -> Tensor:
+    array, dtype, shape = content
+    if not array.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    if array.nbytes < LARGE:
+        array = np.array(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a large array is not writable
+        return torch.from_numpy(array).view(dtype).reshape(shape)
+
+
+def _silent(name: str, **facts: Any) -> None:
+    """Emit nothing."""
+
+
+def _in_short(error: BaseException) -> str:
+    """Return the first line of an error of Ray, or the last one if that names the exception which caused it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    caused = re.match(r"[\w.]*(Error|Exception)\b", lines[-1])
+    return lines[-1 if caused else 0][:300]

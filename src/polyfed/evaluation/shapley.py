@@ -1,0 +1,79 @@
+"""Shapley values of a game: what each player adds to the value of a coalition, on average over all orders.
+
+Source: Shapley, "A value for n-person games", 1953. Sampling over orders: Castro, Gómez, Tejada, Computers & Operations
+Research 36 (2009).
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+P = TypeVar("P", bound=Hashable)
+
+Z = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class Shares(Generic[P]):
+    """The Shapley values of a game.
+
+    Attributes:
+        values: player -> its value. They sum to the value of all players minus that of none.
+        errors: player -> half the width of the 95 % interval of a sampled value; 0 if the values are exact.
+        exact: whether the values are exact.
+    """
+
+    values: dict[P, float]
+    errors: dict[P, float]
+    exact: bool
+
+
+def shapley(
+    players: Sequence[P], worth: Callable[[frozenset[P]], float], most: int, orders: int = 200, seed: int = 0
+) -> Shares[P]:
+    """Return the Shapley values of a game.
+
+    Args:
+        players: the players.
+        worth: the value of a coalition.
+        most: the largest number of players whose values are computed exactly, from all coalitions.
+        orders: the number of random orders for more players.
+        seed: the seed of the orders.
+    """
+    known: dict[frozenset[P], float] = {}
+
+    def value(coalition: frozenset[P]) -> float:
+        if coalition not in known:
+            known[coalition] = worth(coalition)
+        return known[coalition]
+
+    if len(players) <= most:
+        return Shares({player: _exact(players, player, value) for player in players}, dict.fromkeys(players, 0.0), True)
+    draw = np.random.default_rng(seed)
+    gains = np.zeros((orders, len(players)))
+    for row in gains:
+        coalition: frozenset[P] = frozenset()
+        before = value(coalition)
+        for place in draw.permutation(len(players)):
+            coalition |= {players[place]}
+            after = value(coalition)
+            row[place], before = after - before, after
+    means, spread = gains.mean(0), gains.std(0, ddof=1) if orders > 1 else np.full(len(players), math.inf)
+    errors = Z * spread / math.sqrt(orders)
+    return Shares(
+        dict(zip(players, means.tolist(), strict=True)), dict(zip(players, errors.tolist(), strict=True)), False
+    )
+
+
+def _exact(players: Sequence[P], player: P, value: Callable[[frozenset[P]], float]) -> float:
+    others = [other for other in players if other != player]
+    gains = []
+    for mask in range(1 << len(others)):
+        coalition = frozenset(other for place, other in enumerate(others) if mask >> place & 1)
+        weight = 1 / (len(players) * math.comb(len(others), len(coalition)))
+        gains.append(weight * (value(coalition | {player}) - value(coalition)))
+    return math.fsum(gains)

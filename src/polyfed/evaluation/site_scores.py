@@ -1,0 +1,138 @@
+"""What a site reports in an evaluation job, and what the reports of all sites say together.
+
+A report holds sums and counts only (`objective/report.py`), of classes and groups that are large enough to be shown.
+The sums of all sites are those of one pooled file.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.messages import HISTOGRAM, Message, carries, message
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tree import Tree
+from polyfed.evaluation.scores import all_rows
+from polyfed.federation.context import ClientContext
+from polyfed.objective import Objective
+from polyfed.objective.report import shown_groups, wilson
+from polyfed.training import ClientData
+from polyfed.training.client_data import FOLD_BATCH
+
+Values = Mapping[str, Sequence[Any]]
+"""Column -> the values that name its groups, in the order of their codes."""
+
+
+@message
+class SiteScores(Message):
+    """A site's report on its own test rows.
+
+    `sums` (S,) are the objective's `site_sums`, and `num_rows` is the number of rows in them. `groups` (G, 1 + W) has a
+    row for each value of each column: the number of rows of the group, and the objective's `group_sums`. A hidden group
+    is 0. `hidden` is 1 if the site has hidden a class or a group, because it has too few rows.
+    """
+
+    sums: Tensor = carries("statistic", dtype="sums", shape=(None,), tells=HISTOGRAM)
+    groups: Tensor = carries("statistic", dtype="sums", shape=(None, None), tells=HISTOGRAM, within=None)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+
+
+def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Values, least: int) -> SiteScores:
+    """Compute a site's report.
+
+    Args:
+        context: the client context.
+        w: the model.
+        rows: the rows to score.
+        values: the columns and the values that name their groups.
+        least: the smallest number of rows of a class or group that may be shown.
+    """
+    objective, model = context.objective, context.model
+    found = all_rows(rows, lambda batch: objective.outputs(model, w, batch))
+    if found is None:
+        empty = torch.zeros(0, *objective.outputs_shape(model))
+        found = empty, Batch({}, objective.no_labels(context.num_classes), torch.arange(0))
+    outputs, batch = found
+    count = int(rows.num_rows)
+    outputs, y = outputs[:count].cpu(), batch.y[:count].cpu()
+    kept, y = objective.visible(y, least)
+    total = None
+    for part in [kept.nonzero()[:, 0]] if objective.WHOLE else torch.split(kept.nonzero()[:, 0], 16 * FOLD_BATCH):
+        sums = objective.site_sums(outputs[part], Batch({}, y[part], torch.arange(len(part))))
+        total = sums if total is None else total + sums
+    hidden = int((~kept).sum()) > 0 or not torch.equal(y.isnan(), batch.y[:count].cpu().isnan())
+    tables = []
+    for name, names in values.items():
+        codes = rows.groups[name].cpu()
+        sizes = torch.bincount(codes[kept], minlength=len(names) + 1)
+        shown = shown_groups(sizes, least)
+        hidden = hidden or not bool(shown.all())
+        for code in range(len(names)):
+            of = (kept & (codes == code) if bool(shown[code]) else torch.zeros_like(kept)).nonzero()[:, 0]
+            sums = objective.group_sums(outputs[of], Batch({}, y[of], torch.arange(len(of))))
+            tables.append(torch.cat([torch.tensor([float(len(of))], dtype=torch.float64), sums]))
+    assert total is not None, "a split of no rows has one part"
+    groups = torch.stack(tables) if tables else torch.zeros(0, 0, dtype=torch.float64)
+    return SiteScores(total.double(), groups, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
+
+
+def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) -> str:
+    """Return why a site's report is impossible, or "".
+
+    Args:
+        objective: the task.
+        reply: the report.
+        values: the columns and the values that name their groups.
+        size: the length of `sums`.
+    """
+    rows, count = float(reply.num_rows), sum(len(names) for names in values.values())
+    if len(reply.sums) != size or len(reply.groups) != count:
+        return "has sums of another length than the job asks for"
+    if bool((reply.groups[:, :1] < 0).any()) or float(reply.groups[:, :1].sum()) > rows * max(len(values), 1):
+        return "counts more rows in its groups than it has"
+    return objective.site_flaw(reply.sums.cpu(), rows)
+
+
+def summary(
+    objective: Objective, sites: Mapping[str, SiteScores], values: Values, class_names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return the entry `evaluation` of result.json: metrics, support and groups of each site and of all.
+
+    Args:
+        objective: the task.
+        sites: the name of a site -> its report.
+        values: the columns and the values that name their groups.
+        class_names: the names of the classes or labels.
+    """
+    each = {name: _of_site(objective, one.sums, float(one.num_rows), one.groups, values) for name, one in sites.items()}
+    for name, one in sites.items():
+        each[name]["hidden"] = bool(one.hidden)
+    together = list(sites.values())
+    pooled = _of_site(
+        objective,
+        torch.stack([one.sums for one in together]).sum(0),
+        float(sum(int(one.num_rows) for one in together)),
+        torch.stack([one.groups for one in together]).sum(0),
+        values,
+    )
+    pooled["hidden"] = any(bool(one.hidden) for one in together)
+    names = {} if class_names is None else {"classes": list(class_names)}
+    return {"task": objective.NAME, "score": objective.SCORE, **names, "pooled": pooled, "sites": each}
+
+
+def _of_site(objective: Objective, sums: Tensor, rows: float, groups: Tensor, values: Values) -> dict[str, Any]:
+    metrics = {name: one.facts() for name, one in objective.estimates(sums.cpu()).items()} if rows else {}
+    found = {"rows": int(rows), "support": objective.support(sums.cpu()) if rows else [], "metrics": metrics}
+    lines = iter(groups.cpu())
+    tables: dict[str, dict[str, Any]] = {}
+    for column, names in values.items():
+        for name in names:
+            size, *_ = line = next(lines)
+            score = objective.group_score(line[1:], float(size)) if float(size) else None
+            whole = objective.SCORE == "accuracy" and score is not None and objective.OF_CLASSES
+            one = wilson(score * float(size), float(size)).facts() if whole and score is not None else {"value": score}
+            tables.setdefault(column, {})[str(name)] = {"rows": int(size), objective.SCORE: one}
+    return found | ({"groups": tables} if values else {})

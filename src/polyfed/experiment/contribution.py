@@ -1,0 +1,224 @@
+"""`polyfed contribution`: what each client, each modality and each modality of a client added to a finished run.
+
+No training runs again. For a coalition, the updates that the run kept are averaged again, over its clients only, round
+after round from the initial model, and the re-assembled model is scored on the server's validation rows. Source: Song,
+Tong, Wei, "Profit Allocation for Federated Learning", IEEE Big Data 2019 (one-round reconstruction).
+
+A modality is in a coalition if its encoder gets the updates and the model reads it. A client's block `shared` counts if
+any of its modalities is in the coalition. Without players, the initial model reads nothing.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.evaluation.shapley import Shares, shapley
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.results.kept_updates import kept_updates
+from polyfed.experiment.results.run_result import load_run
+from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.running.constants import refuse_changes
+from polyfed.federation.client_registry import VALIDATION
+from polyfed.report.reading.egress import aggregate
+from polyfed.report.reading.run_folder import Folder
+from polyfed.report.reading.run_schema import LEAKAGE_AUDIT, RUN_FACTS
+from polyfed.training import SingleClientData
+
+CONTRIBUTION = "contribution.json"
+"""The file with the result, in the folder of the run."""
+
+MOST_CLIENTS, MOST_MODALITIES, MOST_PAIRS = 8, 6, 8
+"""The largest numbers of players whose Shapley values are exact."""
+
+Pair = tuple[str, str]
+"""(client or group of clients, modality)"""
+
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True)
+class Worth:
+    """The value of a coalition of pairs: the score of the re-assembled model on the server's validation rows.
+
+    Attributes:
+        parts: the run, assembled again.
+        updates: for each round, player -> its update.
+        weights: player -> its weight in the mean.
+        known: the values so far.
+    """
+
+    parts: Assembly
+    updates: list[dict[str, Tree]]
+    weights: Mapping[str, float]
+    known: dict[frozenset[Pair], float]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The modalities of each client that it has ever sent."""
+        sent = {(player, block_of(name)) for of in self.updates for player, tree in of.items() for name in tree}
+        order = {m: place for place, m in enumerate(self.parts.model.modalities)}
+        pairs = [pair for pair in sent if pair[1] in order]
+        return sorted(pairs, key=lambda pair: ([int(k) for k in pair[0].split("+")], order[pair[1]]))
+
+    def of(self, coalition: frozenset[Pair]) -> float:
+        """Return the score, negated if a smaller one is better."""
+        if coalition not in self.known:
+            self.known[coalition] = self._score(self.model(coalition), {m for _, m in coalition})
+        return self.known[coalition]
+
+    def model(self, coalition: frozenset[Pair]) -> Tree:
+        """Return the re-assembled model of a coalition."""
+        blocks: dict[str, set[str]] = defaultdict(set)
+        for player, modality in coalition:
+            blocks[modality].add(player)
+            blocks[SHARED].add(player)
+        w = {name: value.clone() for name, value in self.parts.initial.items()}
+        for of in self.updates:
+            for name in w:
+                held = [k for k in sorted(of) if k in blocks[block_of(name)] and name in of[k]]
+                total = sum(self.weights[k] for k in held)
+                for player in held:
+                    w[name] += of[player][name] * (self.weights[player] / total)
+        return w
+
+    def _score(self, w: Tree, read: set[str]) -> float:
+        parts = self.parts
+        objective, model = parts.fed.context.objective, parts.model
+        names = tuple(m for m in model.modalities if m in read) or model.modalities[:1]
+        rows = parts.population.validation_rows
+        view = SingleClientData(parts.engine.columns, rows, names, model, 0, 1, 1)
+
+        def step(total: Tensor | None, batch: Batch) -> Tensor:
+            if not read:
+                batch = replace(batch, present={names[0]: torch.zeros(len(batch.y), dtype=torch.bool)})
+            found = objective.sums(objective.outputs(model, w, batch), batch)
+            return found if total is None else total + found
+
+        score = objective.measured(view.fold(step, None)).get(objective.SCORE)
+        assert score is not None, "validation rows have a score"
+        return score if objective.RISING else -score
+
+
+def contribution(folder: str | Path, orders: int = 200) -> dict[str, Any]:
+    """Return what each client, each modality and each modality of a client added to the score of a run.
+
+    Args:
+        folder: the folder of a finished run with `[checkpoint] updates = true` and validation rows on the server.
+        orders: the number of random orders, where there are too many players for exact values.
+
+    Returns:
+        The content of contribution.json.
+
+    Raises:
+        PolyfedError: the run is not finished, keeps no updates, has no global model, or has no validation rows.
+    """
+    folder = Path(folder).expanduser()
+    run = load_run(folder)
+    if run.models.shared is None:
+        raise RecipeError(
+            f"{folder}: {run.models.algorithm} trains no global model whose updates could be averaged again"
+        )
+    recipe = load_recipe(folder / RECIPE)
+    updates = kept_updates(folder, len(run.rounds))
+    recipe = replace(recipe, engine=replace(recipe.engine, name="sequential", device="cpu"))
+    parts = assemble(recipe, folder=folder)
+    refuse_changes(Folder(folder).json(FACTS, RUN_FACTS), facts_of(parts), folder, "cannot score coalitions")
+    if VALIDATION not in parts.fed.evaluation_clients:
+        raise RecipeError(
+            f"{folder}: the server has no validation rows on which coalitions could be scored. Run it with [clients] "
+            "validation, as in --set clients.validation=0.1"
+        )
+    players = sorted({player for of in updates for player in of}, key=lambda k: [int(c) for c in k.split("+")])
+    if not players:
+        raise RecipeError(
+            f"{folder}: {run.models.algorithm} sends no updates of a global model, so nothing is averaged"
+        )
+    uniform = getattr(recipe.algorithm, "aggregation", "weighted") == "uniform"
+    rows = parts.fed.clients.rows_of(parts.fed.clients)
+    weights = {k: 1.0 if uniform else float(sum(rows[int(c)] for c in k.split("+"))) for k in players}
+    worth = Worth(parts, updates, weights, {})
+    games = _games(worth, players, orders)
+    everyone = frozenset(worth.pairs)
+    objective = parts.fed.context.objective
+    found = {
+        "metric": f"validation.{objective.SCORE}",
+        "rising": objective.RISING,
+        "rows": len(parts.population.validation_rows),
+        "none": worth.of(frozenset()),
+        "all": worth.of(everyone),
+        "run": worth._score(run.params, set(parts.model.modalities)),
+        "groups": any("+" in player for player in players) or recipe.algorithm.secure_aggregation is not None,
+    }
+    return found | {name: _told(shares, folder) for name, shares in games.items()}
+
+
+def _games(worth: Worth, players: list[str], orders: int) -> dict[str, Shares[Any]]:
+    pairs = worth.pairs
+
+    def of_clients(coalition: frozenset[str]) -> float:
+        return worth.of(frozenset(pair for pair in pairs if pair[0] in coalition))
+
+    def of_modalities(coalition: frozenset[str]) -> float:
+        return worth.of(frozenset(pair for pair in pairs if pair[1] in coalition))
+
+    modalities = [m for m in worth.parts.model.modalities if any(m == pair[1] for pair in pairs)]
+    return {
+        "clients": shapley(players, of_clients, MOST_CLIENTS, orders),
+        "modalities": shapley(modalities, of_modalities, MOST_MODALITIES, orders),
+        "pairs": shapley(pairs, worth.of, MOST_PAIRS, orders),
+    }
+
+
+def _told(shares: Shares[Any], folder: Path) -> dict[str, Any]:
+    """Return the values of a game, with the bytes that each player sent and what the audit says."""
+    sent, advantages = _bytes_up(folder), _advantages(folder)
+    lines = []
+    for player, value in shares.values.items():
+        pair = player if isinstance(player, tuple) else None
+        modality = pair[1] if pair else (player if not player[:1].isdigit() else None)
+        clients = None if modality == player else {int(c) for c in (pair[0] if pair else player).split("+")}
+        total = sum(
+            size
+            for (client, block), size in sent.items()
+            if (clients is None or client in clients) and (modality is None or block == modality)
+        )
+        line = {"player": list(player) if pair else player, "value": value, "error": shares.errors[player]}
+        line |= {"bytes_up": total, "per_megabyte": value / (total / MEGABYTE) if total else None}
+        line["advantage"] = advantages.get(modality) if modality else max(advantages.values(), default=None)
+        lines.append(line)
+    return {"exact": shares.exact, "players": lines}
+
+
+def _bytes_up(folder: Path) -> dict[tuple[int, str], int]:
+    found: dict[tuple[int, str], int] = defaultdict(int)
+    for (client, block, _, destination), size in aggregate(Folder(folder)).clients.items():
+        if destination != "client":
+            found[client, block] += size
+    return found
+
+
+def _advantages(folder: Path) -> dict[str, float]:
+    """Return the largest advantage of an attack on each block, according to `polyfed audit`; empty without an audit."""
+    facts = Folder(folder).json(LEAKAGE, LEAKAGE_AUDIT)
+    found: dict[str, float] = {}
+    for one in facts["findings"] if facts else ():
+        if one["status"] == "measured" and one["advantage"] is not None:
+            found[one["block"]] = max(found.get(one["block"], 0.0), one["advantage"])
+    return found
+
+
+def write(content: dict[str, Any], folder: Path) -> Path:
+    """Write contribution.json into the folder of the run, and return its path."""
+    path = folder / CONTRIBUTION
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return path

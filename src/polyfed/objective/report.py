@@ -1,0 +1,189 @@
+"""Metrics of several sites with intervals, from sums alone: what an evaluation job computes from the sites' replies.
+
+Counts and sums are exact after they are added up. AUROC and average precision come from histograms of scores, and each
+has a bound on its error: the scores of rows in one bin may be in any order. All intervals are for 95 %. For a
+mean over labels or classes, the half-width is the mean of the single ones, which is never too small, because the same
+rows count in each of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import digamma
+from torch import Tensor
+
+Z = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+BINS, REACH = 512, 64.0
+"""Bins of a histogram of scores, and the largest absolute score. Bins are 0.02 wide at 0, and wider beyond."""
+
+DRAWS = 400
+"""Bootstrap samples of an interval."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric of some rows.
+
+    Attributes:
+        value: the metric.
+        low: the lower end of its 95 % interval, or None if there is no interval.
+        high: the upper end.
+        error: the largest possible difference from the metric of all single rows; 0 for sums.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    error: float = 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """Return the estimate as an object of result.json."""
+        found = {"value": self.value, "low": self.low, "high": self.high}
+        return found | ({"error": self.error} if self.error else {})
+
+
+def around(value: float, half: float, error: float = 0.0, low: float = -math.inf, high: float = math.inf) -> Estimate:
+    """Return an estimate with an interval of this half-width, widened by the error of the value and cut to a range."""
+    return Estimate(value, max(value - half - error, low), min(value + half + error, high), error)
+
+
+def wilson(hits: float, n: float) -> Estimate:
+    """Return a share with Wilson's score interval (Journal of the American Statistical Association 22, 1927)."""
+    share, square = hits / n, Z * Z / n
+    middle = (share + square / 2) / (1 + square)
+    half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n)) / (1 + square)
+    return Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
+
+
+def mean_of(each: Sequence[Estimate]) -> Estimate | None:
+    """Return the mean of several estimates, or None without any; the module's docstring explains its interval."""
+    if not each:
+        return None
+    value, error = (math.fsum(getattr(one, name) for one in each) / len(each) for name in ("value", "error"))
+    if any(one.low is None for one in each):
+        return Estimate(value, error=error)
+    below = math.fsum(one.value - (one.low or 0.0) for one in each) / len(each)
+    above = math.fsum((one.high or 0.0) - one.value for one in each) / len(each)
+    return Estimate(value, value - below, value + above, error)
+
+
+def drawn(cells: Tensor, metric: Callable[[Tensor], float | None]) -> Estimate | None:
+    """Return a metric of counts with its bootstrap interval, which equals that of a bootstrap of the rows.
+
+    Args:
+        cells: the number of rows in each cell, of any shape.
+        metric: computes the metric from such counts.
+    """
+    value = metric(cells)
+    if value is None:
+        return None
+    counts = cells.double().numpy()
+    total = round(float(counts.sum()))
+    draws = np.random.default_rng(0).multinomial(total, counts.ravel() / counts.sum(), size=DRAWS)
+    found = [metric(torch.from_numpy(draw.reshape(counts.shape)).double()) for draw in draws]
+    known = [one for one in found if one is not None]
+    low, high = np.quantile(known, [0.025, 0.975])
+    return Estimate(value, float(low), float(high))
+
+
+def histograms(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the number of positive and of negative rows in each bin of their scores, float64 (2, K, BINS).
+
+    Args:
+        scores: (B, K), for K labels or classes.
+        positive: which rows are positive, bool (B, K).
+        negative: which rows are negative, bool (B, K).
+    """
+    reach = math.asinh(REACH)
+    place = ((scores.double().asinh() / reach + 1) * (BINS / 2)).clamp(0, BINS - 1).nan_to_num(0.0).long()
+    found = torch.zeros(2, scores.shape[1], BINS, dtype=torch.float64, device=scores.device)
+    for side, counted in enumerate((positive, negative)):
+        found[side].scatter_add_(1, place.T, counted.double().T)
+    return found
+
+
+def log_odds(logits: Tensor) -> Tensor:
+    """Return the log-odds of each class against the others, (B, C): scores in the order of the probabilities."""
+    log = logits.double().log_softmax(-1)
+    return log - torch.log1p(-log.exp()).clamp(min=-745.0)
+
+
+def auroc(positive: Tensor, negative: Tensor) -> Estimate | None:
+    """Return the AUROC of two histograms of ascending score, or None if one is empty.
+
+    Pairs in one bin count half, so the error is at most half of their share. The interval has the variance of DeLong et
+    al. (Biometrics 44, 1988), computed on the bins.
+    """
+    p, n = float(positive.sum()), float(negative.sum())
+    if not p or not n:
+        return None
+    below, above = negative.cumsum(0) - negative, positive.flip(0).cumsum(0).flip(0) - positive
+    of_positive, of_negative = (below + 0.5 * negative) / n, (above + 0.5 * positive) / p
+    value = float((positive * of_positive).sum()) / p
+    spread = 0.0
+    for weights, parts, count in ((positive, of_positive, p), (negative, of_negative, n)):
+        if count > 1:
+            spread += float((weights * (parts - value).square()).sum()) / (count - 1) / count
+    error = 0.5 * float((positive * negative).sum()) / (p * n)
+    return around(value, Z * math.sqrt(spread), error, 0.0, 1.0)
+
+
+def average_precision(positive: Tensor, negative: Tensor) -> Estimate | None:
+    """Return the average precision of two histograms of ascending score, or None without positive rows.
+
+    The value takes each bin as one threshold. The true value is at least that with the negative rows of each bin first,
+    and at most that with all of its positive rows first, tied with each other.
+    """
+    p, n = positive.flip(0).double(), negative.flip(0).double()
+    total = float(p.sum())
+    if not total:
+        return None
+
+    def value_of(cells: Tensor) -> float | None:
+        pos, neg = cells
+        hits, rows = pos.cumsum(0), (pos + neg).cumsum(0)
+        count = float(pos.sum())
+        return float((pos * hits / rows.clamp(min=1.0)).sum()) / count if count else None
+
+    found = drawn(torch.stack([p, n]), value_of)
+    assert found is not None, "there are positive rows"
+    hits, misses = p.cumsum(0), n.cumsum(0)
+    highest = float((p * hits / (hits + misses - n).clamp(min=1.0)).sum()) / total
+    first, behind = (hits - p).numpy(), misses.numpy()
+    lowest = float((p.numpy() - behind * (digamma(first + p.numpy() + behind + 1) - digamma(first + behind + 1))).sum())
+    error = max(highest - found.value, found.value - lowest / total, 0.0)
+    low, high = max((found.low or 0.0) - error, 0.0), min((found.high or 0.0) + error, 1.0)
+    return Estimate(found.value, low, high, error)
+
+
+def ranked(bins: Tensor) -> dict[str, Estimate]:
+    """Return `auroc` and `average_precision` as means over the K labels or classes of histograms (2, K, BINS)."""
+    found = {}
+    for name, metric in (("auroc", auroc), ("average_precision", average_precision)):
+        each = [one for pair in bins.unbind(1) if (one := metric(*pair)) is not None]
+        if (mean := mean_of(each)) is not None:
+            found[name] = mean
+    return found
+
+
+def shown_groups(sizes: Tensor, least: int) -> Tensor:
+    """Return which groups may be shown, bool (G,): those with at least `least` rows, or with none.
+
+    If the hidden rows were fewer than `least`, they would follow from the total. The smallest shown group is then
+    hidden too.
+
+    Args:
+        sizes: the number of rows of each group, (G,). The groups are disjoint, and hold all rows.
+        least: the smallest number of rows that may be shown.
+    """
+    shown = (sizes >= least) | (sizes == 0)
+    while 0 < int(sizes[~shown].sum()) < least and bool((shown & (sizes > 0)).any()):
+        candidates = torch.where(shown & (sizes > 0), sizes, sizes.max() + 1)
+        shown[int(candidates.argmin())] = False
+    return shown

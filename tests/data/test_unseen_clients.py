@@ -1,0 +1,116 @@
+"""`[clients] test_clients` and `folds`: nobody stands on both sides, and the folds test everybody once."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyfed
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.data import ClientsSpec, Columns, populate
+from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.from_data import make_recipe
+from polyfed.report import compare
+
+PEOPLE, WINDOWS = 8, 12
+
+
+def people(**options: Any) -> Any:
+    """A recipe with windows of eight persons, each with an offset of their own, and a test split of single windows."""
+    draw = np.random.default_rng(3)
+    person = np.repeat(np.arange(PEOPLE), WINDOWS)
+    label = np.tile(np.arange(3), PEOPLE * WINDOWS // 3)
+    wave = draw.normal(size=(PEOPLE * WINDOWS, 6)) + label[:, None] + 3 * draw.normal(size=(PEOPLE, 6))[person]
+    split = np.where(draw.random(PEOPLE * WINDOWS) < 0.25, "test", "train")
+    given = {"wave": wave.astype("float32"), "text": wave[:, :2].astype("float32")}
+    return make_recipe(given, labels=label, clients=person, split=split, algorithm="fedavg", **options)
+
+
+def table() -> Columns:
+    return people().data.load()
+
+
+def sides(spec: ClientsSpec, seed: int = 1) -> tuple[set[int], set[int], int]:
+    """The persons who train, those who test, and the number of rows on both sides."""
+    columns = table()
+    found = populate(columns, spec, keys.key(seed, "population"))
+    assert columns.client is not None
+    train, test = columns.client[found.train.rows], columns.client[found.test_rows]
+    return set(train.tolist()), set(test.tolist()), len(train) + len(test)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    share=st.floats(0.05, 0.9),
+    seed=st.integers(0, 99),
+    partition=st.sampled_from(["by-client", "iid", "dirichlet"]),
+)
+def test_no_person_stands_on_both_sides_and_no_row_is_lost(share: float, seed: int, partition: str) -> None:
+    num: dict[str, Any] = {} if partition == "by-client" else {"num": 2, "min_size": 1}
+    train, test, rows = sides(ClientsSpec(partition=partition, test_clients=share, **num), seed)
+    assert not train & test
+    assert train | test == set(range(PEOPLE))
+    assert rows == PEOPLE * WINDOWS
+    assert len(test) == max(1, round(share * PEOPLE))
+
+
+def test_named_clients_are_the_test_set() -> None:
+    assert sides(ClientsSpec(partition="by-client", test_clients=[2, 5]))[1] == {2, 5}
+
+
+@pytest.mark.parametrize("folds", [2, 3, PEOPLE])
+def test_the_folds_test_every_person_once(folds: int) -> None:
+    tested = [sides(ClientsSpec(partition="by-client", folds=folds, fold=i + 1))[1] for i in range(folds)]
+    assert sorted(one for fold in tested for one in fold) == list(range(PEOPLE))
+    assert max(map(len, tested)) - min(map(len, tested)) <= 1
+
+
+def test_compare_pools_the_folds_of_a_seed(tmp_path: Any) -> None:
+    made = people(rounds=1, standardise=False)
+    for fold in (1, 2):
+        spec = replace(made.clients, partition="by-client", num=None, folds=2, fold=fold)
+        polyfed.run(replace(made, clients=spec), tmp_path / f"fold{fold}")
+    (row,) = compare([tmp_path / "fold1", tmp_path / "fold2"]).rows()
+    assert (row["n"], row["folds"]) == (2, ["fold=1", "fold=2"])
+    assert row["label"] == "fedavg"
+    assert "pooled.uar" in row
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"test_clients": 1.5}, "a share between 0 and 1"),
+        ({"test_clients": []}, "not none"),
+        ({"folds": 3}, "belong together"),
+        ({"fold": 1}, "belong together"),
+        ({"folds": 3, "fold": 4}, "from 1 to folds = 3"),
+        ({"folds": 3, "fold": 1, "test_clients": 0.2}, "keep one of them"),
+        ({"test_clients": [99]}, r"no such natural client. The data has the numbers 0 to 7"),
+        ({"test_clients": 0.99}, "nobody would train"),
+        ({"folds": 9, "fold": 1}, "folds = 8 leaves one client out"),
+    ],
+)
+def test_faults_say_what_is_allowed(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        sides(ClientsSpec(partition="by-client", **options))
+
+
+def test_data_without_persons_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"does not say which rows belong to whom. Name the array or column"):
+        populate(replace(table(), client=None), ClientsSpec(num=2, test_clients=0.2), 1)
+
+
+def test_init_says_when_one_person_stands_on_both_sides(tmp_path: Any) -> None:
+    columns = table()
+    assert columns.client is not None
+    person, wave = columns.client.numpy(), columns.modalities["wave"].values.numpy()
+    path = tmp_path / "windows.npz"
+    np.savez(path, wave=wave, label=columns.label.numpy(), client=person)
+    (note,) = [one for one in starter(path, {}).notes if "both" in one or "were seen" in one]
+    assert note.startswith("7 of the natural clients")
+    np.savez(path, wave=wave, label=columns.label.numpy(), client=person, split=np.where(person < 2, "test", "train"))
+    assert not [one for one in starter(path, {}).notes if "were seen" in one]

@@ -1,0 +1,282 @@
+"""Workers on the nodes of a Ray cluster: the results of one process, whatever the nodes do."""
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import polyfed
+from laws.test_laws import world
+from polyfed.core.errors import RecipeError
+from polyfed.core.tree import size_bytes
+from polyfed.engines import in_process, stack_division
+from polyfed.engines.workers import cluster
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.running.assembly import assemble
+from world import AWKWARD, algorithm, recipe, same, through
+
+ray = pytest.importorskip("ray", reason="Ray is not installed")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray leaves sockets and files open
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
+    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A cluster of two nodes with one core each. This process is on the first one."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", paths)
+        made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
+        made.add_node(**NODE)
+        ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+def played(made: Recipe) -> tuple[Any, Any, list[dict[str, Any]]]:
+    parts = assemble(made)
+    try:
+        return parts, through(parts, made.rounds), list(parts.ledger.rows())
+    finally:
+        parts.engine.close()
+
+
+def alone(made: Recipe) -> Recipe:
+    return replace(made, engine=EngineSpec(name=made.engine.name, workers=1))
+
+
+def on_ray(made: Recipe, workers: int = 0, **options: Any) -> Recipe:
+    return replace(made, engine=EngineSpec(name=made.engine.name, cluster="ray", workers=workers, **options))
+
+
+def expect_equal(one: tuple[Any, Any, Any], many: tuple[Any, Any, Any]) -> None:
+    (here, state, ledger), (there, again, rows) = one, many
+    assert rows == ledger
+    assert there.engine.locals.keys() == here.engine.locals.keys()
+    for client, tree in there.engine.locals.items():
+        assert same(tree, here.engine.locals[client])
+    assert same(getattr(again, "params", {}), getattr(state, "params", {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fedavg", "vectorised"),
+        ("scaffold", "sequential"),
+        *(pytest.param(name, "vectorised", marks=pytest.mark.slow) for name in ("cmsfed", "hfm", "pfmml", "scaffold")),
+        *(pytest.param(name, "sequential", marks=pytest.mark.slow) for name in ("fedavg", "cmsfed", "hfm", "pfmml")),
+    ],
+)
+def test_nodes_give_the_bits_of_one_process(nodes: Any, name: str, kind: str) -> None:
+    made = replace(world(name, kind, AWKWARD), rounds=3)
+    many = played(on_ray(made))
+    assert many[0].engine.pool.num == 2
+    assert many[0].engine.pool.returned > 0
+    expect_equal(played(alone(made)), many)
+
+
+@pytest.mark.slow
+def test_one_and_three_nodes_give_the_bits_of_one_process(nodes: Any) -> None:
+    made = replace(world("scaffold", "sequential", AWKWARD), rounds=3)
+    third = nodes.add_node(**NODE)
+    try:
+        one = played(alone(made))
+        for num in (1, 3):
+            many = played(on_ray(made, num))
+            assert len({worker.node for worker in many[0].engine.pool.started}) == 0, "all workers have ended"
+            assert many[0].engine.pool.num == num
+            expect_equal(one, many)
+    finally:
+        nodes.remove_node(third)
+
+
+def test_a_state_travels_to_a_worker_only_if_another_one_has_changed_it(nodes: Any) -> None:
+    made = replace(world("scaffold", "sequential"), rounds=5)
+    one, _, _ = played(on_ray(made, 1))
+    states = [size_bytes(tree) for tree in one.engine.locals.values()]
+    assert one.engine.pool.moved == sum(states), "each client's first state, once"
+    two, _, _ = played(on_ray(made, 2))
+    assert two.engine.pool.moved < 2 * sum(states)
+
+
+def test_the_actors_of_a_node_share_large_columns_and_have_their_own_small_ones(nodes: Any) -> None:
+    made = recipe(algorithm("fedavg"))
+    engine = assemble(replace(made, data=replace(made.data, rows=40_000))).engine
+    there = cluster.Cluster()
+    there._ray = ray
+    reference = there.share(engine)  # type: ignore[arg-type]
+    first, second = ray.get(reference), ray.get(reference)
+    assert first.locals == {}
+    mine = engine.columns.modalities
+    for name, column in mine.items():
+        found = [one.columns.modalities[name].values for one in (first, second)]
+        assert torch.equal(found[0], column.values)
+        assert (found[0].data_ptr() == found[1].data_ptr()) == (column.values.nbytes >= cluster.LARGE)
+    assert any(column.values.nbytes >= cluster.LARGE for column in mine.values())
+    small = next(name for name, value in first.initial.items() if value.nbytes < cluster.LARGE)
+    first.initial[small].add_(1)
+    assert not torch.equal(first.initial[small], second.initial[small])
+    assert torch.equal(second.initial[small], engine.initial[small])
+
+
+@pytest.mark.parametrize("moment", [0.0, *(pytest.param(m, marks=pytest.mark.slow) for m in (0.5, 1.0, 1.7, 2.5))])
+def test_a_worker_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any, moment: float, tmp_path: Path) -> None:
+    made = replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=12)
+    whole = polyfed.run(alone(made))
+    notes: list[str] = []
+    killed: list[int] = []
+
+    def kill() -> None:
+        time.sleep(moment)
+        mine = psutil.Process().children(recursive=True)  # Ray's processes of other programs stay
+        for process in mine:
+            with suppress(psutil.Error):
+                if process.cmdline()[0].startswith("ray::Actor"):
+                    process.kill()
+                    killed.append(process.pid)
+                    return
+
+    killer = threading.Thread(target=kill)
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "note":
+            notes.append(facts["text"])
+        if event == "round-finished" and not killer.ident:
+            killer.start()
+
+    run = polyfed.run(on_ray(made), listeners=[listen])
+    killer.join()
+    assert run.result["state_sha256"] == whole.result["state_sha256"]
+    if moment == 0.0:
+        assert killed
+        assert any("its worker on node" in note and "was lost" in note for note in notes)
+
+
+def test_a_node_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any) -> None:
+    made = replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=10)
+    whole = polyfed.run(alone(made))
+    third = nodes.add_node(**NODE)
+    ended: list[int] = []
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "round-finished" and facts["row"]["round"] == 3:
+            nodes.remove_node(third, allow_graceful=False)
+            ended.append(3)
+
+    run = polyfed.run(on_ray(made), listeners=[listen])
+    assert ended == [3]
+    assert run.result["state_sha256"] == whole.result["state_sha256"]
+    assert all(row["missing"] == {} for row in run.rounds)
+
+
+def test_a_run_that_was_stopped_on_nodes_resumes_in_one_process(nodes: Any, tmp_path: Path) -> None:
+    made = replace(recipe(algorithm("scaffold")), rounds=4)
+    whole = polyfed.run(alone(made))
+    polyfed.run(replace(on_ray(made), rounds=2), out=tmp_path / "run")
+    rest = polyfed.run(alone(made), out=tmp_path / "run", resume=True)
+    assert rest.result["state_sha256"] == whole.result["state_sha256"]
+
+
+def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_ray(recipe(algorithm("fedavg")))
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "STORE_SHARE", 1e-6)
+        with pytest.raises(RecipeError, match=r"node [\d.]+ has an object store of 80 MiB, and data and model take"):
+            played(made)
+    with monkeypatch.context() as patch:
+        own = cluster.facts()
+        asked = cluster.Cluster._facts_of
+        patch.setattr(
+            cluster.Cluster,
+            "_facts_of",
+            lambda self, nodes: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(self, nodes)],
+        )
+        mine = re.escape(own["torch"])
+        words = rf"has polyfed not, and this machine {own['polyfed']}.*has torch 2.6.0, and this machine {mine}"
+        with pytest.raises(RecipeError, match=words):
+            played(made)
+    with pytest.raises(RecipeError, match="no node has a GPU: use device = 'cpu'"):
+        played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
+
+
+def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        def here(self) -> int:
+            return 1
+
+    monkeypatch.setattr(cluster, "START_SECONDS", 3.0)
+    busy = [ray.remote(num_cpus=1)(Busy).remote() for _ in range(2)]
+    ray.get([one.here.remote() for one in busy])
+    try:
+        monkeypatch.setattr(cluster.Cluster, "_refuse_nodes", lambda *_: None)
+        with pytest.raises(RecipeError, match="no worker could start: no node has 1 free core"):
+            played(on_ray(recipe(algorithm("fedavg"))))
+    finally:
+        for one in busy:
+            ray.kill(one)
+
+
+def test_a_machine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RecipeError, match=r"pip install 'polyfed\[cluster\]'"):
+        played(on_ray(recipe(algorithm("fedavg"))))
+
+
+def test_an_address_without_a_cluster_is_refused_within_seconds() -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(RecipeError, match=f"the cluster at 127.0.0.1:{port} does not take this process"):
+        played(on_ray(recipe(algorithm("fedavg")), address=f"127.0.0.1:{port}"))
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "flower"}, "Flower has its own nodes"),
+        ({"debug": True}, "debug = true"),
+        ({"device": "auto"}, "device = 'auto'"),
+        ({"device": "cuda"}, "device = 'cuda' without `stack`"),
+        ({"device": "auto", "debug": True}, "debug = true.*; and with device = 'auto'"),
+    ],
+)
+def test_options_that_a_cluster_contradicts_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        EngineSpec(cluster="ray", **options)
+    with pytest.raises(RecipeError, match="address needs cluster"):
+        EngineSpec(address="head:6379")
+
+
+def test_check_says_what_each_node_needs() -> None:
+    made = replace(world("fedavg"), engine=EngineSpec(cluster="ray", threads=2))
+    text = repr(check(made))
+    assert "Each node of the cluster needs" in text
+    assert "an object store of" in text
+    assert "2 cores for each worker" in text
+    assert check(world("fedavg")).node_needs == ()

@@ -1,0 +1,65 @@
+"""Two models on the same rows: DeLong, McNemar and the paired bootstrap against independent computations."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+
+from polyfed.evaluation.paired import delong, mcnemar, paired_bootstrap
+
+
+def scores(n: int, ties: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    y = draw.random(n) < 0.4
+    base = draw.normal(size=n) + y
+    one, two = base + draw.normal(size=n), base + 0.5 * draw.normal(size=n)
+    return (y, one.round(1), two.round(1)) if ties else (y, one, two)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("n", [12, 80])
+def test_delong_equals_its_definition_pair_by_pair(n: int, ties: bool) -> None:
+    y, *models = scores(n, ties)
+    found = delong(y, *models)
+    assert found is not None
+    assert found.first == pytest.approx(roc_auc_score(y, models[0]), abs=1e-12)
+    assert found.second == pytest.approx(roc_auc_score(y, models[1]), abs=1e-12)
+    kernel = [np.where(s[y][:, None] > s[~y], 1.0, np.where(s[y][:, None] == s[~y], 0.5, 0.0)) for s in models]
+    v10, v01 = (np.stack([k.mean(axis) for k in kernel]) for axis in (1, 0))
+    cov = np.cov(v10) / y.sum() + np.cov(v01) / (~y).sum()
+    deviation = np.sqrt(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1])
+    gap = found.first - found.second
+    assert found.p == pytest.approx(2 * (1 - stats.norm.cdf(abs(gap) / deviation)), abs=1e-12)
+    assert (found.high - found.low) / 2 == pytest.approx(stats.norm.ppf(0.975) * deviation, abs=1e-12)
+
+
+def test_equal_models_do_not_differ_and_one_class_has_no_auroc() -> None:
+    y, one, _ = scores(30, ties=False)
+    same = delong(y, one, one)
+    assert same is not None
+    assert (same.low, same.high, same.p) == (0.0, 0.0, 1.0)
+    assert delong(np.ones(30, dtype=bool), one, one) is None
+    assert mcnemar(y, y).p == 1.0
+
+
+def test_mcnemar_is_the_exact_sign_test_of_the_rows_on_which_the_models_disagree() -> None:
+    draw = np.random.default_rng(1)
+    one, two = draw.random(60) < 0.8, draw.random(60) < 0.6
+    found = mcnemar(one, two)
+    b, c = sum(one & ~two), sum(two & ~one)
+    assert (found.first_only, found.second_only) == (b, c)
+    tail = sum(stats.binom.pmf(k, b + c, 0.5) for k in range(max(b, c), b + c + 1))
+    assert found.p == pytest.approx(min(1.0, 2 * tail), abs=1e-12)
+
+
+def test_the_paired_bootstrap_is_narrower_than_that_of_two_samples_and_near_the_normal_interval() -> None:
+    draw = np.random.default_rng(2)
+    one = draw.normal(size=400)
+    two = one + 0.1 * draw.normal(size=400) - 0.05
+    found = paired_bootstrap(400, lambda rows: (float(one[rows].mean()), float(two[rows].mean())))
+    assert found is not None
+    half = stats.norm.ppf(0.975) * (one - two).std() / 20
+    gap = (one - two).mean()
+    assert found.low == pytest.approx(gap - half, abs=0.15 * half)
+    assert found.high == pytest.approx(gap + half, abs=0.15 * half)
+    assert paired_bootstrap(4, lambda rows: None) is None

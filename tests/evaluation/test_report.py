@@ -1,0 +1,119 @@
+"""The sums of an evaluation job: pooled they are those of all rows; AUROC and average precision keep their bounds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
+from polyfed.objective.report import auroc, average_precision, histograms, shown_groups, wilson
+
+N = 600
+
+
+def rows_of(name: str, seed: int = 0) -> tuple[Objective, Tensor, Tensor]:
+    """An objective, outputs and labels of some rows."""
+    g = torch.Generator().manual_seed(seed)
+    if name.startswith("classes"):
+        c = int(name[7:])
+        y = torch.randint(c, (N,), generator=g)
+        return Classification(), 2 * torch.randn(N, c, generator=g) + 2 * torch.eye(c)[y], y
+    if name == "ordinal":
+        y = torch.randint(4, (N,), generator=g)
+        return Ordinal(), y.unsqueeze(1) - torch.arange(3) - 0.5 + torch.randn(N, 3, generator=g), y
+    if name == "labels":
+        y = (torch.rand(N, 3, generator=g) < 0.3).float()
+        y[torch.rand(N, 3, generator=g) < 0.1] = torch.nan
+        return MultiLabel(), torch.randn(N, 3, generator=g) + y.nan_to_num(0.0), y
+    y = torch.randn(N, 2, generator=g)
+    return Regression(), y + torch.randn(N, 2, generator=g), y
+
+
+def sums_of(objective: Objective, outputs: Tensor, y: Tensor, rows: Any) -> Tensor:
+    rows = torch.as_tensor(rows)
+    return objective.site_sums(outputs[rows], Batch({}, y[rows], torch.arange(len(rows))))
+
+
+TASKS = ["classes2", "classes3", "classes7", "ordinal", "labels", "regression"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_sums_of_three_sites_are_those_of_one_file(name: str) -> None:
+    objective, outputs, y = rows_of(name)
+    parts = np.array_split(np.random.default_rng(0).permutation(N), 3)
+    pooled = objective.estimates(sum(sums_of(objective, outputs, y, part) for part in parts))  # type: ignore[arg-type]
+    whole = objective.estimates(sums_of(objective, outputs, y, np.arange(N)))
+    direct = objective.measured(objective.sums(outputs, Batch({}, y, torch.arange(N))))
+    assert pooled.keys() == whole.keys() >= direct.keys()
+    for metric, one in pooled.items():
+        assert one.value == pytest.approx(whole[metric].value, abs=1e-9)
+        if metric in direct:
+            assert one.value == pytest.approx(direct[metric], abs=1e-6), metric
+        if one.low is not None and one.high is not None:
+            assert one.low <= one.value <= one.high
+
+
+@pytest.mark.parametrize("name", [task for task in TASKS if task != "regression"])
+def test_auroc_and_average_precision_lie_inside_their_bounds_of_scikit_learn(name: str) -> None:
+    objective, outputs, y = rows_of(name)
+    if name.startswith("classes"):
+        share, size = outputs.double().softmax(-1).numpy(), outputs.shape[1]
+        classes = [1] if size == 2 else range(size)
+        pairs = [((y == c).numpy(), share[:, c]) for c in classes]
+    elif name == "ordinal":
+        pairs = [((y > k).numpy(), outputs[:, k].numpy()) for k in range(3)]
+    else:
+        pairs = [(y[:, t][~y[:, t].isnan()].numpy() == 1, outputs[~y[:, t].isnan(), t].numpy()) for t in range(3)]
+    found = objective.estimates(sums_of(objective, outputs, y, np.arange(N)))
+    for metric, exact in (("auroc", roc_auc_score), ("average_precision", average_precision_score)):
+        truth = float(np.mean([exact(*pair) for pair in pairs]))
+        one = found[metric]
+        assert abs(one.value - truth) <= one.error + 1e-12, metric
+        assert one.error < 0.02
+        assert one.low is not None
+        assert one.high is not None
+        assert one.low <= truth <= one.high
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bounds_hold_for_scores_that_crowd_into_few_bins(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    n = int(draw.integers(3, 60))
+    y = draw.random(n) < draw.random()
+    y[:2] = True, False
+    scores = draw.normal(scale=draw.choice([1e-3, 0.01, 0.1, 200.0]), size=n).round(int(draw.integers(2, 6)))
+    bins = histograms(torch.from_numpy(scores)[:, None], torch.from_numpy(y)[:, None], torch.from_numpy(~y)[:, None])
+    for metric, exact in ((auroc, roc_auc_score), (average_precision, average_precision_score)):
+        one = metric(*bins[:, 0])
+        assert one is not None
+        assert abs(one.value - exact(y, scores)) <= one.error + 1e-12
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    hits = 0
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        y = draw.random(200) < 0.4
+        scores = torch.from_numpy(draw.normal(size=200) + y)[:, None]
+        one = auroc(*histograms(scores, torch.from_numpy(y)[:, None], torch.from_numpy(~y)[:, None])[:, 0])
+        assert one is not None
+        hits += (one.low or 0) <= 0.7602499389065233 <= (one.high or 1)  # Phi(1 / sqrt(2))
+    assert hits >= 180
+    assert wilson(8, 10).low == pytest.approx(0.4901624, abs=1e-6)
+    assert wilson(8, 10).high == pytest.approx(0.9433178, abs=1e-6)
+
+
+def test_hidden_groups_do_not_follow_from_the_total() -> None:
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        sizes, least = torch.from_numpy(draw.integers(0, 30, int(draw.integers(1, 7)))), int(draw.integers(1, 25))
+        shown = shown_groups(sizes, least)
+        assert bool((sizes[shown] >= least).logical_or(sizes[shown] == 0).all())
+        hidden = int(sizes[~shown].sum())
+        assert hidden == 0 or hidden >= least or not bool((shown & (sizes > 0)).any())
+    assert shown_groups(torch.tensor([30, 20, 3]), 10).tolist() == [True, False, False]
+    assert shown_groups(torch.tensor([30, 20, 0]), 10).tolist() == [True, True, True]

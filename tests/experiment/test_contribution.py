@@ -1,0 +1,180 @@
+"""`polyfed contribution`: who added what to a run, from the updates that it kept, without training again."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import polyfed
+from polyfed.cli import main
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.contribution import contribution
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.settings import CheckpointSpec
+from polyfed.experiment.results.kept_updates import kept_updates
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.selection import Uniform
+from polyfed.training.single import SingleClientData
+from world import AWKWARD, algorithm, recipe, same
+
+
+def keeping(name: str = "fedavg", encoders: Any = None, engine: str = "vectorised", **options: Any) -> Recipe:
+    """Four clients, of which one lacks a modality, that keep their updates."""
+    options = {"evaluation": Evaluation(every=0), "selector": Uniform(participation=1.0)} | options
+    made = recipe(algorithm(name, **options), engine, encoders, rounds=3)
+    clients = ClientsSpec(num=4, validation=0.3, holdings=[["a", "b"], ["a"], ["a", "b"], ["b"]])
+    return replace(made, clients=clients, checkpoint=CheckpointSpec(updates=True))
+
+
+@pytest.mark.parametrize("encoders", [None, AWKWARD], ids=["plain", "batchnorm"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_all_updates_averaged_again_are_the_model_of_the_run(encoders: Any, engine: str, tmp_path: Path) -> None:
+    done = polyfed.run(keeping(encoders=encoders, engine=engine), tmp_path)
+    with patch.object(SingleClientData, "minimise", side_effect=AssertionError("nothing trains again")):
+        found = contribution(tmp_path)
+    assert found["all"] == pytest.approx(found["run"], abs=1e-6)
+    assert found["run"] == pytest.approx(done.result["metrics"]["validation"]["accuracy"], abs=1e-6)
+    gain = found["all"] - found["none"]
+    for game in ("clients", "modalities", "pairs"):
+        assert found[game]["exact"]
+        assert math.fsum(line["value"] for line in found[game]["players"]) == pytest.approx(gain, abs=1e-9), (
+            "efficiency"
+        )
+    assert {tuple(line["player"]) for line in found["pairs"]["players"]} == {
+        ("0", "a"),
+        ("0", "b"),
+        ("1", "a"),
+        ("2", "a"),
+        ("2", "b"),
+        ("3", "b"),
+    }
+
+
+def test_bytes_are_those_of_the_ledger(tmp_path: Path) -> None:
+    done = polyfed.run(keeping(), tmp_path)
+    found = contribution(tmp_path)
+    lines = found["clients"]["players"]
+    assert sum(line["bytes_up"] for line in lines) == done.result["bytes_up"]
+    for line in lines:
+        assert line["per_megabyte"] == pytest.approx(line["value"] / line["bytes_up"] * 1e6)
+
+
+def test_a_client_that_never_took_part_is_no_player_and_equal_clients_get_equal_values(tmp_path: Path) -> None:
+    made = keeping()
+    made = replace(made, clients=replace(made.clients, holdings=None))
+    polyfed.run(made, tmp_path)
+    path = tmp_path / "updates"
+    from safetensors.torch import load_file, save_file
+
+    for file in path.iterdir():
+        kept = load_file(file)
+        kept = {k: v for k, v in kept.items() if not k.startswith(("1|", "3|"))}
+        kept |= {"1" + k[1:]: v.clone() for k, v in kept.items() if k.startswith("0|")}
+        kept |= {"3" + k[1:]: v.clone() for k, v in kept.items() if k.startswith("0|")}
+        save_file(kept, file)
+    with patch("polyfed.federation.client_registry.ClientRegistry.rows_of", lambda _, ks: dict.fromkeys(ks, 10)):
+        found = contribution(tmp_path)
+    value = {line["player"]: line["value"] for line in found["clients"]["players"]}
+    assert value["0"] == pytest.approx(value["1"], abs=1e-9)
+    assert value["0"] == pytest.approx(value["3"], abs=1e-9)
+    for file in path.iterdir():
+        save_file({k: v for k, v in load_file(file).items() if not k.startswith("2|")}, file)
+    left = contribution(tmp_path)
+    assert {line["player"] for line in left["clients"]["players"]} == {"0", "1", "3"}
+
+
+def test_many_players_are_sampled_with_an_error(tmp_path: Path) -> None:
+    made = keeping()
+    made = replace(made, clients=replace(made.clients, num=9, holdings=None), rounds=1)
+    polyfed.run(made, tmp_path)
+    found = contribution(tmp_path, orders=20)
+    assert found["modalities"]["exact"]
+    assert not found["clients"]["exact"]
+    assert all(line["error"] > 0 for line in found["clients"]["players"])
+    gain = found["all"] - found["none"]
+    assert math.fsum(line["value"] for line in found["clients"]["players"]) == pytest.approx(gain, abs=1e-9)
+
+
+def test_under_secure_aggregation_only_groups_are_known(tmp_path: Path) -> None:
+    made = keeping(secure_aggregation=SecureAggregation())
+    made = replace(made, clients=replace(made.clients, holdings=None))
+    polyfed.run(made, tmp_path)
+    assert [set(of) for of in kept_updates(tmp_path, 3)] == [{"0+1+2+3"}] * 3
+    found = contribution(tmp_path)
+    assert found["groups"]
+    assert [line["player"] for line in found["clients"]["players"]] == ["0+1+2+3"]
+    assert len(found["modalities"]["players"]) == 2
+    assert found["all"] == pytest.approx(found["run"], abs=1e-6)
+
+
+def test_a_resumed_run_keeps_the_same_updates(tmp_path: Path) -> None:
+    made = keeping("scaffold")
+    polyfed.run(made, tmp_path / "whole")
+
+    def stop(event: str, **facts: Any) -> None:
+        if event == "round-finished" and facts["row"]["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polyfed.run(made, tmp_path / "killed", listeners=[stop])
+    polyfed.run(made, tmp_path / "killed", resume=True)
+    for one, other in zip(kept_updates(tmp_path / "whole", 3), kept_updates(tmp_path / "killed", 3), strict=True):
+        assert one.keys() == other.keys()
+        assert all(same(one[player], other[player]) for player in one)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    made = keeping()
+    polyfed.run(replace(made, checkpoint=CheckpointSpec()), tmp_path / "plain")
+    with pytest.raises(DataError, match=r"keeps no updates.*checkpoint\.updates=true"):
+        contribution(tmp_path / "plain")
+    polyfed.run(replace(made, clients=replace(made.clients, validation=0.0)), tmp_path / "bare")
+    with pytest.raises(RecipeError, match="no validation rows"):
+        contribution(tmp_path / "bare")
+    polyfed.run(keeping("local"), tmp_path / "local")
+    with pytest.raises(RecipeError, match="no global model"):
+        contribution(tmp_path / "local")
+    polyfed.run(made, tmp_path / "cut")
+    (tmp_path / "cut" / "updates" / "round-000002.safetensors").write_bytes(b"noise")
+    with pytest.raises(DataError, match="is damaged"):
+        contribution(tmp_path / "cut")
+
+
+def test_the_command_prints_tables_with_what_the_audit_says(tmp_path: Path, capsys: Any) -> None:
+    polyfed.run(keeping(), tmp_path)
+    finding = {
+        "attack": "membership",
+        "kind": "parameters",
+        "block": "a",
+        "seen_by": "server",
+        "field": "",
+        "status": "measured",
+        "method": "loss",
+        "value": 0.7,
+        "guess": 0.5,
+        "advantage": 0.2,
+        "low": 0.1,
+        "high": 0.3,
+        "clients": 1,
+        "guesses": 9,
+        "raw": 0.7,
+        "remark": "",
+    }
+    facts = {"rounds": 3, "clients": 4, "shadows": 0, "defences": [], "findings": [finding]}
+    (tmp_path / "leakage.json").write_text(json.dumps(facts))
+    for words in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["contribution", str(tmp_path), *words])
+        assert ended.value.code == 0
+    text, _, told = capsys.readouterr().out.partition("{")
+    assert "Shapley values by client" in text
+    assert "+0.2000" in text
+    assert json.loads("{" + told) == json.loads((tmp_path / "contribution.json").read_text())
+    by_modality = json.loads("{" + told)["modalities"]["players"]
+    assert [line["advantage"] for line in by_modality] == [0.2, None]

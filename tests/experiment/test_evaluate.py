@@ -1,0 +1,317 @@
+"""`polyfed evaluate`: a saved model on clients, on a file, and on devices, which send nothing but metrics."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+import polyfed
+from engines.devices import RECIPE, Devices
+from polyfed.cli import main
+from polyfed.core.errors import EgressError, PolyfedError, RecipeError, TooFewReplies
+from polyfed.deploy.app_folder import write_job
+from polyfed.deploy.handlers import Deployed
+from polyfed.experiment.evaluate import Evaluation, job_of
+from polyfed.federation.wire_format import Packet
+
+WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
+POLICY = '[egress."*"]\nserver = ["statistic"]\naccept = ["parameters"]\n[egress.shared]\nserver = ["statistic"]\n'
+POLICY += 'accept = ["parameters"]\n'
+GROUPS = {"sex": ["f", "m"]}
+
+
+class Sites(Devices):
+    """Three devices whose data has a column of groups, and the app of an evaluation job."""
+
+    def __init__(self, folder: Path, policy: str = "", groups: Mapping[str, Any] = {}, rows: str = "test") -> None:
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder, WHOLE)
+        self.model = folder / "trained"
+        polyfed.run(self.recipe, self.model, engine="sequential")
+        for k, place in enumerate(self.places):
+            with np.load(place / "data.npz") as arrays:
+                held = dict(arrays)
+            held["sex"] = np.where(np.random.default_rng(k).random(len(held["label"])) < 0.5, "f", "m")
+            np.savez(place / "data.npz", **held)
+            (place / "policy.toml").write_text(policy or (place / "policy.toml").read_text())
+        self.job = job_of(self.model, None, rows, groups)  # type: ignore[arg-type]
+        self.app = write_job(self.job, folder / "job")
+        self.handler = Deployed(self.app / "recipe.toml")
+        self.replies: list[Packet] = []
+
+    def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
+        reply = super().__call__(packet, config)
+        self.replies.append(reply)
+        return reply
+
+    def pooled(self, folder: Path) -> Path:
+        """All devices' rows in one file."""
+        parts = []
+        for place in self.places:
+            with np.load(place / "data.npz") as arrays:
+                parts.append(dict(arrays))
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        joined["id"] = np.arange(len(joined["label"]))
+        np.savez(folder / "pooled.npz", **joined)
+        return folder / "pooled.npz"
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Sites:
+    allow = '[allow]\ngroups = ["sex"]\n'
+    made = Sites(tmp_path_factory.mktemp("sites"), POLICY + allow, GROUPS)
+    made.served = made.serve(made.app.parent / "run")  # type: ignore[attr-defined]
+    return made
+
+
+def npz_recipe(sites: Sites, folder: Path) -> Path:
+    """The devices' recipe, for a file."""
+    text = WHOLE.replace(
+        'name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "x.npz"\nmodalities = ["a", "b"]'
+    )
+    (folder / "npz.toml").write_text(text)
+    return folder / "npz.toml"
+
+
+def test_devices_report_what_the_pooled_file_and_scikit_learn_say(sites: Sites, tmp_path: Path) -> None:
+    told, path = sites.served["evaluation"], sites.pooled(tmp_path)  # type: ignore[attr-defined]
+    here = polyfed.evaluate(sites.model, recipe=npz_recipe(sites, tmp_path), data=path, groups=GROUPS).content
+    assert set(told["sites"]) == {"0", "1", "2"}
+    assert told["pooled"]["support"] == here["pooled"]["support"]
+    assert told["pooled"]["rows"] == here["pooled"]["rows"] == sum(one["rows"] for one in told["sites"].values())
+    for name, one in told["pooled"]["metrics"].items():
+        for key, value in one.items():
+            tolerance = 1e-9 if name != "loss" else 1e-6  # the batches of float32 outputs differ in their last bits
+            assert value == pytest.approx(here["pooled"]["metrics"][name][key], abs=tolerance), (name, key)
+    assert told["pooled"]["groups"] == here["pooled"]["groups"]
+    with np.load(path) as arrays:
+        tested = arrays["split"] == 1
+        y, x = arrays["label"][tested], {m: arrays[m][tested] for m in ("a", "b")}
+        sex = arrays["sex"][tested]
+    logits = polyfed.load_run(sites.model).predict(x).double()
+    share = logits.softmax(-1).numpy()
+    right = logits.argmax(-1).numpy() == y
+    assert told["pooled"]["metrics"]["accuracy"]["value"] == pytest.approx(right.mean(), abs=1e-9)
+    for name, exact in (("auroc", roc_auc_score), ("average_precision", average_precision_score)):
+        truth = np.mean([exact(y == c, share[:, c]) for c in range(4)])
+        one = told["pooled"]["metrics"][name]
+        assert abs(one["value"] - truth) <= one["error"] + 1e-12
+    for value in "fm":
+        group = told["pooled"]["groups"]["sex"][value]
+        assert group["rows"] == (sex == value).sum()
+        assert group["accuracy"]["value"] == pytest.approx(right[sex == value].mean(), abs=1e-9)
+
+
+def test_no_row_score_or_label_of_a_device_reaches_the_server(sites: Sites, tmp_path: Path) -> None:
+    bodies = b"".join(packet.body for packet in sites.replies)
+    headers = json.dumps([packet.header for packet in sites.replies])
+    model = polyfed.load_run(sites.model)
+    assert len(bodies) > 1000, "the capture holds the replies"
+    for place in sites.places:
+        with np.load(place / "data.npz") as arrays:
+            rows = {name: arrays[name] for name in arrays.files}
+        tested = rows["split"] == 1
+        logits = model.predict({m: rows[m] for m in ("a", "b")}).numpy()
+        for values in (rows["a"], rows["b"], logits):
+            for row in values[tested]:
+                for number in row:
+                    assert np.float32(number).tobytes() not in bodies
+                    assert np.float64(number).tobytes() not in bodies
+        for kind in (np.int64, np.int32, np.uint8, np.float32, np.float64):
+            assert rows["label"][tested].astype(kind).tobytes() not in bodies
+        assert str(place) not in headers
+    assert {packet.header.get("verdict") for packet in sites.replies} == {"enrolled", "reply"}
+    entries = [json.loads(line) for line in (sites.app.parent / "run" / "egress.jsonl").read_text().splitlines()]
+    up = {(row["kind"], row["message"]) for row in entries if row["destination"] == "server"}
+    assert up == {("statistic", "SiteScores")}
+
+
+def test_a_policy_that_allows_evaluation_and_no_training_refuses_the_training(tmp_path: Path) -> None:
+    sites = Sites(tmp_path, POLICY)
+    assert sites.serve(tmp_path / "run")["evaluation"]["pooled"]["rows"] > 0
+    training = sites.app.parent / "app"
+    sites.handler, sites.app = Deployed(training / "recipe.toml"), training
+    with pytest.raises(EgressError, match="refused to send Update"):
+        sites.serve(tmp_path / "train")
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ('[egress."*"]\nserver = ["statistic"]\n', "refused to take Broadcast"),
+        ('[egress.shared]\nserver = ["parameters"]\n', "refused to enrol"),
+        ("[limits]\nmax_evaluations_per_day = 0\n", "max_evaluations_per_day"),
+        ("[limits]\nmax_requests_per_day = 0\n", "max_requests_per_day|1 or more|not valid"),
+    ],
+)
+def test_an_evaluation_job_gets_no_more_than_any_other_evaluation(policy: str, words: str, tmp_path: Path) -> None:
+    sites = Sites(tmp_path, policy)
+    with pytest.raises(PolyfedError, match=words):
+        sites.serve(tmp_path / "run")
+
+
+def test_few_test_rows_are_not_scored_even_if_a_server_asks_for_them(sites: Sites) -> None:
+    from polyfed.experiment.running.assembly import assemble
+    from polyfed.privacy.egress.limits import Limits
+
+    parts = assemble(job_of(sites.model, None))
+    parts.engine.limits = Limits(min_test_rows=100)
+    parts.fed.begin(1)
+    with pytest.raises(EgressError, match="min_test_rows"):
+        parts.algorithm.round(parts.algorithm.init(parts.fed, parts.initial), parts.fed)
+    assert parts.ledger.bytes_up == 0
+
+
+def test_devices_with_too_few_rows_take_no_part_and_the_server_says_so(tmp_path: Path, capsys: Any) -> None:
+    sites = Sites(tmp_path, "[limits]\nmin_test_rows = 100\n")
+    told = sites.serve(tmp_path / "run")["evaluation"]
+    assert set(told["sites"]) == {"server"}
+    assert "only the server's rows are scored" in capsys.readouterr().out
+
+
+def test_a_column_of_groups_needs_the_owners_permission(tmp_path: Path) -> None:
+    sites = Sites(tmp_path / "a", POLICY, GROUPS)
+    with pytest.raises((EgressError, TooFewReplies), match=r'\[allow\] groups = \["sex"\]'):
+        sites.serve(tmp_path / "run")
+    other = Sites(tmp_path / "b", POLICY + '[allow]\ngroups = ["a", "id"]\n', {"id": [1]})
+    with pytest.raises((EgressError, TooFewReplies), match="sample ids"):
+        other.serve(tmp_path / "again")
+
+
+def test_small_classes_and_groups_are_hidden_and_count_nowhere(tmp_path: Path) -> None:
+    allow = '[allow]\ngroups = ["sex"]\n[limits]\nmin_group = 4\n'
+    sites = Sites(tmp_path, POLICY + allow, GROUPS)
+    told = sites.serve(tmp_path / "run")["evaluation"]
+    hidden = []
+    for k, place in enumerate(sites.places):
+        with np.load(place / "data.npz") as arrays:
+            y, sex = (arrays[name][arrays["split"] == 1] for name in ("label", "sex"))
+        site = told["sites"][str(k)]
+        true = np.bincount(y, minlength=4)
+        for c, number in enumerate(site["support"]):
+            assert number in (0, true[c])
+            assert number == 0 or number >= 4
+        lost = true.sum() - site["rows"]
+        assert lost == 0 or lost >= 4 or site["rows"] == 0
+        for value, group in site["groups"]["sex"].items():
+            assert group["rows"] == 0 or group["rows"] >= 4
+            assert group["rows"] <= (sex == value).sum()
+        hidden.append(site["hidden"])
+    assert any(hidden)
+    assert told["pooled"]["hidden"]
+
+
+@pytest.mark.parametrize("forged", ["groups", "rows", "sums"])
+def test_the_server_drops_an_impossible_report(forged: str, sites: Sites) -> None:
+    from polyfed.evaluation.site_scores import SiteScores, flaw_of
+    from polyfed.objective import Classification
+
+    objective = Classification()
+    sums = objective.site_sums(torch.zeros(5, 3), _labels([0, 1, 2, 1, 0]))
+    good = SiteScores(sums, torch.tensor([[3.0, 1.0], [2.0, 2.0]]).double(), torch.tensor(5), torch.tensor(0))
+    assert flaw_of(objective, good, GROUPS, len(sums)) == ""
+    bad = {
+        "groups": replace(good, groups=good.groups * 9),
+        "rows": replace(good, num_rows=torch.tensor(4)),
+        "sums": replace(good, sums=sums[:-1]),
+    }[forged]
+    assert flaw_of(objective, bad, GROUPS, len(sums))
+
+
+def _labels(y: list[int]) -> Any:
+    from polyfed.core.batch import Batch
+
+    return Batch({}, torch.tensor(y), torch.arange(len(y)))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("form", ["run", "model", "file"])
+def test_every_form_of_a_model_on_the_clients_of_a_recipe(form: str, engine: str, sites: Sites, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, given = sites.model, None
+    if form != "run":
+        run, given = polyfed.load_run(sites.model), sites.recipe
+        model = tmp_path / "m.safetensors" if form == "file" else run.export(tmp_path / "model")
+        if form == "file":
+            save_file(dict(run.params), model)
+    recipe = polyfed.load_recipe(given or sites.model / "recipe.toml", [f'engine.name="{engine}"'])
+    here = polyfed.evaluate(model, recipe=recipe).content
+    told = sites.served["evaluation"]  # type: ignore[attr-defined]
+    for site, one in here["sites"].items():
+        for name, numbers in one["metrics"].items():
+            assert numbers["value"] == pytest.approx(told["sites"][site]["metrics"][name]["value"], abs=1e-6)
+
+
+def test_two_models_are_compared_on_the_same_rows(sites: Sites, tmp_path: Path) -> None:
+    polyfed.run(polyfed.load_recipe(sites.recipe, ["rounds=1", "seed=9"]), tmp_path / "weak", engine="sequential")
+    recipe = polyfed.load_recipe(npz_recipe(sites, tmp_path))
+    both = polyfed.evaluate(sites.model, tmp_path / "weak", recipe=recipe, data=sites.pooled(tmp_path)).content
+    found = both["comparison"]
+    assert found["rows"] == both["pooled"]["rows"]
+    assert set(found["delong"]) == {"0", "1", "2", "3"}
+    assert found["bootstrap"]["accuracy"]["first"] == pytest.approx(both["pooled"]["metrics"]["accuracy"]["value"])
+    gap = found["mcnemar"]["first_only"] - found["mcnemar"]["second_only"]
+    assert gap / found["rows"] == pytest.approx(
+        found["bootstrap"]["accuracy"]["first"] - found["bootstrap"]["accuracy"]["second"], abs=1e-6
+    )
+    same = polyfed.evaluate(sites.model, sites.model, recipe=recipe, data=sites.pooled(tmp_path)).content["comparison"]
+    assert same["mcnemar"]["p"] == 1.0
+    assert all(test["low"] == test["high"] == 0.0 for test in same["delong"].values())
+
+
+def test_the_command_prints_json_csv_and_a_table_and_writes_a_page(sites: Sites, tmp_path: Path, capsys: Any) -> None:
+    def called(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", str(sites.model), *words])
+        out: str = capsys.readouterr().out
+        assert ended.value.code == 0
+        return out
+
+    content = json.loads(called("--json", "--out", str(tmp_path / "out")))
+    lines = list(csv.DictReader(io.StringIO(called("--csv"))))
+    assert lines == list(csv.DictReader(io.StringIO((tmp_path / "out" / "evaluation.csv").read_text())))
+    first = next(line for line in lines if (line["site"], line["metric"]) == ("pooled", "accuracy"))
+    assert float(first["value"]) == content["pooled"]["metrics"]["accuracy"]["value"]
+    assert len(lines) == len(Evaluation(content).lines())
+    text = called()
+    assert "all sites" in text
+    assert "95 %" in text
+    assert "<table>" in (tmp_path / "out" / "evaluation.html").read_text()
+    assert (Path(json.loads(called("--json", "--app", str(tmp_path / "app")))["app"]) / "init.safetensors").exists()
+
+
+def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path) -> None:
+    export = polyfed.load_run(sites.model).export(tmp_path / "model")
+    with pytest.raises(RecipeError, match=r"holds no recipe.*--recipe"):
+        polyfed.evaluate(export)
+    with pytest.raises(RecipeError, match="does not fit this model"):
+        polyfed.evaluate(export, recipe=polyfed.load_recipe(sites.recipe, ["model.embedding=7"]))
+    with pytest.raises(RecipeError, match="must be distinct values"):
+        polyfed.evaluate(sites.model, groups={"sex": []})
+    with pytest.raises(PolyfedError, match=r"groups needs the columns|no array"):
+        polyfed.evaluate(sites.model, groups=GROUPS)
+    none = polyfed.load_recipe(sites.recipe, ["clients.personal_test=0.2"])
+    bare = (
+        replace(none, clients=replace(none.clients, personal_test=None), data=replace(none.data, test_share=0.0))
+        if hasattr(none.data, "test_share")
+        else none
+    )
+    if bare is not none:
+        with pytest.raises(RecipeError, match="nothing to evaluate"):
+            polyfed.evaluate(sites.model, recipe=bare)
+    with pytest.raises(RecipeError, match="no client has validation rows"):
+        polyfed.evaluate(sites.model, rows="validation")
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(sites.model), "--group", "sex"])
+    assert ended.value.code == 2
