@@ -176,6 +176,11 @@ class CmsFed(Averaging[CmsFedState]):
     }
     reads_replies: ClassVar[tuple[str, ...]] = ("train_chosen", "learned", "_gradients")
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
+    captions: ClassVar[Mapping[str, str]] = {
+        "imbalance_ratio": "The confidence of the first modality over that of the second, or strongest over weakest.",
+        "share": "The share of each modality among the selected pairs of client and modality.",
+        "picked": "Clients that train all modalities, one alone, the weak one, or the weak one due to the ratio rule.",
+    }
 
     mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True
@@ -473,7 +478,7 @@ class CmsFed(Averaging[CmsFedState]):
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
         """Warn if the ratio rule, which concerns only clients that own all modalities, has had no effect."""
-        if not self.modality_selection or any(row["picked_by_ratio"] for row in logged):
+        if not self.modality_selection or any(row["picked.by_ratio"] for row in logged):
             return []
         quantile = self.ratio_rule == "quantile"
         return [
