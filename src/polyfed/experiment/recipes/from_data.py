@@ -30,38 +30,33 @@ from polyfed.objective.targets import doubtful_targets
 class DataOptions(TypedDict, total=False):
     """What `make_recipe` and `polyfed.run` take in addition to the data.
 
-        Attributes:
-            labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files, this is
-                the name of a column or key, by default `label`.
-            clients: the number of clients, the section [clients] as a dictionary, or the natural client of each row (N,),
-                so that each natural client becomes a client. For data frames, datasets and files, you can also give the
-                name of the column or key that holds the natural client of each row.
-            split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
-            modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
-                samples are dictionaries, their other keys are not read.
-            present: modality -> bool (N,), false where a row lacks the modality.
-            class_names: names of the classes.
-            ids: sample ids of the rows, or `rows`. The devices of a silo match their rows by these ids.
-            layout: modality -> axes of a sample, such as `HWC`.
-            standardise: whether to standardise all modalities, the names of those to standardise, or `uneven` (the
-                default) for those whose features differ in size.
-            partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
-            separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
-                about how it is written, as the options of the source `table` do.
-            test_share: share of every class that becomes the test set, if there is no split.
-            algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
-            rounds: number of rounds.
-            seed: seed of the run.
-            model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects, and the
-                `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
-            train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
-    <<<<<<< ours
-                `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`,
-                `tracking`, `task`, `deployment`, `stop`.
-    =======
-                `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`, `stop`,
-                `tracking`, `task`.
-    >>>>>>> theirs
+    Attributes:
+        labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files, this is
+            the name of a column or key, by default `label`.
+        clients: the number of clients, the section [clients] as a dictionary, or the natural client of each row (N,),
+            so that each natural client becomes a client. For data frames, datasets and files, you can also give the
+            name of the column or key that holds the natural client of each row.
+        split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
+        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
+            samples are dictionaries, their other keys are not read.
+        present: modality -> bool (N,), false where a row lacks the modality.
+        class_names: names of the classes.
+        ids: sample ids of the rows, or `rows`. The devices of a silo match their rows by these ids.
+        layout: modality -> axes of a sample, such as `HWC`.
+        standardise: whether to standardise all modalities, the names of those to standardise, or `uneven` (the
+            default) for those whose features differ in size.
+        partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
+        separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
+            about how it is written, as the options of the source `table` do.
+        test_share: share of every class that becomes the test set, if there is no split.
+        algorithm: name of the algorithm, an object, or the section [algorithm] as a dictionary.
+        rounds: number of rounds.
+        seed: seed of the run.
+        model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects, and the
+            `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
+        train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
+            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`, `stop`,
+            `tracking`, `task`, `deployment`.
     """
 
     labels: Any
@@ -99,7 +94,6 @@ class DataOptions(TypedDict, total=False):
     tracking: Mapping[str, Any]
     task: Mapping[str, Any]
     deployment: Mapping[str, Any]
-    stop: Mapping[str, Any]
 
 
 OF_TEXT_FILES = ("separator", "decimal", "comment", "encoding", "empty")
