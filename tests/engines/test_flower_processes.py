@@ -181,7 +181,7 @@ def test_an_evaluation_job_on_three_supernodes_equals_the_simulation(tmp_path: P
     recipe = recipe_for("fedavg", tmp_path)
     recipe.write_text(recipe.read_text().replace("num = 3", "num = 3\npersonal_test = 0.3"))
     polyfed.run(recipe, tmp_path / "trained", engine="sequential")
-    with Local(recipe, tmp_path / "fed") as federation:
+    with LocalFederation(recipe, tmp_path / "fed") as federation:
         for place in federation.nodes:
             policy = place / "policy.toml"
             policy.write_text(policy.read_text() + "\n[limits]\nmin_group = 1\n")
