@@ -76,6 +76,10 @@ class FedNova(Averaging):
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
     placebo: Literal["none", "shuffled"] = "none"
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "effective_steps": "The effective number of local steps by which the server moves the global model.",
+        "length_ratio": "The largest over the smallest number of effective steps in the cohort; at 1, it is FedAvg.",
+    }
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = NovaModel
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
