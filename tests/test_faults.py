@@ -158,7 +158,12 @@ def test_an_empty_cohort_is_a_round_without_effect() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 17])
 def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: Any, rows: int) -> None:
     made = recipe(algorithm("fedavg", selector=ALL), engine, encoders, data=Toy(rows=rows * 4 * 5 // 4, classes=2))
-    state = played(replace(made, clients=ClientsSpec(partition="iid", num=4)))[1]
+    made = replace(made, clients=ClientsSpec(partition="iid", num=4))
+    if rows == 1 and encoders is AWKWARD:  # one row has no batch statistics
+        with pytest.raises(RecipeError, match="every client has one training row, and the model has BatchNorm"):
+            played(made)
+        return
+    state = played(made)[1]
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
 
