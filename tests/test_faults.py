@@ -435,7 +435,7 @@ def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(n
     np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
     made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
     assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
-    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'\)"):
+    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'"):
         assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 
