@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +118,8 @@ def recipe(method: Algorithm, engine: str | EngineSpec = "sequential", encoders:
 
 def on_device(made: Recipe, **terms: Any) -> Assembly:
     """The parts of a recipe, whose engine is under the terms of a device: `limits`, `required` or `on_device`."""
-    return assemble(made, engine=partial(engine_of(made), **terms))
+    build = engine_of(made)
+    return assemble(made, engine=lambda *parts, **options: build(*parts, **{**options, **terms}))
 
 
 def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
