@@ -338,7 +338,7 @@ def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: 
 
 
 def test_a_device_refuses_what_breaks_the_limits_that_the_recipe_states(tmp_path: Path) -> None:
-    devices = device(tmp_path, "min_rows = 2", RECIPE.replace("[engine]", "[limits]\nmin_rows = 1000\n[engine]"))
+    devices = device(tmp_path, "min_rows = 2", RECIPE.replace("[deployment]", "[limits]\nmin_rows = 1000\n[deployment]"))
     words = r"refused to enrol: it has fewer training rows than \[limits\] min_rows = 1000 of the recipe"
     with pytest.raises(EgressError, match=words):
         devices.serve(tmp_path / "run")
