@@ -158,7 +158,12 @@ def test_an_empty_cohort_is_a_round_without_effect() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 17])
 def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: Any, rows: int) -> None:
     made = recipe(algorithm("fedavg", selector=ALL), engine, encoders, data=Toy(rows=rows * 4 * 5 // 4, classes=2))
-    state = played(replace(made, clients=ClientsSpec(partition="iid", num=4)))[1]
+    made = replace(made, clients=ClientsSpec(partition="iid", num=4))
+    if rows == 1 and encoders is AWKWARD:  # one row has no batch statistics
+        with pytest.raises(RecipeError, match="every client has one training row, and the model has BatchNorm"):
+            played(made)
+        return
+    state = played(made)[1]
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
 
@@ -190,8 +195,9 @@ BASE: dict[str, Any] = {
         ("evaluate", {"every": -1}, "[evaluate] every = -1: must be 0 (only the last round) or more"),
         ("evaluate", {"personal": 1}, "[evaluate] personal = 1: must be true or false"),
         ("checkpoint", {"every": -1}, "[checkpoint] every = -1: must be 0 (only the last round) or more"),
+        ("engine", {"min_nodes": 2}, "[engine] has no option 'min_nodes'; did you mean deployment.min_nodes?"),
         ("engine", {"min_replies": -1}, "[engine] min_replies = -1: must be 0 or more"),
-        ("engine", {"client_cpus": 0.0}, "[engine] client_cpus = 0.0: must be above 0"),
+        ("deployment", {"client_cpus": 0.0}, "[deployment] client_cpus = 0.0: must be above 0"),
         ("clients", {"missing": {"a": "half"}}, "[clients] missing.a = {'a': 'half'}: must be a number"),
         ("model", {"head": ["a"]}, "[model] head[0] = ['a']: must be a whole number"),
         ("egress", {"a": 5}, '[egress] a = 5: write [egress.a] and below it server = ["parameters"]'),
@@ -430,7 +436,7 @@ def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(n
     np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
     made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
     assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
-    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'\)"):
+    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'"):
         assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 

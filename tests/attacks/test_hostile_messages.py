@@ -22,7 +22,7 @@ from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.device.store import STORE, TABLES
 from polyfed.engines.protocol import FAILED, REPLY
 from polyfed.experiment.checks.requirement_checks import release_of
-from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec, Recipe
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.requirements import Requirements
@@ -33,7 +33,7 @@ COUNTED = Limits(max_requests=10**6, max_requests_per_day=10**6, max_runs_per_da
 
 def deployed(made: Recipe) -> Recipe:
     """Two rounds of clients with test rows of their own, behind a transport."""
-    made = replace(made, rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
+    made = replace(made, rounds=2, engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees"))
     return replace(made, clients=replace(made.clients, personal_test=0.2))
 
 
@@ -172,13 +172,23 @@ class Untold(Message):
     z: Tree = carries("embeddings", shape=(None, "features"))
 
 
-def test_a_message_to_clients_states_every_size() -> None:
+@message
+class Untyped(Message):
+    """A message to clients that leaves a type open."""
+
+    strength: Tree = carries("statistic")
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Untold, "z .* cannot hold None"), (Untyped, "strength .* needs dtype=")])
+def test_a_message_to_clients_states_every_size_and_type(kind: Any, words: str) -> None:
     class Careless:
         @task()
-        def look(self, context: Any, data: Any, local: Tree, got: Untold) -> tuple[Untold, Tree]:
+        def look(self, context: Any, data: Any, local: Tree, got: Message) -> tuple[Message, Tree]:
             return got, local
 
-    with pytest.raises(AssertionError, match=r"Untold\.z goes to clients, so its shape cannot hold None"):
+        sends = replies = kind
+
+    with pytest.raises(AssertionError, match=rf"{kind.__name__}\.{words}"):
         types_of(Careless().look)
 
 

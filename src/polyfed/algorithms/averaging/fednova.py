@@ -47,7 +47,7 @@ class NovaModel(Message):
     """The global model, and the length to which the client scales its update."""
 
     params: Tree = carries("parameters")
-    reference: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    reference: Tensor = carries("statistic", dtype="float32", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

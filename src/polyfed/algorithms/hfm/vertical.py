@@ -78,7 +78,7 @@ from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vertical(Algorithm):
+class Vertical(Algorithm[SiloState]):
     """The base class of the methods that train inside silos.
 
     Attributes:

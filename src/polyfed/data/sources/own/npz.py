@@ -94,9 +94,8 @@ class Npz(Source):
         """Read and check the arrays."""
         arrays, problems = Arrays(self.path), Problems()
         self._check_names(arrays)
-        held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names", "ids")}
-        if self.ids == ROWS and ROWS not in arrays:
-            held["ids"] = None
+        held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names")}
+        held["ids"] = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
         read: dict[str, Any] = {
             "labels": problems.attempt(lambda: arrays[self.label]) if self.label else None,
             "clients": self._read(held["client"], arrays.__getitem__, problems),
