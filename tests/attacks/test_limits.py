@@ -321,7 +321,9 @@ STATED = "[limits]\nmin_batch_size = 16\nmax_rounds = 5\nmin_rows = 3\n"
 
 
 def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: Any) -> None:
-    devices = device(tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[engine]", STATED + "[engine]"))
+    devices = device(
+        tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[deployment]", STATED + "[deployment]")
+    )
     place = devices.places[1]
     config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
     with pytest.raises(SystemExit) as stop:
@@ -338,7 +340,9 @@ def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: 
 
 
 def test_a_device_refuses_what_breaks_the_limits_that_the_recipe_states(tmp_path: Path) -> None:
-    devices = device(tmp_path, "min_rows = 2", RECIPE.replace("[deployment]", "[limits]\nmin_rows = 1000\n[deployment]"))
+    devices = device(
+        tmp_path, "min_rows = 2", RECIPE.replace("[deployment]", "[limits]\nmin_rows = 1000\n[deployment]")
+    )
     words = r"refused to enrol: it has fewer training rows than \[limits\] min_rows = 1000 of the recipe"
     with pytest.raises(EgressError, match=words):
         devices.serve(tmp_path / "run")
