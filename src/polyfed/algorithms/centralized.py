@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
@@ -96,25 +97,25 @@ class Centralized(Algorithm[Pool]):
                 "epochs: remove steps and set [train] epochs"
             )
 
+    @override
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """Return the recipe's model with its widths multiplied by `width`."""
         return spec.widened(self.width), modalities
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         return {"network.*": "a method whose clients do nothing in a round: they send their rows before the first"}
 
+    @override
     def init(self, fed: Federation, params: Tree) -> Pool:
-        """Collect all rows, in ascending order of clients."""
         replies = fed.ask(self.send_rows, list(fed.clients.eligible), RowsWanted())
         labels = torch.cat([replies[k].labels for k in replies])
         samples, present = pooled(replies, fed)
         return Pool(params, samples=samples, present=present, labels=labels)
 
+    @override
     def round(self, state: Pool, fed: Federation) -> Pool:
-        """Train on the pooled rows for the epochs of one round."""
         earlier = None
         if state.num_steps:
             earlier = earlier_steps(state.optimiser, state.num_steps)

@@ -85,12 +85,13 @@ class Local(Algorithm[State]):
         super().__post_init__()
         must_be_uniform(self.selector, "local")
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         down = ("network.power_down_w", "network.rate_down_bps")
         found = dict.fromkeys(down, "a method whose server sends no tensors in a round")
         return found | {"evaluate.unimodal": NO_GLOBAL}
 
+    @override
     def init(self, fed: Federation, params: Tree) -> State:
         """Return the first state: the selector's memory and the initial model. The field `params` never changes.
 
@@ -110,18 +111,18 @@ class Local(Algorithm[State]):
             )
         return State(params, memory=self.selector.start(params))
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the common initial model as the client's own model."""
         return dict(context.initial)
 
+    @override
     def round(self, state: State, fed: Federation) -> State:
-        """Ask the cohort to continue training."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         replies = fed.ask(self.train_own, cohort, Start())
         return state.with_(memory=memory, train_loss=mean_loss(replies, fed)) if replies else state
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow model uploads only for the server evaluation, and only if the policy allows them."""
         return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
 
     @property
@@ -129,8 +130,8 @@ class Local(Algorithm[State]):
     def evaluates_more_at_end(self) -> bool:
         return self.global_test == "last"
 
+    @override
     def evaluate(self, state: State, fed: Federation) -> Measured:
-        """Evaluate every client's own model on the client's own test rows and on the server's test rows."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
         found = self._evaluate_on_server(fed) if now and possible else Measured({})
@@ -151,8 +152,8 @@ class Local(Algorithm[State]):
         groups = over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
         return Measured(groups, confusion=total(matrices))
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's own model, with which the client is evaluated."""
         return local
 
     @task()

@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, ClassVar, Self
 
 import torch
+from typing_extensions import override
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import Message
@@ -99,8 +100,8 @@ class InProcess(Engine):
         """The device on which clients train. With several GPUs, it is the first one."""
         return self.gpus[0] if self.gpus else self.device
 
+    @override
     def close(self) -> None:
-        """End the worker processes."""
         if self.pool is not None:
             self.pool.close()
 
@@ -116,6 +117,7 @@ class InProcess(Engine):
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
         """Run the task on several clients at once. Return None if these clients have to run one by one."""
 
+    @override
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:

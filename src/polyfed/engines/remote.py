@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
 from polyfed.core.request import Request, Send
@@ -101,8 +103,8 @@ class Remote(Engine):
                 "configuration); otherwise use the sequential or vectorised engine"
             )
 
+    @override
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Send the request to these clients and wait for their replies; see `Engine.answer`."""
         replies: dict[int, Message] = {}
         missing: dict[int, str] = {}
         for client in clients:

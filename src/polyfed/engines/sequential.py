@@ -5,6 +5,8 @@ This engine is the reference for the others, and it is useful for debugging.
 
 from collections.abc import Iterator, Sequence
 
+from typing_extensions import override
+
 from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.workers.process import Unit
@@ -16,10 +18,10 @@ class Sequential(InProcess):
 
     name = "sequential"
 
+    @override
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Return a unit for every client."""
         return ([client] for client in clients)
 
+    @override
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Return None, because this engine never stacks clients."""
         return None

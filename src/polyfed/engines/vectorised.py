@@ -74,13 +74,13 @@ class Vectorised(InProcess):
         self.stack, self.replay, self.graphs = stack, replay, graphs
         self._noted: set[str] = set()
 
+    @override
     def close(self) -> None:
-        """End the worker processes, and free the memory of this thread's CUDA graphs."""
         super().close()
         forget_graphs()
 
+    @override
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Yield stacks of similar clients, and single clients if stacking is impossible or does not save time."""
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.convolutions_fill_a_core():
             loop_because = CONVOLVES
@@ -143,8 +143,8 @@ class Vectorised(InProcess):
             cached=replayed,
         )
 
+    @override
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run these clients' task under one `vmap`. If it raises, return None; the clients then run one by one."""
         reply = StackExchange(self, request, group, send).run()
         return None if reply is None else ReplyStack(tuple(group), reply)
 

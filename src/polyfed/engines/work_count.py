@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -47,8 +48,8 @@ class MeteredClientData(ClientData):
         self._model, self._count, self.given = model, count, [] if given is None else given
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
+    @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
-        """Count the work and train; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         train, model = job.train, job.model or self._model
         # a client in a silo also trains parts of the head for other clients' embeddings, but not their encoders
@@ -66,36 +67,34 @@ class MeteredClientData(ClientData):
             self.given.append(job.on.num_real.to(torch.int64) * passes)
         return self._view.minimise(loss, params, **options)
 
+    @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """Return a batch of the wrapped dataset without counting it; see `ClientData.batch`."""
         return self._view.batch(train, number, model=model, stream=stream)
 
+    @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Count one forward pass over all rows, and return the result of `ClientData.fold`."""
         self._count(sum(self._model.flops(block) for block in (*self._modalities, SHARED)), self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
+    @override
     def at(self, rows: Tensor) -> ClientData:
         """Return the dataset of these rows; see `ClientData.at`. The new dataset also counts the work of the client."""
         view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
         return MeteredClientData(view, sizes, self._modalities, self._model, self._count, self.given)
 
     @property
+    @override
     def groups(self) -> Mapping[str, Tensor]:
-        """The groups of the wrapped dataset's rows; see `ClientData.groups`."""
         return self._view.groups
 
     @property
+    @override
     def ids(self) -> Tensor:
-        """The ids of the wrapped dataset's rows; see `ClientData.ids`."""
         return self._view.ids
 
     @property
+    @override
     def test(self) -> ClientData:
-        """The client's test rows; see `ClientData.test`.
-
-        Evaluation takes no simulated time, so the work on test rows is not counted.
-        """
         return self._view.test
 
 

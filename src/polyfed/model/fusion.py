@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 Parts = Mapping[str, nn.Module | None]
 """For each modality, its part of the fusion, or None if the fusion has no such parts."""
@@ -100,10 +101,11 @@ class Concat(Fusion):
         self.head = nn.Sequential(*rest)
 
     @staticmethod
+    @override
     def part(embedding: int, width: int) -> nn.Module:
-        """The modality's columns of the first layer."""
         return nn.Linear(embedding, width, bias=False)
 
+    @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The output of the first layer, (B, J); see `Fusion.joint`."""
         total: Tensor = self.bias
@@ -113,6 +115,7 @@ class Concat(Fusion):
             total = torch.addmm(total, value, part.weight.t())  # type: ignore[operator]
         return total
 
+    @override
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
         """Return W_m z + share * b, (B, C).
 
@@ -131,13 +134,16 @@ class Sum(Fusion):
         self.head = nn.Sequential(*mlp((embedding, *self.sizes), dropout))
 
     @staticmethod
+    @override
     def part(embedding: int, width: int) -> None:
         """Return None, because all modalities share all parameters of this fusion."""
 
+    @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The sum of the embeddings, (B, E); see `Fusion.joint`."""
         return _added(masked(z, present))
 
+    @override
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
         """Return W z + share * b, (B, C).
 
@@ -163,10 +169,11 @@ class Gated(Fusion):
         self.gate = gate
 
     @staticmethod
+    @override
     def part(embedding: int, width: int) -> nn.Module:
-        """Return the modality's linear layer, with input size E and output size E."""
         return nn.Linear(embedding, embedding)
 
+    @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The gated sum, (B, E); see `Fusion.joint`."""
         mapped: dict[str, Tensor] = {}
@@ -213,9 +220,11 @@ class Attention(Fusion):
         self.head = nn.Sequential(*mlp((heads * embedding, *self.sizes), dropout))
 
     @staticmethod
+    @override
     def part(embedding: int, width: int) -> None:
         """Return None, because all modalities share all parameters: the same network scores all steps."""
 
+    @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The weighted sums of the steps, (B, J), from sequences (B, T, E); see `Fusion.joint`."""
         steps = torch.cat(list(masked(z, present).values()), 1)

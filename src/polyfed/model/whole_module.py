@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
@@ -70,6 +71,7 @@ class WholeFusion(Fusion):
         self.embedding = int(module.embedding) if self.encodes else 0  # type: ignore[arg-type]
         self.sizes, self.joint_size, self.head = (), 0, nn.Sequential()
 
+    @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """Return the logits (B, C); see `Fusion.joint`."""
         first = next(iter(z.values()))
@@ -110,15 +112,16 @@ class WholeModel(Model):
             encode: Any = self._fusion.module.encode
             self._encoders = {name: partial(encode, name) for name in read}
 
+    @override
     def init(self, key: int) -> Tree:
-        """Return the initial Tree; see `Model.init`. The whole module draws from one random stream."""
         return super().init_block(SHARED, key)
 
+    @override
     def init_block(self, block: str, key: int) -> Tree:
-        """The initial values of one block."""
         return {name: value for name, value in self.init(key).items() if block_of(name) == block}
 
     @contextmanager
+    @override
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
         """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients.
 

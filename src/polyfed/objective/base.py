@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.schema import check_ranges
@@ -231,25 +232,25 @@ class OfClasses(Objective):
 
     OF_CLASSES: ClassVar[bool] = True
 
+    @override
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label, ()."""
         return ()
 
+    @override
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a single number, ()."""
         return ()
 
+    @override
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return float(sums) / num_rows if num_rows > 0 else None
 
+    @override
     def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
-        """Hide the rows of classes with fewer than `least` rows; see `Objective.visible`."""
         sizes = torch.bincount(y)
         return shown_groups(sizes, least)[y], y
 
+    @override
     def support(self, sums: Tensor) -> list[int]:
-        """Return the number of rows of each class; see `Objective.support`."""
         matrix = self.site_matrix(sums)
         return [int(number) for number in matrix.sum(1).tolist()]
 
@@ -257,8 +258,8 @@ class OfClasses(Objective):
         """Return the confusion matrix (C, C) in `site_sums`."""
         raise NotImplementedError
 
+    @override
     def site_flaw(self, sums: Tensor, rows: float) -> str:
-        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
         if bool((sums[:-1] < 0).any()):
             return "counts fewer than 0 rows"
         return "" if float(self.site_matrix(sums).sum()) == rows else "counts other rows than it says"
@@ -269,8 +270,8 @@ class OfClasses(Objective):
         drawings = {name: drawn(matrix, metric) for name, metric in metrics.items()}
         return found | {name: one for name, one in drawings.items() if one is not None}
 
+    @override
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics. The score over all rows is already known: the weighted mean of the clients' scores."""
         return {}
 
 

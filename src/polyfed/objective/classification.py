@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, counted
@@ -41,37 +42,37 @@ class Classification(OfClasses):
         super().__post_init__()
         check_weights("class_weights", self.class_weights)
 
+    @override
     def prepared(self, columns: Columns) -> Columns:
-        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression' or 'multi-label'")
 
+    @override
     def num_outputs(self, size: int) -> int:
-        """Return the number of classes, because there is one logit for each class."""
         return size
 
+    @override
     def check_size(self, size: int) -> None:
-        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("class_weights", self.class_weights, size, "classes")
 
     @property
+    @override
     def mixes_rows(self) -> str:
-        """Why the loss is not a mean over rows: if `class_weights` is set, it is a weighted mean; see `Objective`."""
         return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
 
+    @override
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of each row, and its weight; see `Objective.row_losses`."""
         if not self.class_weights:
             rows = F.cross_entropy(outputs, batch.y, reduction="none")
             return rows, torch.ones_like(rows)
         weights = outputs.new_tensor(self.class_weights)
         return F.cross_entropy(outputs, batch.y, weights, reduction="none"), weights[batch.y]
 
+    @override
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy, weighted by class if there are class weights."""
         return super().loss(outputs, batch) if self.class_weights else cross_entropy(outputs, batch)
 
+    @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the confusion matrix (C, C), the top-5 hits and the summed loss; only the matrix if `brief`."""
         matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).flatten()
         if brief:
             return matrix
@@ -79,35 +80,35 @@ class Classification(OfClasses):
         hits = matrices.top_k_hits(outputs, batch.y, batch.ok)
         return torch.cat([matrix, hits.reshape(1), batch.sum(rows).reshape(1)])
 
+    @override
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return accuracy, UAR, macro-F1, top-5 accuracy for more than five classes, and the mean loss."""
         matrix = self.confusion(sums)
         if sums.numel() == matrix.numel():
             return {"accuracy": matrices.accuracy(matrix)}
         return matrices.summary(matrix, *sums[matrix.numel() :])
 
+    @override
     def confusion(self, sums: Tensor) -> Tensor:
-        """Return the confusion matrix (C, C) from the sums; see `Objective.confusion`."""
         size = int(sums.numel() ** 0.5)  # C^2, or C^2 + 2: smaller than (C + 1)^2 for C > 0
         return sums[: size * size].view(size, size)
 
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return only the number of correct predictions, because a confusion matrix would reveal a client's labels."""
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
         return batch.sum(torch.where(outputs.isfinite().all(-1), right, torch.nan))
 
+    @override
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's own sums are impossible, or an empty text; see `Objective.flaw`."""
         return not_counts(sums.reshape(1), num_rows)
 
     @property
+    @override
     def exact(self) -> tuple[str, ...]:
-        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("auroc", "average_precision") if self.ranking else ()
 
+    @override
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """Return AUROC and average precision, each class against the others."""
         share = outputs.double().softmax(-1)
         classes = [1] if share.shape[1] == 2 else range(share.shape[1])
         found = []
@@ -117,6 +118,7 @@ class Classification(OfClasses):
             found.append(UNDEFINED if mean is None else mean)
         return found
 
+    @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the confusion matrix (C, C), top-5 hits, sums of losses and squares, and histograms (2, K, BINS).
 
@@ -137,8 +139,8 @@ class Classification(OfClasses):
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
         return torch.where(broken, torch.nan, found)
 
+    @override
     def score_bins(self, sums: Tensor) -> Tensor:
-        """Return the histograms; see `Objective.score_bins`."""
         return self._site_parts(sums)[2]
 
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,12 +149,12 @@ class Classification(OfClasses):
         rest = sums[size * size + 3 :].view(2, -1, report.BINS)
         return sums[: size * size].view(size, size), sums[size * size : size * size + 3], rest
 
+    @override
     def site_matrix(self, sums: Tensor) -> Tensor:
-        """Return the confusion matrix; see `OfClasses.site_matrix`."""
         return self._site_parts(sums)[0]
 
+    @override
     def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
-        """Return accuracy, UAR, macro-F1, top-5, loss, AUROC and average precision; see `Objective.estimates`."""
         matrix, (hits, loss, squares), bins = self._site_parts(sums.cpu())
         rows = float(matrix.sum())
         if not rows:
@@ -165,6 +167,7 @@ class Classification(OfClasses):
         found["loss"] = report.around(mean, report.Z * (spread / rows) ** 0.5, low=0.0)
         return found | report.ranked(bins)
 
+    @override
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the class with the largest logit, int64 (n,)."""
         return predicted.argmax(-1)

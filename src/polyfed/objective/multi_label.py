@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
@@ -50,8 +51,8 @@ class MultiLabel(Objective):
         super().__post_init__()
         check_weights("positive_weights", self.positive_weights)
 
+    @override
     def prepared(self, columns: Columns) -> Columns:
-        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         label, where = columns.label, f"data '{columns.name}': [task] name = 'multi-label' needs labels of 0 and 1"
         if not label.is_floating_point() and columns.num_classes != 2:
             raise DataError(
@@ -64,27 +65,27 @@ class MultiLabel(Objective):
             raise DataError(f"{where}, and NaN where a label is unknown; {odd[0]:g} is among them. [task] regression?")
         return with_targets(columns, targets)
 
+    @override
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label; see `Objective.label_shape`."""
         return (size,)
 
+    @override
     def num_outputs(self, size: int) -> int:
-        """Return the number of labels, because there is one logit for each label."""
         return size
 
+    @override
     def check_size(self, size: int) -> None:
-        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("positive_weights", self.positive_weights, size, "labels a row")
 
+    @override
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each row's sum of the binary cross-entropies of its known labels, and the number of these labels."""
         known, y = known_of(batch.y)
         weight = outputs.new_tensor(self.positive_weights) if self.positive_weights else None
         each = F.binary_cross_entropy_with_logits(outputs, y, pos_weight=weight, reduction="none")
         return (each * known).sum(-1), known.sum(-1)
 
+    @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the counts of `COUNTS` for each label, and the sums of `REST`."""
         known, y = known_of(batch.y)
         yes = (outputs.sigmoid() > self.threshold).to(y.dtype)
         parts = [y * yes, (1 - y) * yes, y * (1 - yes), (1 - y) * (1 - yes)]
@@ -97,8 +98,8 @@ class MultiLabel(Objective):
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
         return torch.where(broken, torch.nan, found)
 
+    @override
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return accuracy over labels, exact match over rows, macro-F1, micro-F1, and the mean loss."""
         labels = (len(sums) - REST) // COUNTS
         tp, fp, fn, tn = sums[: COUNTS * labels].view(COUNTS, labels).to(torch.float64).cpu()
         rows, right, loss, weight = sums[COUNTS * labels :].tolist()
@@ -115,44 +116,44 @@ class MultiLabel(Objective):
             "loss": loss / weight,
         }
 
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return `sums` and, for each label, two histograms of logits: of its positive and of its negative rows."""
         known, y = known_of(batch.y)
         real = known.bool() if batch.ok is None else known.bool() & batch.ok.unsqueeze(-1)
         bins = [ranking.histogram(outputs, real & (y == side)).flatten() for side in (1, 0)]
         return torch.cat([self.sums(outputs, batch), *bins])
 
+    @override
     def group_sizes(self, batch: Batch) -> Tensor:
-        """Return the numbers of positive and of negative rows of each label, which have histograms of their own."""
         return batch.sum(torch.cat([batch.y == 1, batch.y == 0], 1).to(torch.float32))
 
+    @override
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (OWN * size + REST,)
 
+    @override
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return self.measured(_parts(sums)[0]).get(self.SCORE)
 
+    @override
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics of all clients' own test rows, with AUROC and average precision from histograms."""
         own, bins = _parts(sums)
         return self.measured(own) | _ranked(bins.cpu())
 
+    @override
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why the sums that a client reports cannot be correct, or an empty text; see `Objective.flaw`."""
         own, bins = _parts(sums)
         counts, losses = torch.cat([own[:-2], bins.flatten()]), own[-2:]
         # a loss has no upper bound, but it cannot be negative
         return not_counts(counts, num_rows) or not_counts(losses, float("inf"))
 
     @property
+    @override
     def exact(self) -> tuple[str, ...]:
-        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("auroc", "average_precision")
 
+    @override
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """Return AUROC and average precision, each as the mean over the labels for which it is defined."""
         found = []
         for metric in (ranking.c_index, ranking.average_precision):
             each = []
@@ -163,20 +164,20 @@ class MultiLabel(Objective):
             found.append(UNDEFINED if mean is None else mean)
         return found
 
+    @override
     def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
-        """Hide labels with fewer than `least` positive or negative rows; see `Objective.visible`."""
         sizes = torch.stack([(y == side).sum(0) for side in (0, 1)])
         hidden = ((sizes > 0) & (sizes < least)).any(0)
         return torch.ones(len(y), dtype=torch.bool), torch.where(hidden, torch.nan, y)
 
+    @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return `sums`, and histograms of the logits of each label, (2, T, BINS)."""
         real = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok.unsqueeze(-1)
         bins = report.histograms(outputs, real & (batch.y == 1), real & (batch.y == 0))
         return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
 
+    @override
     def score_bins(self, sums: Tensor) -> Tensor:
-        """Return the histograms; see `Objective.score_bins`."""
         return self._site_parts(sums)[1]
 
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,17 +185,17 @@ class MultiLabel(Objective):
         own = COUNTS * labels + REST
         return sums[:own], sums[own:].view(2, labels, report.BINS)
 
+    @override
     def support(self, sums: Tensor) -> list[int]:
-        """Return the number of rows that have each label; see `Objective.support`."""
         return [int(number) for number in self._site_parts(sums)[1][0].sum(-1).tolist()]
 
+    @override
     def site_flaw(self, sums: Tensor, rows: float) -> str:
-        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
         own, bins = self._site_parts(sums)
         return not_counts(torch.cat([own[:-2], bins.sum(-1).flatten()]), rows)
 
+    @override
     def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
-        """Return the metrics of `measured` with intervals, and AUROC and average precision as means over labels."""
         own, bins = self._site_parts(sums.cpu())
         values = self.measured(own)
         if not values:
@@ -219,16 +220,17 @@ class MultiLabel(Objective):
         )
         return found | report.ranked(bins)
 
+    @override
     def group_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the number of correct labels and of known labels."""
         known, y = known_of(batch.y)
         right = ((outputs.sigmoid() > self.threshold).to(y.dtype) == y).to(y.dtype) * known
         return torch.stack([batch.sum(right.sum(-1)), batch.sum(known.sum(-1))]).double()
 
+    @override
     def group_score(self, sums: Tensor, rows: float) -> float | None:
-        """Return the share of correct labels."""
         return float(sums[0] / sums[1]) if float(sums[1]) > 0 else None
 
+    @override
     def decided(self, predicted: Tensor) -> Tensor:
         """Return labels of 0 and 1, int64 (n, T), according to `threshold`."""
         return (predicted.sigmoid() > self.threshold).to(torch.int64)

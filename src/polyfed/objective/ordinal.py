@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
@@ -41,8 +42,8 @@ class Ordinal(OfClasses):
         super().__post_init__()
         check_weights("class_weights", self.class_weights)
 
+    @override
     def prepared(self, columns: Columns) -> Columns:
-        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         if columns.words_sorted:
             names = ", ".join(map(repr, (columns.class_names or ())[:5]))
             raise DataError(
@@ -53,39 +54,39 @@ class Ordinal(OfClasses):
             )
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
 
+    @override
     def num_outputs(self, size: int) -> int:
-        """Return the number of levels minus one, because there is one output for each pair of neighbouring levels."""
         return size - 1
 
+    @override
     def check_size(self, size: int) -> None:
-        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("class_weights", self.class_weights, size, "levels")
         if size < 2:
             raise RecipeError("[task] name = 'ordinal' needs two levels or more; the labels have one")
 
     @property
+    @override
     def mixes_rows(self) -> str:
-        """With `class_weights`, the reason why a batch's loss is not the mean of its rows' losses; otherwise empty."""
         return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
 
+    @override
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean binary cross-entropy of each row's outputs, and its weight."""
         levels = torch.arange(outputs.shape[-1], device=outputs.device)
         above = (batch.y.unsqueeze(-1) > levels).to(outputs.dtype)
         rows = F.binary_cross_entropy_with_logits(outputs, above, reduction="none").mean(-1)
         weights = outputs.new_tensor(self.class_weights)[batch.y] if self.class_weights else torch.ones_like(rows)
         return rows * weights, weights
 
+    @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the confusion matrix (C, C), the sum of the losses and their weight."""
         size = outputs.shape[-1] + 1
         hot = [F.one_hot(level, size).to(torch.float64) for level in (batch.y, self.decided(outputs))]
         matrix = summed(hot[0].unsqueeze(2) * hot[1].unsqueeze(1), batch).flatten()
         # a loss that is not finite makes the sums NaN, so that reply validation drops the reply as diverged
         return torch.cat([matrix, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)])
 
+    @override
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return mean level distance, accuracy, UAR, macro-F1, quadratic weighted kappa, and the mean loss."""
         matrix, (loss, weight) = self.confusion(sums).cpu(), sums[-2:].tolist()
         if not bool(matrix.sum() > 0):
             return {}
@@ -95,20 +96,21 @@ class Ordinal(OfClasses):
         found |= {} if kappa is None else {"weighted_kappa": kappa}
         return found | ({"loss": loss / weight} if weight > 0 else {})
 
+    @override
     def confusion(self, sums: Tensor) -> Tensor:
-        """Return the confusion matrix (C, C) from the sums; see `Objective.confusion`."""
         size = int((len(sums) - 2) ** 0.5)
         return sums[:-2].view(size, size)
 
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return only the summed distances between true and predicted levels, so that no labels are revealed."""
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
 
+    @override
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a sum from a client cannot be correct, or "". The sum of distances has no known upper bound."""
         return not_counts(sums.reshape(1), float("inf"))
 
+    @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return `sums`, and for each question "is the level above k?" histograms of its logit, (2, C - 1, BINS)."""
         levels = torch.arange(outputs.shape[-1], device=outputs.device)
@@ -117,8 +119,8 @@ class Ordinal(OfClasses):
         bins = report.histograms(outputs, above & real, ~above & real)
         return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
 
+    @override
     def score_bins(self, sums: Tensor) -> Tensor:
-        """Return the histograms; see `Objective.score_bins`."""
         return self._site_parts(sums)[1]
 
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,12 +130,12 @@ class Ordinal(OfClasses):
         own = size * size + 2
         return sums[:own], sums[own:].view(2, size - 1, report.BINS)
 
+    @override
     def site_matrix(self, sums: Tensor) -> Tensor:
-        """Return the confusion matrix; see `OfClasses.site_matrix`."""
         return self.confusion(self._site_parts(sums)[0])
 
+    @override
     def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
-        """Return the metrics of `measured`, and AUROC and average precision as means over the questions."""
         own, bins = self._site_parts(sums.cpu())
         matrix = self.confusion(own)
         if not bool(matrix.sum() > 0):
@@ -144,6 +146,7 @@ class Ordinal(OfClasses):
         found |= {"loss": report.Estimate(loss / weight)} if weight > 0 else {}
         return found | report.ranked(bins)
 
+    @override
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the predicted level, int64 (n,)."""
         return (predicted > 0).sum(-1)

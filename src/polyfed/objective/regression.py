@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
@@ -72,8 +73,8 @@ class Regression(Objective):
                 words = "finite" if option == "shift" else "above 0 and finite"
                 raise RecipeError(f"[task] {option} = {value}: must be {words}", ("task", option))
 
+    @override
     def prepared(self, columns: Columns) -> Columns:
-        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         if not columns.label.is_floating_point() and columns.class_names is not None:
             names = ", ".join(map(repr, columns.class_names[:5]))
             raise DataError(
@@ -90,23 +91,23 @@ class Regression(Objective):
                 )
         return with_targets(columns, targets)
 
+    @override
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label; see `Objective.label_shape`."""
         return (size,)
 
+    @override
     def num_outputs(self, size: int) -> int:
-        """Return the number of targets, because there is one output for each target."""
         return size
 
+    @override
     def check_size(self, size: int) -> None:
-        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("target_weights", self.target_weights, size, "targets")
         for option in ("shift", "scale"):
             if isinstance(value := getattr(self, option), tuple):
                 check_length(option, value, size, "targets")
 
+    @override
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each row's weighted loss over its known targets, and the weight."""
         known, y = known_of((batch.y - self._unit("shift", batch.y)) / self._unit("scale", batch.y))
         if self.target_weights:
             known = known * outputs.new_tensor(self.target_weights)
@@ -116,6 +117,7 @@ class Regression(Objective):
             each = (F.mse_loss if self.error == "square" else F.l1_loss)(outputs, y, reduction="none")
         return (each * known).sum(-1), known.sum(-1)
 
+    @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
         """Return the sums from which `measured` computes the metrics.
 
@@ -133,8 +135,8 @@ class Regression(Objective):
             found.append(summed(sentiment.counts(p[:, 0], y[:, 0]) * known, batch))
         return torch.cat(found)
 
+    @override
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return MAE, RMSE, Pearson correlation, concordance and R^2 as means over targets, and the mean loss."""
         extra = sentiment.SIZE if self.report == "sentiment" else 0
         targets = (len(sums) - REST - extra) // MOMENTS
         values = sums.to(torch.float64).cpu()
@@ -147,19 +149,16 @@ class Regression(Objective):
             found["loss"] = loss / weight
         return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
 
+    @override
     def group_sizes(self, batch: Batch) -> Tensor:
-        """Return the number of rows in which each target is known."""
         return batch.sum((~batch.y.isnan()).reshape(len(batch.y), -1).to(torch.float32))
 
+    @override
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (MOMENTS * size + REST + (sentiment.SIZE if self.report == "sentiment" else 0),)
 
+    @override
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's own sums are impossible, or "".
-
-        Counts and sums of squares must not be negative. Squares of sums must respect the Cauchy-Schwarz inequality.
-        """
         extra = sentiment.SIZE if self.report == "sentiment" else 0
         targets = (len(sums) - REST - extra) // MOMENTS
         n, y, p, yy, pp, yp, gap, square = sums[: MOMENTS * targets].double().cpu().view(MOMENTS, targets)
@@ -171,6 +170,7 @@ class Regression(Objective):
             return "holds sums that no numbers have"
         return not_counts(torch.cat([gap, sums[MOMENTS * targets : MOMENTS * targets + REST].cpu()]), float("inf"))
 
+    @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return `sums`, and for each target the sum of (p - y)^4, from which the interval of the RMSE follows."""
         known, y = (part.to(torch.float64) for part in known_of(batch.y))
@@ -182,11 +182,12 @@ class Regression(Objective):
         targets = (len(sums) - REST - extra) // (MOMENTS + 1)
         return sums[: len(sums) - targets], sums[len(sums) - targets :]
 
+    @override
     def site_flaw(self, sums: Tensor, rows: float) -> str:
-        """Return why a site's sums are impossible; see `Objective.site_flaw`."""
         own, fourth = self._site_parts(sums)
         return self.flaw(own, rows) or not_counts(fourth, float("inf"))
 
+    @override
     def estimates(self, sums: Tensor) -> dict[str, Estimate]:
         """Return the metrics of `measured`; MAE, RMSE, Pearson's r and R^2 with intervals, as means over targets.
 
@@ -205,12 +206,12 @@ class Regression(Objective):
         return found
 
     @property
+    @override
     def exact(self) -> tuple[str, ...]:
-        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("c_index",)
 
+    @override
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """Return the concordance index, as the mean over the targets for which it is defined."""
         each = []
         for target in range(outputs.shape[1]):
             known = ~batch.y[:, target].isnan()
@@ -218,6 +219,7 @@ class Regression(Objective):
         mean = ranking.mean_defined(each)
         return [UNDEFINED if mean is None else mean]
 
+    @override
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the predicted values (n, T) in the unit of the targets."""
         return outputs * self._unit("scale", outputs) + self._unit("shift", outputs)
@@ -229,8 +231,8 @@ class Regression(Objective):
             return like.new_tensor(value)
         return {"shift": 0.0, "scale": 1.0}[option] if value is None else value
 
+    @override
     def decided(self, predicted: Tensor) -> Tensor:
-        """Return the predicted values unchanged."""
         return predicted
 
 

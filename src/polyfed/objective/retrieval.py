@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
@@ -53,8 +54,8 @@ class Retrieval(Objective):
     dimension: Annotated[int, AT_LEAST_TWO] = 64
     temperature: Annotated[float, POSITIVE] = 0.07
 
+    @override
     def prepared(self, columns: Columns) -> Columns:
-        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         if len(columns.modalities) < 2:
             raise DataError(
                 f"data '{columns.name}' has the modality '{next(iter(columns.modalities))}' only; [task] name = "
@@ -65,14 +66,15 @@ class Retrieval(Objective):
         label = torch.zeros(len(columns), dtype=torch.int64)
         return replace(columns, label=label, num_classes=1, class_names=None, labelled=False)
 
+    @override
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label; see `Objective.label_shape`."""
         return ()
 
+    @override
     def num_outputs(self, size: int) -> int:
-        """Return the width D of the common embedding."""
         return self.dimension
 
+    @override
     def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return embeddings (B, M, D) of length 1, in the order of the model's modalities; 0 for missing modalities."""
         z = model.features(w, batch) if features is None else features
@@ -86,10 +88,11 @@ class Retrieval(Objective):
         return torch.stack([found.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
 
     @property
+    @override
     def mixes_rows(self) -> str:
-        """Why the loss is not a mean over rows; see `Objective.mixes_rows`."""
         return "its loss compares the rows of a batch with each other"
 
+    @override
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each row's cross-entropy, summed over its pairs of modalities, and the number of pairs.
 
@@ -105,11 +108,8 @@ class Retrieval(Objective):
             weight = weight + both.to(value.dtype)
         return value, weight
 
+    @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Return the number of queries, the number of hits at each rank of `RANKS`, and `REST`: float64 (7,).
-
-        For each query, all rows of the batch with both modalities are candidates, so the batch must hold all rows.
-        """
         found = torch.zeros(1 + len(RANKS) + 1, dtype=torch.float64, device=outputs.device)
         for query, other, both in _pairs(outputs, batch):
             scores = query @ other.mT
@@ -124,31 +124,28 @@ class Retrieval(Objective):
         broken = batch.sum((~outputs.isfinite()).flatten(1).any(-1).to(torch.float32)) > 0
         return torch.where(broken, torch.nan, torch.cat([found, losses]))
 
+    @override
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Return the recall at each rank of `RANKS`, the mean reciprocal rank, and the mean loss."""
         queries, *hits, reciprocal, loss, weight = sums.tolist()
         if not queries:
             return {}
         found = {f"recall{k}": hit / queries for k, hit in zip(RANKS, hits, strict=True)}
         return found | {"mrr": reciprocal / queries, "loss": loss / weight}
 
+    @override
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (1 + len(RANKS) + REST,)
 
+    @override
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's own sums are impossible, or "".
-
-        A row makes a query for each ordered pair of modalities, so there may be more queries than rows.
-        """
         return not_counts(sums[:-2], float(sums[0])) or not_counts(sums[-2:], float("inf"))
 
+    @override
     def outputs_shape(self, model: Model) -> tuple[int, ...]:
-        """Return the shape of a row's embeddings; see `Objective.outputs_shape`."""
         return (len(model.modalities), model.feature_size(model.modalities[0]))
 
+    @override
     def decided(self, predicted: Tensor) -> Tensor:
-        """Return the embeddings unchanged."""
         return predicted
 
 

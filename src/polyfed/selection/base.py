@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import check_ranges
@@ -127,8 +129,8 @@ class Selector(ABC):
 class Uniform(Selector):
     """Draws clients uniformly, without replacement, from all clients that have rows (McMahan et al. 2017)."""
 
+    @override
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
-        """Draw the cohort uniformly."""
         eligible = fed.clients.eligible
         key = keys.key(fed.seed, "cohort", fed.round)
         return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed.clients))], memory

@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.messages import Message, carries, message
@@ -85,12 +86,12 @@ class DivFl(Selector):
     sketch: Annotated[int, NOT_NEGATIVE] = 0
     train: Train = Train()
 
+    @override
     def start(self, params: Tree) -> Diversity:
-        """Return a memory without any vectors."""
         return Diversity()
 
+    @override
     def choose(self, memory: Diversity, params: Tree, fed: Federation) -> tuple[list[int], Diversity]:
-        """Choose the cohort greedily. In the first round, every client is asked for its vector."""
         similarity = memory.similarity
         if similarity is None:
             size = sum(value.numel() for value in fed.context.model.trainable(params).values())
@@ -103,14 +104,14 @@ class DivFl(Selector):
         return chosen, Diversity(similarity, chosen, distance)
 
     @property
+    @override
     def single_replies(self) -> str:
-        """Why the server has to read the reply of each client: the selector compares the clients' updates."""
         return "[selection] divfl compares the updates of single clients"
 
     reads: ClassVar[tuple[str, ...]] = ("params",)
 
+    @override
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
-        """If `grad` is `delta`, replace the cohort's vectors by the parameter changes of its training."""
         if self.grad == "at_global" or memory.similarity is None:
             return memory
         own = fed.context.model.trainable(params)
@@ -120,6 +121,7 @@ class DivFl(Selector):
             fresh[client] = flat_vector(subtract(trained, own), own)
         return replace(memory, similarity=memory.similarity.refreshed(fresh))
 
+    @override
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
         """Return the weight of each client i: under `clusters` the size |C_i| of its cluster, otherwise `weights[i]`.
 

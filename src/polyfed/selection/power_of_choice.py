@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -69,10 +70,11 @@ class PowD(Selector):
         """The options that have no effect, each with the setting that causes this."""
         return {} if self.variant == "batch" else {"batch_size": f"variant = '{self.variant}'"}
 
+    @override
     def start(self, params: Tree) -> dict[int, float]:
-        """Return an empty memory, because no client has reported a loss yet."""
         return {}
 
+    @override
     def choose(self, memory: dict[int, float], params: Tree, fed: Federation) -> tuple[list[int], dict[int, float]]:
         """Choose the candidates with the largest losses; among equal losses, smaller client numbers come first.
 
@@ -96,14 +98,14 @@ class PowD(Selector):
         return sorted(sorted(answered, key=lambda client: (-losses[client], client))[:size]), memory
 
     @property
+    @override
     def single_replies(self) -> str:
-        """The reason why sums of replies are not enough: the server compares the losses of single clients."""
         return "[selection] pow-d compares the losses of single clients"
 
     reads: ClassVar[tuple[str, ...]] = ("loss",)
 
+    @override
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
-        """If `variant` is `reported`, remember the training losses of the cohort."""
         return memory | replies.numbers("loss") if self.variant == "reported" else memory
 
     def _draw(self, pool: Sequence[int], fed: Federation) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -69,28 +70,29 @@ class SingleClientData(ClientData):
         """Make `num_rows` a tensor on the device of the rows."""
         self.num_rows = torch.tensor(len(self.index), device=self.index.device)
 
+    @override
     def at(self, rows: Tensor) -> "SingleClientData":
-        """Return the dataset of some of the client's rows, in the given order; see `ClientData.at`."""
         return replace(self, index=self.index[rows], test_index=None)
 
     @property
+    @override
     def ids(self) -> Tensor:
         """Return the sample ids of the client's rows, int64 (n,); see `ClientData.ids`."""
         return self.columns.ids.to(self.index.device)[self.index]
 
     @property
+    @override
     def groups(self) -> Mapping[str, Tensor]:
-        """Return the groups of the client's rows; see `ClientData.groups`."""
         return {name: codes.to(self.index.device)[self.index] for name, codes in self.columns.groups.items()}
 
     @property
+    @override
     def test(self) -> "SingleClientData":
-        """Return the client's own test rows as a dataset; see `ClientData.test`."""
         index = self.index[:0] if self.test_index is None else self.test_index
         return replace(self, index=index, test_index=None)
 
+    @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
-        """Train `params` on the client's rows; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
@@ -145,8 +147,8 @@ class SingleClientData(ClientData):
         steps = int(after.num_steps)
         return (after.loss * steps + mean * len(values)) / max(steps + len(values), 1)
 
+    @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
         refuse_reading(self.privacy)
         with torch.no_grad():
             for start in range(0, len(self.index), batch_size):
@@ -154,8 +156,8 @@ class SingleClientData(ClientData):
                 carry = step(carry, self._gather(rows))
         return carry
 
+    @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
         refuse_reading(self.privacy)
         n = len(self.index)
         size = train.batch_size or n

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -109,24 +110,24 @@ class StackedClientData(ClientData):
         self.num_rows = torch.tensor(counts, device=device)[self.lane]
         self.key = torch.tensor(self.keys, dtype=torch.int32, device=device)[self.lane]
 
+    @override
     def at(self, rows: Tensor) -> "StackedClientData":
-        """Return the dataset of some of the client's rows, in the given order; see `ClientData.at`."""
         return replace(self, test_stack=None, chosen=rows if self.chosen is None else self.chosen[rows])
 
     @property
+    @override
     def ids(self) -> Tensor:
-        """Return the sample ids of the client's rows, padded to the largest number of rows; see `ClientData.ids`."""
         rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
         return self.columns.ids.to(self.lane.device)[self._places(rows)]
 
     @property
+    @override
     def test(self) -> "StackedClientData":
-        """Return the client's own test rows as a dataset; see `ClientData.test`."""
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
         return replace(self, stack=stack, test_stack=None, chosen=None)
 
+    @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
-        """Train `params` on the client's rows; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
@@ -209,8 +210,8 @@ class StackedClientData(ClientData):
         except Unreadable:
             return None
 
+    @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
         refuse_reading(self.privacy)
         skip = (model or self.model).has_batchnorm
         plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream)
@@ -237,8 +238,8 @@ class StackedClientData(ClientData):
             key = plan.key[self.lane]
         return rows, self._places(rows), ok, key, alive, number
 
+    @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
         refuse_reading(self.privacy)
         shortest, longest = min(self._sizes.counts), max(self._sizes.counts)
         for start in range(0, longest, batch_size):

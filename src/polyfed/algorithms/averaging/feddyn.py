@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 from polyfed.algorithms.averaging.template import Averaging, State, Update
 from polyfed.algorithms.base import Broadcast
@@ -75,16 +76,19 @@ class FedDyn(Averaging):
                 "may be any rule"
             )
 
+    @override
     def init(self, fed: Federation, params: Tree) -> FedDynState:
         """Return the first state, with h = 0."""
         state = super().init(fed, params)
         return FedDynState(**vars(state), h=like(fed.context.model.trainable(state.params)))
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the client's first gradient estimate, g_k = 0."""
         kept = self.private_names(context.model)
         return like({n: v for n, v in context.model.trainable(context.initial).items() if n not in kept})
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Broadcast, local: Tree) -> Any:
         """Return the loss of Eq. 1. Private parameters have no regulariser."""
         shared = {name: w[name] for name in local}
@@ -92,6 +96,7 @@ class FedDyn(Averaging):
         pull = squared_distance(shared, got.params)
         return super().loss(context, w, batch, got, local) - linear + self.alpha / 2 * pull
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
@@ -99,11 +104,8 @@ class FedDyn(Averaging):
         moved = subtract({name: fit.params[name] for name in local}, got.params)
         return Update(fit.params, fit.loss, data.num_rows), add(local, moved, -self.alpha)
 
+    @override
     def merge(self, state: FedDynState, replies: Replies, fed: Federation) -> FedDynState:
-        """Update h by the mean change of the models, and subtract h / alpha from their mean.
-
-        For each block, the mean change is first multiplied by the share of the block's owners that took part.
-        """
         after: FedDynState = super().merge(state, replies, fed)  # the mean of the models
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}
         owners = dict(zip(fed.clients.modalities, fed.clients.holds.sum(0).tolist(), strict=True))

@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging.template import Averaging, State, Update
 from polyfed.core import keys
@@ -102,12 +103,12 @@ class FedNova(Averaging):
         if self.mu and self.mu * max(train.lr, train.lr_end or 0.0) >= 1:
             raise RecipeError(f"[algorithm] mu = {self.mu:g}: fednova needs lr * mu below 1; lower mu or [train] lr")
 
+    @override
     def init(self, fed: Federation, params: Tree) -> NovaState:
-        """Return the first state of the template."""
         return NovaState(**vars(super().init(fed, params)))
 
+    @override
     def outgoing(self, state: NovaState, cohort: list[int], fed: Federation) -> Send:
-        """Return the model and the reference: one for all, or a permuted one for each client under the placebo."""
         reference, lengths = self._reference(fed), self._lengths(cohort, fed)
         if self.placebo == "none":
             return NovaModel(state.params, torch.tensor(reference))
@@ -118,17 +119,17 @@ class FedNova(Averaging):
             for client in cohort
         }
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: NovaModel, local: Tree) -> Any:
-        """Return the loss of the objective, and the proximal term if there is one."""
         error = super().loss(context, w, batch, got, local)
         if not self.mu:
             return error
         return error + self.mu / 2 * squared_distance(context.model.trainable(w), got.params)
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: NovaModel, local: Tree
     ) -> tuple[Message, Tree]:
-        """Return the model that an update of the reference's length would have reached."""
         steps = fit.num_steps.to(torch.float64)
         own = update_length(steps, self.train, self.mu * self.train.lr_at(data.round, data.rounds))
         ratio = got.reference / own.clamp(min=1.0)  # a client without steps has not moved
@@ -138,8 +139,8 @@ class FedNova(Averaging):
         }
         return Update(fit.params | scaled, fit.loss, data.num_rows), local
 
+    @override
     def merge(self, state: NovaState, replies: Replies, fed: Federation) -> NovaState:
-        """Stretch the mean update of each block from the reference to the effective number of steps."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = aggregate(replies, "params", weights, state.params, self.server)
         lengths, reference = self._lengths(list(replies), fed), self._reference(fed)
@@ -156,13 +157,13 @@ class FedNova(Averaging):
         ratio = longest / shortest if shortest else float("nan")
         return state.with_(params=params, moments=moments, effective=effective[SHARED], ratio=ratio)
 
+    @override
     def observe(self, state: NovaState) -> dict[str, float]:
-        """Return the effective number of steps, and how far the clients' numbers lie apart."""
         found = {"effective_steps": state.effective, "length_ratio": state.ratio}
         return {name: value for name, value in found.items() if value == value}
 
+    @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if all clients took equally many steps, because FedNova is then FedAvg."""
         seen = [row["length_ratio"] for row in logged if "length_ratio" in row]
         if not seen or max(seen) > 1 + 1e-9:
             return []

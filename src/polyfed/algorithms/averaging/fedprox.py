@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from typing_extensions import override
+
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
@@ -33,8 +35,8 @@ class FedProx(Averaging):
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Return the loss of the objective plus the proximal term."""
         return super().loss(context, w, batch, got, local) + self.mu / 2 * squared_distance(
             context.model.trainable(w), got.params
         )

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from typing_extensions import override
+
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
@@ -32,6 +34,7 @@ class Hfl(Averaging):
     mixing: ClassVar[str] = "hfl stacks them into one"
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
+    @override
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the state of `Averaging`.
 
@@ -43,6 +46,7 @@ class Hfl(Averaging):
             raise RecipeError(f"hfl trains one model on stacked modalities: write [data] stack = {{ all = [{names}] }}")
         return super().init(fed, params)
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Return the cross-entropy plus the proximal term mu / 2 * ||w - w_received||^2."""
         if not self.mu:

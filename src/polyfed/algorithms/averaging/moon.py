@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import UPDATES, Broadcast
@@ -78,28 +79,28 @@ class Moon(Averaging):
             )
 
     @property
+    @override
     def mixing(self) -> str:  # type: ignore[override]
-        """Why the contrastive term reads several modalities at once, if it does; see `Algorithm.mixing`."""
         why = "moon contrasts the features of all modalities together; [algorithm] per_modality = true avoids this"
         return "" if self.per_modality else why
 
+    @override
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the model and, if there is a projection head, of this head."""
         if not self.projection or self.per_modality:
             return model.template
         return model.template | projection_template(model, self.projection)
 
+    @override
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Return the first state as under FedAvg, with the parameters of the projection head added to the model."""
         return super().init(fed, params | self._head(fed.context, fed.seed))
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return zeros in place of the previous model, which does not exist yet."""
         params = context.initial | self._head(context, 0)
         return nested(PREVIOUS, like(params)) | {SEEN: torch.zeros(())}
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
-        """Return the loss of the objective plus the model-contrastive term."""
         features = context.model.features(w, batch)
         error = context.loss(w, batch, features)
         previous = under(PREVIOUS, local)
@@ -111,10 +112,10 @@ class Moon(Averaging):
         terms = [contrast(z, g, p, self.temperature) for z, g, p in zip(own, received, last, strict=True)]
         return error + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
-        """Return the update, and keep the trained model as the client's previous model for its next round."""
         kept = nested(PREVIOUS, fit.params) | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 

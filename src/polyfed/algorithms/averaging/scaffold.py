@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State
 from polyfed.core.errors import RecipeError
@@ -89,20 +90,23 @@ class Scaffold(Averaging[ScaffoldState]):
         if self.train.optimiser != "sgd" or self.train.momentum or self.train.clip_norm:
             raise RecipeError("scaffold needs plain SGD: set [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
 
+    @override
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
         """Return the first state, with c = 0."""
         state = super().init(fed, params)
         return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(state.params)))
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the client's first control variate, c_k = 0."""
         kept = self.private_names(context.model)
         return like({n: v for n, v in context.model.trainable(context.initial).items() if n not in kept})
 
+    @override
     def outgoing(self, state: ScaffoldState, cohort: list[int], fed: Federation) -> Controlled:
-        """Return x and c, which every client receives."""
         return Controlled(state.params, state.control)
 
+    @override
     def direction(
         self, context: ClientContext, data: ClientData, got: Controlled, local: Tree
     ) -> tuple[Direction, Tree]:
@@ -114,6 +118,7 @@ class Scaffold(Averaging[ScaffoldState]):
 
         return corrected, {}
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Controlled, local: Tree
     ) -> tuple[ControlledUpdate, Tree]:
@@ -126,6 +131,7 @@ class Scaffold(Averaging[ScaffoldState]):
         after = add(local, change)
         return ControlledUpdate(fit.params, change, fit.loss, data.num_rows), after
 
+    @override
     def merge(self, state: ScaffoldState, replies: Replies, fed: Federation) -> ScaffoldState:
         """Set x to the mean of y, and update the server's control variate c.
 

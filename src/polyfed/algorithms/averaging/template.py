@@ -133,6 +133,7 @@ class Averaging(Algorithm[A]):
         super().__post_init__()
         private_blocks.check(self, Averaging)
 
+    @override
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Ask for class means only under `[evaluate] unimodal = "prototype"`, and for fine-tuning only if it is on."""
         if task == Averaging.tune.__name__:
@@ -140,29 +141,29 @@ class Averaging(Algorithm[A]):
         wanted = task != Averaging.class_means.__name__ or self.evaluation.unimodal == "prototype"
         return wanted and super().will_ask(task, tested=tested)
 
+    @override
     def check_model(self, model: Model) -> None:
-        """Check that the model has the private blocks and at least one other block."""
         super().check_model(model)
         if self.private:
             private_blocks.refuse_all_private(self.private, model)
 
+    @override
     def private_names(self, model: Model) -> frozenset[str]:
-        """Return the names of the parameters and buffers in the private blocks."""
         return private_blocks.names_of(self.private, model) if self.private else frozenset()
 
+    @override
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """Return what `local` returns, together with the client's private parameters."""
         own = self.local(context, key)
         return own | private_blocks.kept_at_first(context, self.private_names(context.model)) if self.private else own
 
+    @override
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Return the first state: initial parameters, new server-optimiser moments and the selector's first memory."""
         kept = self.private_names(fed.context.model)
         params = {name: value for name, value in params.items() if name not in kept}
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
+    @override
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         replies = fed.ask(
@@ -229,12 +230,12 @@ class Averaging(Algorithm[A]):
         """Return each client's weight in the mean: 1, or its row count in the registry (not the one in its reply)."""
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
+    @override
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the field that holds the weights of `field`, or None for `params` if `aggregation` is `uniform`."""
         return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
+    @override
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
             return {}
         model, head = fed.context.model, set(fed.context.model.head())
@@ -303,36 +304,36 @@ class Averaging(Algorithm[A]):
     def evaluates_more_at_end(self) -> bool:
         return self.fine_tune > 0
 
+    @override
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Evaluate like `Algorithm.evaluate`. After the last round, clients first fine-tune if `fine_tune` is set."""
         if self.fine_tune and fed.round == fed.rounds:
             fed.ask(self.tune, list(fed.clients.eligible), Broadcast(state.params))
         return super().evaluate(state, fed)
 
     @property
+    @override
     def own_models(self) -> Literal["none", "server", "clients"]:
-        """Return "clients" if private blocks or fine-tuning give every client its own model, otherwise "none"."""
         overridden = type(self).own_params is not Averaging.own_params
         return "clients" if self.private or self.fine_tune or overridden else "none"
 
+    @override
     def global_params(self, state: Any) -> Tree | None:
-        """Return the global model, or None if there are private blocks, because the server then lacks these blocks."""
         if self.fine_tune and not self.private:
             return state.params  # type: ignore[no-any-return]
         return super().global_params(state)
 
+    @override
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """Return the averaged blocks. Each client adds its private blocks to them."""
         if self.private or self.fine_tune:
             return Broadcast(state.params)
         return super().evaluation_message(state, fed, clients)
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         return {"evaluate.unimodal": NO_GLOBAL} if self.private else {"private_epochs": "no private blocks"}
 
+    @override
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""
         return private_blocks.personal(got.params, local)
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
@@ -200,6 +201,7 @@ class CmsFed(Averaging[CmsFedState]):
                 '"clusters", whose weights belong to a mean: remove one of them'
             )
 
+    @override
     def private_faults(self, spec: Privacy) -> Iterator[str]:
         """Yield a text for each option that this method cannot use under `unit = "client"`.
 
@@ -217,8 +219,8 @@ class CmsFed(Averaging[CmsFedState]):
         if spec.amplification:
             yield "amplification does not count that the data decides which clients train which modalities"
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         rule = "dominance_threshold" if self.ratio_rule == "quantile" else "dominance_quantile"
         found = super().idle_options(fed) | {rule: f"ratio_rule = '{self.ratio_rule}'"}
         if self.gradient_split == "exact":
@@ -238,10 +240,11 @@ class CmsFed(Averaging[CmsFedState]):
 
     # the round
 
+    @override
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """Return the first state of `Averaging` without asking clients. The first call of `round` runs `explore`."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
+    @override
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
         """Run Algorithm 1: select modalities of clients, train them, average per block, and update the server state."""
         if self.modality_selection and state.gradients is None:
@@ -308,8 +311,8 @@ class CmsFed(Averaging[CmsFedState]):
         fed.require_quorum(replies, "train_all and train_alone")
         return replies
 
+    @override
     def merge(self, state: CmsFedState, replies: Replies, fed: Federation) -> CmsFedState:
-        """Average per block (step 6). The options choose the weights and how the classifier is averaged."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         private = fed.private_mean(state.moments)
         rule = None if private is None else private.over(state.choice.trained(fed.clients.modalities))
@@ -456,6 +459,7 @@ class CmsFed(Averaging[CmsFedState]):
         """Whether clients send g and h. They send neither if the server computes deltas or selects no modality."""
         return self.modality_selection and self.gradient_split == "exact"
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Return whether a task sends a field.
 
@@ -472,12 +476,12 @@ class CmsFed(Averaging[CmsFedState]):
             return False
         return task != "explore" or field != "params" or self.gradient_split != "exact"
 
+    @override
     def observe(self, state: CmsFedState) -> dict[str, float]:
-        """Return the global ratio, each modality's share of the selected pairs (Fig. 6), and the sizes of both sets."""
         return selection.logged(state.choice, state.ratios)
 
+    @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if the ratio rule, which concerns only clients that own all modalities, has had no effect."""
         if not self.modality_selection or any(row["picked.by_ratio"] for row in logged):
             return []
         quantile = self.ratio_rule == "quantile"

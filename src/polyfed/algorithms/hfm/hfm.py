@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.hfm.exchange import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
@@ -56,8 +57,8 @@ class Hfm(Vertical):
 
     mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the local state of `Vertical` and, if `mu` is above 0, the values of the last broadcast."""
         own = super().local(context, key)
         if not self.mu:
             return own
@@ -66,10 +67,11 @@ class Hfm(Vertical):
         head = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
         return own | nested(ANCHOR, encoders | head)
 
+    @override
     def anchors(self, local: Tree, head: Tree) -> Tree:
-        """Return the encoders and the head of the last broadcast."""
         return under(ANCHOR, local)
 
+    @override
     def round(self, state: SiloState, fed: Federation) -> SiloState:
         """Broadcast, do R exchanges in every silo, and average over the silos.
 
@@ -113,8 +115,8 @@ class Hfm(Vertical):
             mean |= {n: v for n, v in uploads.mean("params", whole).items() if n in fed.context.model.head()}
         return mean
 
+    @override
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Evaluate the global model on the server's rows, and on each silo's test rows across the silo's devices."""
         found = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
             return found
@@ -124,14 +126,14 @@ class Hfm(Vertical):
         group, scores = self.evaluated_in_silos(fed, heads, encoders)
         return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=scores)
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow the personal evaluation of silos. Devices are not evaluated alone."""
         own = self.evaluation.personal and may_report(policy)
         asked = {"embed_own": own, "score_silo": own, "score_own": False, "score_subsets": False, "count_scores": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
+    @override
     def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """The global model for the modalities of the client's silo."""
         return select(state.params, (*self.client_modalities(client, fed), SHARED))
 
     @task()

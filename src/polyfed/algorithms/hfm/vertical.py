@@ -28,6 +28,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.alignment import Overlap, devices_of_silos, members_of
@@ -181,8 +182,8 @@ class Vertical(Algorithm[SiloState]):
             head: the head that the device received; empty for a device without labels.
         """
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the encoders with their common initial values and, if `keep_optimiser` is set, the moments."""
         head = set(context.model.head())
         encoders = {name: value for name, value in context.initial.items() if name not in head}
         if not self.keep_optimiser:
@@ -191,8 +192,8 @@ class Vertical(Algorithm[SiloState]):
         zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
         return encoders | KeptTraining.fresh(context.model, encoders | zeros, self.train).state()
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = {"train.batch_size": "batch_fraction and inner_batch, which make the batches"}
         if self.local_unit == "step":
             found["inner_batch"] = "local_unit = 'step'"
@@ -202,6 +203,7 @@ class Vertical(Algorithm[SiloState]):
             found["eval_embeddings"] = "a model without dropout and BatchNorm"
         return found
 
+    @override
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Give every edge the initial head, and compare the sample ids of the devices of each silo.
 
@@ -278,8 +280,8 @@ class Vertical(Algorithm[SiloState]):
         send = {client: Forward(heads.get(client, {})) for members in silos.values() for client in members}
         return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
 
+    @override
     def observe(self, state: SiloState) -> dict[str, float]:
-        """Return the exchanges and local rounds so far, the staleness, and the bytes inside and outside of silos."""
         return {
             "exchanges": state.exchanges,
             "local_rounds": state.exchanges * self.local_rounds,
@@ -288,8 +290,8 @@ class Vertical(Algorithm[SiloState]):
             "server_bytes": state.server_bytes,
         }
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return whether the recipe sets the option that the task needs, such as `labels_at` for the task `guide`."""
         if task in ("guide", "follow"):
             return bool(self.labels_at) and block != self.labels_at
         return task != "fit_head" or self.head_update == "server"
@@ -582,8 +584,8 @@ class Vertical(Algorithm[SiloState]):
 
     # the score of a silo on its own test rows
 
+    @override
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """The modalities of all devices in the client's silo. These devices together use one model."""
         held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 
@@ -646,6 +648,7 @@ class FromEmbeddings(Predictor):
 
     embeddings: Tree
 
+    @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the head with parameters `w`."""
         return model.fuse(w, {m: h[batch.rows] for m, h in self.embeddings.items()}, batch)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
 from polyfed.algorithms.hfm.state import SiloState
 from polyfed.algorithms.hfm.vertical import Vertical, may_report
@@ -28,8 +30,8 @@ class Vfl(Vertical):
     mixing: ClassVar[str] = "vfl trains each device on the embeddings of others"
     model_for: ClassVar[str] = "silo"
 
+    @override
     def init(self, fed: Federation, params: Tree) -> SiloState:
-        """Return the state of `Vertical`, and warn if the policy prevents server evaluation of the silos' models."""
         if not fed.context.policy.allows_models("server"):
             rest = "silos evaluate them on their own test rows, metrics.personal"
             if not may_report(fed.context.policy):
@@ -44,10 +46,11 @@ class Vfl(Vertical):
             )
         return super().init(fed, params)
 
+    @override
     def anchors(self, local: Tree, head: Tree) -> Tree:
-        """Return the parameters towards which the proximal term pulls: the head that the device received."""
         return head
 
+    @override
     def devices(self, fed: Federation) -> dict[int, list[int]]:
         """Return, for each silo, the devices that have rows.
 
@@ -56,14 +59,14 @@ class Vfl(Vertical):
         """
         return devices_of_silos(fed.clients)
 
+    @override
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        """Do R exchanges in every silo."""
         state = self.identified(state.with_(silo_bytes=0), fed)
         samples = self.samples(state, fed)
         return self.vertical(state, fed, {silo: list(own.places) for silo, own in samples.items()}, samples)
 
+    @override
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Evaluate every silo's model on its own test rows and, if the policy allows it, on the server's rows."""
         policy = fed.context.policy
         possible = fed.evaluation_clients and policy.allows_models("server")
         found = self._evaluated_by_server(state, fed) if possible else Measured({})
@@ -72,8 +75,8 @@ class Vfl(Vertical):
         group, accuracies = self.evaluated_in_silos(fed, state.heads, {})
         return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=accuracies)
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow model uploads only for evaluation. The server does not ask for what the policy forbids."""
         own = self.evaluation.personal and may_report(policy)
         asked = {
             "upload": policy.allows_models("server"),
@@ -85,12 +88,12 @@ class Vfl(Vertical):
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @property
+    @override
     def own_models(self) -> Literal["clients"]:
-        """`clients`: every silo has its own model, with encoders on its devices and the head at its edge."""
         return "clients"
 
+    @override
     def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """The model of the client's silo: encoders from its devices, the head from its edge."""
         silo = fed.clients[client].silo
         assert silo is not None, "there is no run of vfl without silos"
         encoders = {name: v for member in members_of(fed.clients, client) for name, v in local(member).items()}

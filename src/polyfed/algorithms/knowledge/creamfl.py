@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.averaging.moon import contrast
@@ -156,8 +157,8 @@ class CreamFL(Algorithm[CreamState]):
         super().__post_init__()
         must_be_uniform(self.selector, "creamfl")
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return False for the task `publish`. It runs only at the server, so no client may send a reply to it."""
         return task != "publish"
 
     # the clients' half
@@ -205,12 +206,13 @@ class CreamFL(Algorithm[CreamState]):
         kept |= nested(PREVIOUS, z) | {SEEN: torch.ones_like(local[SEEN])}
         return LocalRepresentations(z, fit.loss, data.num_rows, got.num_public), kept
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's own model, with which the client is evaluated."""
         return under(WEIGHT, local)
 
     # the server's half
 
+    @override
     def init(self, fed: Federation, params: Tree) -> CreamState:
         """Take the server's validation rows as the public set and send its samples to every client.
 
@@ -227,8 +229,8 @@ class CreamFL(Algorithm[CreamState]):
         start = self.selector.start(params)
         return CreamState(params, memory=start, samples=public.samples, labels=public.labels)
 
+    @override
     def round(self, state: CreamState, fed: Federation) -> CreamState:
-        """Send global representations to the cohort, aggregate the replies, and distil them into the server's model."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         with torch.no_grad():
@@ -266,8 +268,8 @@ class CreamFL(Algorithm[CreamState]):
         fit = fed.server_data(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
         return state.with_(params=fit.params, optimiser=fit.moments, steps=int(fit.num_steps))
 
+    @override
     def global_params(self, state: CreamState) -> Tree:
-        """The server's model."""
         return state.params
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
@@ -99,6 +100,7 @@ class ServerOnTop(Predictor):
         shapes = tuple((m, (model.feature_size(m),)) for m in model.modalities)
         return second_model(shapes, self.hidden, self.embedding, model.num_classes)
 
+    @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the server's network on the features of the client's extractor."""
         top = under(TOP, w)
@@ -146,14 +148,14 @@ class FedGKT(Algorithm[GktState]):
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         return {"evaluate.unimodal": NO_GLOBAL}
 
     # the clients' half
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's model before round 1. All clients start with the same initial model."""
         return dict(context.initial)
 
     @task()
@@ -184,14 +186,14 @@ class FedGKT(Algorithm[GktState]):
         """The server's network, which maps features of all modalities to logits."""
         return self.predictor.top(model)
 
+    @override
     def init(self, fed: Federation, params: Tree) -> GktState:
-        """Return the first state, with a freshly initialised server network. The clients use the recipe's model."""
         start = self.top(fed.context.model).init(keys.key(fed.seed, "init", "top"))
         device = next(iter(params.values())).device
         return GktState({n: v.to(device) for n, v in start.items()}, memory=self.selector.start(params))
 
+    @override
     def round(self, state: GktState, fed: Federation) -> GktState:
-        """Let the cohort train, then train the server's network. Each client gets the new logits in its next round."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         sends = {k: server_logits(state.logits.get(k)) for k in cohort}
         replies = fed.ask(self.extract, cohort, sends)
@@ -232,32 +234,29 @@ class FedGKT(Algorithm[GktState]):
     # evaluation, on the client's own test rows, uses its extractor with the server's network; no model is global
 
     @property
+    @override
     def predictor(self) -> ServerOnTop:
-        """Return the predictor: the client's extractor followed by the server's network."""
         return ServerOnTop(self.server_hidden, self.server_embedding)
 
+    @override
     def evaluation_message(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
-        """Return the server's network, which every client receives."""
         return Broadcast(state.params)
 
+    @override
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the server's network for the evaluations, the only tasks that receive one."""
         evaluates = task in ("score_own", "score_subsets", "count_scores")
         return self.top(model).template if evaluates else super().received_template(task, model)
 
+    @override
     def may_lack(self, task: str) -> bool:
-        """Return False: the server sends its whole network for the evaluation."""
         return False
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's model together with the server's network.
-
-        The names of the tensors of the server's network begin with `top.`.
-        """
         return local | nested(TOP, got.params)
 
+    @override
     def observe(self, state: GktState) -> dict[str, float]:
-        """The training loss of the server's network."""
         return {"loss_server": state.server_loss}
 
 

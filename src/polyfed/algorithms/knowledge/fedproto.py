@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL
@@ -92,6 +93,7 @@ class NearestPrototype(Predictor):
 
     feature_norm: float = 0.0
 
+    @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Return scores (B, C): `prototype_scores`, or the model's logits for a row that cannot be compared."""
         near = {m: Prototypes.received(w[m + PROTOTYPE]) for m in batch.x if m + PROTOTYPE in w}
@@ -154,32 +156,33 @@ class FedProto(Averaging[ProtoState]):
             must_be_uniform(self.selector, "fedproto with mode = 'original'")
             refuse_server(self.server, "fedproto with mode = 'original'")
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Return whether a field is sent. With `mode = "original"`, models are never sent, so `params` is not."""
         return field != "params" or self.mode == "mm_fedavg"
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = super().idle_options(fed)
         if self.mode == "mm_fedavg":
             return found | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
         others = ("alpha_p", "active_rounds", "aggregation")
         return found | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
 
+    @override
     def init(self, fed: Federation, params: Tree) -> ProtoState:
-        """Return the first state, which has no prototypes yet."""
         return ProtoState(**vars(super().init(fed, params)))
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Under `original`, return the common initial model as the client's own model; otherwise, return nothing."""
         return dict(context.initial) if self.mode == "original" else {}
 
+    @override
     def outgoing(self, state: ProtoState, cohort: list[int], fed: Federation) -> Shared:
-        """Return the global prototypes, and under `mm_fedavg` also the model."""
         return self._shared(state)
 
+    @override
     def merge(self, state: ProtoState, replies: Replies, fed: Federation) -> ProtoState:
-        """Average the models under `mm_fedavg`, and aggregate the prototypes."""
         after = super().merge(state, replies, fed) if self.mode == "mm_fedavg" else state
         reports = [(reply.prototypes, reply.rows_per_class) for reply in replies.values()]
         new = prototypes.gathered(
@@ -195,24 +198,25 @@ class FedProto(Averaging[ProtoState]):
         )
 
     @property
+    @override
     def own_models(self) -> Literal["none", "clients"]:
-        """Return "clients" under `original`, because every client then keeps its own model."""
         return "clients" if self.mode == "original" else "none"
 
     @property
+    @override
     def predictor(self) -> Predictor:
-        """Return the predictor that `predict_by` names: the nearest global prototype, or the model's logits."""
         by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
+    @override
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the model, or an empty tree if clients receive only prototypes."""
         return super().received_template(task, model) if self.mode == "mm_fedavg" else {}
 
+    @override
     def evaluation_message(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
-        """Return the message for evaluation. It is the message that the clients of a round receive for training."""
         return self._shared(state)
 
+    @override
     def own_params(self, got: Shared, local: Tree) -> Tree:
         """Return the model to evaluate.
 
@@ -228,8 +232,8 @@ class FedProto(Averaging[ProtoState]):
         return Shared(state.params if self.mode == "mm_fedavg" else {}, sent)
 
     @task()
+    @override
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[Learned, Tree]:  # type: ignore[override]
-        """Train with the prototype term of the loss, then compute class means with the trained model."""
         own = self.mode == "original"
         near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
         # the first round has no prototypes, so the term is active in rounds 2 to active_rounds + 1
@@ -246,23 +250,23 @@ class FedProto(Averaging[ProtoState]):
         return self._report(context, data, fit), (fit.params if own else local)
 
     @task()
+    @override
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
-        """Count the client's own test rows that the client's model predicts correctly."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
     @task()
+    @override
     def score_subsets(  # type: ignore[override]
         self, context: ClientContext, data: ClientData, local: Tree, got: Shared
     ) -> tuple[SubsetScores, Tree]:
-        """Count the client's own test rows that its model predicts correctly from each subset of the modalities."""
         w, which = self.own_params(got, local), self.evaluation.subsets
         return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
 
     @task()
+    @override
     def count_scores(  # type: ignore[override]
         self, context: ClientContext, data: ClientData, local: Tree, got: Shared
     ) -> tuple[ScoreCounts, Tree]:
-        """Count how well the client's model predicts its own validation rows, for conformal prediction."""
         w, kind = self.own_params(got, local), self.evaluation.conformal
         return own_counts(context, w, data.test, self.predictor.logits, kind), local
 

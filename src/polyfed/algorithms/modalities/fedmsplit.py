@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
@@ -77,20 +78,20 @@ class FedMSplit(Averaging[SplitState]):
         if self.mode == "personal":
             refuse_server(self.server, "fedmsplit with mode = 'personal'")
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = super().idle_options(fed)
         if self.mode == "block_mean":
             return found | dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
         found |= {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
         return found | {"aggregation": "mode = 'personal'"}
 
+    @override
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """Return the first state. Every client starts from the common initial model."""
         return SplitState(**vars(super().init(fed, params)))
 
+    @override
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """Let the cohort train its personal models, then mix them within the cohort. Other models do not change."""
         if self.mode == "block_mean":
             return super().round(state, fed)  # type: ignore[no-any-return]
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
@@ -104,14 +105,15 @@ class FedMSplit(Averaging[SplitState]):
         params = state.params | mean_of(models, fed.clients.rows_of(models))
         return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Return the cross-entropy, plus, in `personal`, the proximal term towards the received model."""
         loss = super().loss(context, w, batch, got, local)
         if self.mode == "block_mean":
             return loss
         return loss + self.lam * squared_distance(context.model.trainable(w), got.params)
 
     @property
+    @override
     def single_replies(self) -> str:
         """Return why the server has to read the reply of each client, or an empty text if sums of replies are enough.
 
@@ -121,16 +123,17 @@ class FedMSplit(Averaging[SplitState]):
         return mixes or super().single_replies
 
     @property
+    @override
     def own_models(self) -> Literal["none", "server"]:
         """Return where the clients' own models are kept: with `mode = "personal"`, on the server."""
         return "server" if self.mode == "personal" else "none"
 
+    @override
     def global_params(self, state: SplitState) -> Tree:
-        """Return the mean of the personal models, or the global model of `block_mean`."""
         return state.params
 
+    @override
     def evaluation_message(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
-        """In `personal`, return a mapping from each client to its own model."""
         if self.mode == "block_mean":
             return super().evaluation_message(state, fed, clients)
         return {client: Broadcast(self._own(state, client, fed)) for client in clients}

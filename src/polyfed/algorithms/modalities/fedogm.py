@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core import keys
@@ -61,6 +62,7 @@ class FedOgm(Averaging):
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
     placebo: Literal["none", "constant"] = "none"
 
+    @override
     def check_model(self, model: Model) -> None:
         """Refuse a model if one of its encoders has no parameters that this method can modulate.
 
@@ -78,8 +80,8 @@ class FedOgm(Averaging):
                 f"fedogm scales gradients of {what}, but the encoder of {', '.join(plain)} has none to train; {fix}"
             )
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Return the cross-entropy, and as auxiliary output the score of each modality alone."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         if len(context.modalities) < 2:
@@ -92,10 +94,10 @@ class FedOgm(Averaging):
             m: modality_score(logit, batch, m).detach() for m, logit in alone.items()
         }
 
+    @override
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Return a direction that modulates the gradients of the encoders."""
         if len(context.modalities) < 2 or data.round > self.active_rounds:
             return None
         targets = {m: self._scaled(context.model, got.params, m) for m in context.modalities}

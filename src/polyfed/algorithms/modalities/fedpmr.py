@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
@@ -68,14 +69,14 @@ class FedPmr(Averaging):
 
     needs_embeddings: ClassVar[bool] = True
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = super().idle_options(fed) | {"limits.min_rows_per_class": ""}  # prototypes leave out rare classes
         return found if self.per else found | dict.fromkeys(("mu", "per_epochs"), "per = false")
 
     @task()
+    @override
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
-        """Train epoch by epoch. Each epoch uses prototypes computed with the model at its start."""
         balanced = len(context.modalities) > 1 and data.round <= self.active_rounds
         sizes = {m: context.model.feature_size(m) for m in context.modalities}
         fit: TrainingResult | None = None

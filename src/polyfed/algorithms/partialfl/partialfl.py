@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.knowledge.second_model import embed, embedding_size, second_model, shapes_of
@@ -190,6 +191,7 @@ class PartialFL(Averaging[PartialState]):
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
+    @override
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
@@ -216,8 +218,8 @@ class PartialFL(Averaging[PartialState]):
             )
         return spec, modalities if self.global_model == "all" else private
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow rows and embeddings of shareable modalities, and parameters of the global model's modalities."""
         if task == "update":  # a task of `Averaging` that this method never asks for
             return False
         shared = block != SHARED and bool(self.shareable(policy, [block]))
@@ -233,6 +235,7 @@ class PartialFL(Averaging[PartialState]):
 
     # the setup
 
+    @override
     def init(self, fed: Federation, params: Tree) -> PartialState:
         """Return the state of `Averaging`, the initial tower, and the rows that the clients deposit.
 
@@ -262,8 +265,8 @@ class PartialFL(Averaging[PartialState]):
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
         return Deposit(vectors, samples, there, data.num_rows), local
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the initial local model, which never leaves the device. Without shareable modalities it is empty."""
         shared = self.shareable(context.policy, context.modalities)
         if not shared:
             return {}
@@ -275,6 +278,7 @@ class PartialFL(Averaging[PartialState]):
 
     # the round
 
+    @override
     def round(self, state: PartialState, fed: Federation) -> PartialState:
         """Algorithm 1: send model and teachers (1), train on the devices (2, 3), train the tower (4), aggregate (5)."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
@@ -288,8 +292,8 @@ class PartialFL(Averaging[PartialState]):
         merged: PartialState = self.merge(state, replies, fed)
         return merged
 
+    @override
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
-        """Step 1: send the global model and z_T, the tower's embeddings of the client's rows. `placebo` alters z_T."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
@@ -442,12 +446,12 @@ class PartialFL(Averaging[PartialState]):
 
     # what is logged
 
+    @override
     def observe(self, state: PartialState) -> dict[str, float]:
-        """Return the losses of the local models and the tower, and the mean cosine of paired embeddings."""
         return state.logged
 
+    @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if no selected device has had a teacher, or if the global model does not align with the teacher."""
         seen = [row["alignment"] for row in logged if "alignment" in row]
         if not self.beta:
             return []

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
@@ -55,14 +56,14 @@ class Apfl(Averaging):
 
     mixing: ClassVar[str] = ""
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's first own model, the common initial one, and its first alpha."""
         partner = nested(PARTNER, context.initial) if self.placebo == "initial" else {}
         return kept(context, context.initial) | partner | {ALPHA: torch.tensor(self.alpha)}
 
     @task()
+    @override
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
-        """Train the client's version of the global model and its own model together, step by step."""
         alpha = local[ALPHA]
         other = under(PARTNER, local)  # empty without the placebo
 
@@ -97,17 +98,17 @@ class Apfl(Averaging):
         error = fit.carry["error"] / fit.num_steps.clamp(min=1)
         return Update({n: fit.params[n] for n in got.params}, error, data.num_rows), after
 
+    @override
     def global_params(self, state: Any) -> Tree:
-        """Return the global model, which is evaluated beside the mixtures."""
         params: Tree = state.params
         return params
 
+    @override
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """Return the global model, which every client mixes with its own."""
         return Broadcast(state.params)
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the mixture of the client's own model and the global one; BatchNorm statistics are the client's."""
         own, partner = under(OWN, local), under(PARTNER, local) or got.params
         return under(STATISTICS, local) | {n: v + (1 - local[ALPHA]) * (partner[n] - v) for n, v in own.items()}
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.averaging.private_blocks import epochs_of
@@ -50,14 +51,14 @@ class Ditto(Averaging):
 
     mixing: ClassVar[str] = ""
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's first personal model, the common initial model."""
         return nested(OWN, context.initial)
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
-        """Return the update of the global model, and train and keep the personal one."""
         centre = got.params if self.placebo == "none" else context.initial
 
         def loss(v: Tree, batch: Batch) -> Tensor:
@@ -68,11 +69,11 @@ class Ditto(Averaging):
         own = data.minimise(loss, under(OWN, local), train=train, stream=OWN_STREAM)
         return Update(fit.params, fit.loss, data.num_rows), nested(OWN, own.params)
 
+    @override
     def global_params(self, state: Any) -> Tree:
-        """Return the global model, which is evaluated beside the personal ones."""
         params: Tree = state.params
         return params
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's personal model."""
         return under(OWN, local)

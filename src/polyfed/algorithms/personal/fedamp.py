@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
@@ -137,21 +138,22 @@ class FedAmp(Algorithm[FedAmpState]):
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = {} if self.heuristic else {"self_weight": "heuristic = false"}
         if fed.rounds <= self.alpha_every:
             found["alpha_decay"] = f"alpha_every = {self.alpha_every} in a run of {fed.rounds} rounds"
         return found | {"evaluate.unimodal": NO_GLOBAL}
 
+    @override
     def init(self, fed: Federation, params: Tree) -> FedAmpState:
-        """The first state; every client and every cloud model starts from the common initial model."""
         return FedAmpState(params)
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model and its cloud model."""
         return {**context.initial, **nested(CLOUD, context.initial)}
 
+    @override
     def round(self, state: FedAmpState, fed: Federation) -> FedAmpState:
         """Send the cloud blocks, let all clients train, collect the uploads, and compute new cloud blocks."""
         downloads = self._downloads(state, fed)
@@ -182,12 +184,12 @@ class FedAmp(Algorithm[FedAmpState]):
         pull = sum(terms.values()) / len(terms) / loss if terms and loss > 0 else None
         return FedAmpState(state.params, clouds, sorted(asked), loss, pull)
 
+    @override
     def observe(self, state: FedAmpState) -> dict[str, float]:
-        """Return the proximal term of the clients that uploaded, as a share of the training loss."""
         return {} if state.pull is None else {"pull": state.pull}
 
+    @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn if the proximal term towards the cloud models has been too small to matter."""
         seen = [row["pull"] for row in logged if "pull" in row]
         if self.start == "cloud" or not self.lam or not seen or max(seen) >= PULLED:
             return []
@@ -223,12 +225,12 @@ class FedAmp(Algorithm[FedAmpState]):
         others = others / total.clamp(min=1.0)  # keeps a client's own weight at zero or above
         return others + eye * (1 - others.sum(1, keepdim=True)).clamp(min=0.0)
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's own model, with which the client is evaluated."""
         return own_model(local)
 
+    @override
     def simulated_seconds(self, state: FedAmpState, times: Timetable) -> float:
-        """Return the duration in seconds: clients work independently, and the server waits for those that upload."""
         return times.chains(state.waited_for)
 
     @task()

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.private_blocks import NORMS, names_of
 from polyfed.algorithms.base import UPDATES
@@ -35,8 +37,8 @@ class FedBn(Averaging):
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
+    @override
     def private_names(self, model: Model) -> frozenset[str]:
-        """Return the names in the normalisation layers, or those in other layers under the placebo."""
         own = names_of(self.private, model)
         if self.placebo == "none":
             return own

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
@@ -112,8 +113,8 @@ class FedFomo(Algorithm[FedFomoState]):
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = {"evaluate.unimodal": NO_GLOBAL}
         if not self.candidates or self.candidates >= exchange.num_uploads(self.uploads, len(fed.clients.eligible)):
             found |= dict.fromkeys(
@@ -123,15 +124,16 @@ class FedFomo(Algorithm[FedFomoState]):
             found["explore_decay"] = "explore = 0"
         return found
 
+    @override
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
-        """Return the first state, in which all preferences are zero."""
         size = len(fed.clients)
         return FedFomoState(params, {b: torch.zeros(size, size).double() for b in layouts(fed, params)})
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the first local state: the client's model and `previous`, both equal to the common initial model."""
         return {**context.initial, **nested(PREVIOUS, context.initial)}
 
+    @override
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
         """Let all clients train, collect the uploads, send every client its candidates, and let it mix them."""
         trained = fed.ask(self.train_own, list(fed.clients.eligible), Start())
@@ -154,16 +156,16 @@ class FedFomo(Algorithm[FedFomoState]):
                 preferences[block][client, offers[client].senders[block]] += weights.double().cpu()
         return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's own model, with which the client is evaluated."""
         return split(local)[0]
 
+    @override
     def simulated_seconds(self, state: FedFomoState, times: Timetable) -> float:
-        """Return the duration in seconds: clients work independently, and the server waits for those that upload."""
         return times.chains(state.waited_for)
 
+    @override
     def observe_tables(self, state: FedFomoState) -> dict[str, list[list[float]]]:
-        """Return the preferences by block, if there are few enough clients for a figure."""
         tables = {f"preferences.{block}": table.tolist() for block, table in state.preferences.items()}
         return tables if all(len(table) <= TABLE_CLIENTS for table in tables.values()) else {}
 

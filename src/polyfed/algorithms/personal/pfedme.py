@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
@@ -70,10 +71,11 @@ class PFedMe(Averaging):
         if self.train.accumulate > 1:
             raise RecipeError("[train] accumulate: pfedme solves for a model on each whole batch. Set accumulate = 1")
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's first personal model, the common initial model."""
         return nested(OWN, context.initial)
 
+    @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Broadcast, local: Tree) -> Any:
         """Return the Moreau envelope of the loss on a batch, and the personal model theta that attains it.
 
@@ -95,27 +97,26 @@ class PFedMe(Averaging):
         error = context.loss(buffers | theta, batch).detach()
         return error + self.lam / 2 * squared_distance(now, theta), theta
 
+    @override
     def direction(
         self, context: ClientContext, data: ClientData, got: Broadcast, local: Tree
     ) -> tuple[Direction, Tree]:
-        """Leave the gradient as it is, and remember the personal model of the last step."""
-
         def remembered(grads: Tree, w: Tree, theta: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return grads, theta
 
         return remembered, context.model.trainable(under(OWN, local))
 
+    @override
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
-        """Return the update of the global model, and keep the personal one. Its buffers are those of the global one."""
         return Update(fit.params, fit.loss, data.num_rows), nested(OWN, fit.params | fit.carry)
 
+    @override
     def global_params(self, state: Any) -> Tree:
-        """Return the global model, which is evaluated beside the personal ones."""
         params: Tree = state.params
         return params
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the client's personal model."""
         return under(OWN, local)

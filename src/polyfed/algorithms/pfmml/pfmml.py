@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
@@ -144,23 +145,23 @@ class Pfmml(Algorithm[PfmmlState]):
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
+    @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        """Return the options that change nothing; see `Algorithm.idle_options`."""
         found = {"evaluate.unimodal": NO_GLOBAL}
         if self.rule == "ratio":
             found["price_per_second"] = "rule = 'ratio'"
         return found
 
+    @override
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
-        """Return the first state, in which all coefficients are equal and all devices have the same blocks."""
         return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the device's own model, with the common initial values."""
         return dict(context.initial)
 
+    @override
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
-        """Run one round: the devices download, train and upload, and the server schedules, mixes and learns."""
         laid = layouts(fed, state.params)
         downloads = state.deliveries.messages(laid)  # step 7 of the previous round
         installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
@@ -182,29 +183,29 @@ class Pfmml(Algorithm[PfmmlState]):
             state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained, fed)
         )
 
+    @override
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
-        """Evaluate each device's model before (`trained`) and after (`personal`) it installs its newest copies."""
         own = super().evaluate(state, fed)
         if "personal" not in own.metrics:
             return own
         trained, _ = self.evaluate_personally(fed, Broadcast({}))
         return replace(own, metrics=own.metrics | {"trained": trained})
 
+    @override
     def evaluation_message(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
-        """Return the copies that the server still has to send."""
         arriving = state.deliveries.messages(layouts(fed, state.params), {*clients})
         return {client: Broadcast(arriving[client].params if client in arriving else {}) for client in clients}
 
+    @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """Return the device's model, in which the personalised copies that it received replace its own blocks."""
         return {**local, **got.params}
 
+    @override
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Return the duration of the round. The option `waits_for` decides which devices the server waits for."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
+    @override
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return each block's number of uploads, largest age, and mean coefficient of a device for its own upload."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -213,8 +214,8 @@ class Pfmml(Algorithm[PfmmlState]):
             seen[f"oldest.{block}"] = float(entry.ages.max())
         return seen
 
+    @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Warn about the blocks whose coefficients have not changed."""
         names = [name for name in logged[0] if name.startswith("own_coefficient.")]
         still = [
             name.removeprefix("own_coefficient.") for name in names if abs(logged[-1][name] - logged[0][name]) < MOVED
@@ -226,6 +227,7 @@ class Pfmml(Algorithm[PfmmlState]):
             "nearly the plain mean there; raise coefficient_lr, or take scale = 'normalised'"
         ]
 
+    @override
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
         """Return each block's coefficients (row softmax of Xi, Eq. 4). The table `uploads` tells who sent a block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:

@@ -16,6 +16,8 @@ docs/algorithms/split-learning.md.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from typing_extensions import override
+
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
@@ -87,24 +89,24 @@ class SplitLearning(Algorithm[SplitState]):
         must_be_uniform(self.selector, "split learning")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
+    @override
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the client's half for the task that receives it, and of the model for others."""
         return self.cut.template(task, model.template)
 
+    @override
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """Return the first state; see `first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's half and the state of its optimiser. `Cut.start` replaces both later."""
         return self.cut.local(context)
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow labels to leave the client unless the model is U-shaped; see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
+    @override
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """Train the clients of the cohort one after another, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         params, losses, rows, requests = state.params, 0.0, 0, list[Replies]()
         halves = {COMMON: ServerHalf(self.cut.upper(params), state.optimiser, state.steps)}

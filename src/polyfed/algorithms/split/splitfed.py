@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
@@ -58,28 +60,28 @@ class SplitFed(Algorithm[SplitState]):
         must_be_uniform(self.selector, "splitfed")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
+    @override
     def received_template(self, task: str, model: Model) -> Tree:
-        """Return the template of the client's half for the task that receives it, and of the model for others."""
         return self.cut.template(task, model.template)
 
+    @override
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """Return the first state; see `split_learning.first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
+    @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's half and its optimiser, which `Cut.start` replaces later."""
         return self.cut.local(context)
 
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Allow labels to leave the client unless the model is U-shaped; see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
+    @override
     def simulated_seconds(self, state: SplitState, times: Timetable) -> float:
-        """Return the duration of the round. In version 1, no client waits for another one before the halves' mean."""
         return times.chains(times.by_client()) if self.version == 1 else times.barriers()
 
+    @override
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """Train all clients of the cohort in parallel, then average the halves."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         if self.version == 1:
             order, halves = cohort, server_halves(state.params, self.cut, cohort, fed)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from polyfed.data.media.clip import Clip, Norm, PlainExtractor, corrupt, optional
 
@@ -40,8 +41,8 @@ class Image(PlainExtractor):
     fit: Literal["crop", "stretch"] = "crop"
 
     @property
+    @override
     def norm(self) -> Norm:
-        """The shift and the scale that standardise pixels by ImageNet's mean and standard deviation."""
         return bytes_norm(3)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from polyfed.data.media.audio import read_wave, tiled
 from polyfed.data.media.clip import Clip, PlainExtractor
@@ -107,8 +108,8 @@ class LogMel(PlainExtractor):
     per_speaker: bool = True
 
     @property
+    @override
     def by_client(self) -> bool:
-        """Whether features are standardised separately for each natural client, here a speaker; see `per_speaker`."""
         return self.per_speaker
 
     def __call__(self, clip: Clip) -> Floats:

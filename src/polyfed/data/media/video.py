@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.data.media.clip import Clip, Norm, PlainExtractor, corrupt, optional
@@ -41,8 +42,8 @@ class Frames(PlainExtractor):
     size: int = 224
 
     @property
+    @override
     def norm(self) -> Norm:
-        """The shift and the scale that standardise pixels by ImageNet's mean and standard deviation."""
         return bytes_norm(4)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:

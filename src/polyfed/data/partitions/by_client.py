@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
@@ -30,6 +31,7 @@ class ByClient(Partition):
     alpha: float = 1.0
     min_size: int = 10
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Split the rows by natural client; see `Partition.split`.
 

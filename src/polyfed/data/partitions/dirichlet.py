@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
@@ -29,6 +30,7 @@ class Dirichlet(Partition):
     alpha: float
     min_size: int = 10
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Split the rows by Dirichlet shares; see `Partition.split`.
 
@@ -53,6 +55,7 @@ class DirichletAuthors(Partition):
     num: int
     alpha: float
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Split the rows by Dirichlet shares; see `Partition.split`.
 

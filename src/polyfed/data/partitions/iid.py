@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.data.columns import Columns
@@ -24,8 +25,8 @@ class Iid(Partition):
 
     num: int
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Shuffle the rows and cut them into `num` pieces; see `Partition.split`."""
         require_rows(columns, rows, self.num, 1)
         bounds = np.arange(self.num + 1) * len(rows) // self.num
         keys.generator(key).shuffle(rows)  # in place, because a second copy would be the peak of a run's memory
@@ -44,8 +45,8 @@ class Silos(Partition):
 
     silos: int | None = None
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Split the rows over silos: one array for each silo, not for each device; see `Partition.split`."""
         return Iid(num=self.silos or SILOS).split(columns, rows, key)
 
 
@@ -59,8 +60,8 @@ class Sized(Partition):
 
     sizes: tuple[float, ...]
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Shuffle the rows and cut them into pieces of these sizes; see `Partition.split`."""
         require_rows(columns, rows, len(self.sizes), 1)
         ends = np.cumsum([0.0, *self.sizes])
         bounds = np.round(ends / ends[-1] * len(rows)).astype(np.int64)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
@@ -31,6 +32,7 @@ class ClassesPerClient(Partition):
     num: int
     classes_per_client: int = 3
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Split each class evenly among the clients that own it; see `Partition.split`.
 
@@ -92,6 +94,7 @@ class MainClass(Partition):
     exclude_main: bool = False
     on_shortage: Literal["reduce", "cap"] = "reduce"
 
+    @override
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Give each client rows of its main class and random other rows; see `Partition.split`.
 

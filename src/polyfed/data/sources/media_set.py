@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.data.columns import TEST, TRAIN, Columns
@@ -67,8 +68,8 @@ class MediaSet(Source):
         """
         return split
 
+    @override
     def load(self) -> Columns:
-        """Read the table, whose features are memory-mapped. If the features do not exist, extract them first."""
         root = existing(self.path, self.NAME)
         prepared = Prepared.read(root) or self._cached(root)
         prepared.require_arrays()

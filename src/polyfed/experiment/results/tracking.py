@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import check_ranges
 from polyfed.experiment.running.events import INTERRUPTED, Listener
@@ -60,8 +62,8 @@ class TensorBoard(Tracker):
 
     folder: str = ""
 
+    @override
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
-        """Create the listener that writes the event files; see `Tracker.follow`."""
         with _needing("tensorboard", "tracking"):
             from torch.utils.tensorboard import SummaryWriter
         return _Curves(recipe, _place(self.folder, "folder", folder, EVENTS), SummaryWriter)
@@ -80,8 +82,8 @@ class MLflow(Tracker):
     uri: str = ""
     experiment: str = "polyfed"
 
+    @override
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
-        """Create the listener that logs to MLflow; see `Tracker.follow`."""
         with _needing("mlflow", "mlflow"):
             from mlflow import MlflowClient
         uri = self.uri or f"sqlite:///{_place('', 'uri', folder, DATABASE).absolute()}"
@@ -108,8 +110,8 @@ class WandB(Tracker):
         """Check the options."""
         check_ranges("[tracking]", self)
 
+    @override
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
-        """Create the listener that logs to Weights & Biases; see `Tracker.follow`."""
         with _needing("wandb", "wandb"):
             import wandb
         return _Uploaded(recipe, self, _place(self.folder, "folder", folder, ""), wandb)

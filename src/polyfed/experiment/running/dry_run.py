@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
 from polyfed.core.messages import Message, crossings
@@ -87,6 +89,7 @@ class RecordingGate(EgressGate):
     seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
 
+    @override
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
         """Record the parts of one client's reply.
 
@@ -125,17 +128,17 @@ class DryRunEngine(Sequential):
         if secure is not None:  # fewer clients of a group could not form a sum
             self.few = max(self.few, secure.min_clients)
 
+    @override
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """Return a gate for these clients that records what leaves."""
         announcement = self.announcement(context.modalities)
         owned = self._num_rows(clients[0])
         blocks, on_server = context.blocks, context.evaluation_client
         return RecordingGate(clients, blocks, self.ledger, announcement, on_server, seen=self.seen, owned=owned)
 
+    @override
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        """Run the task on the few clients that represent their group."""
         assert units is None, "a dry run has no worker processes"
         missing: dict[int, str] = {}
         chosen: dict[int, Kind] = {}

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree
@@ -54,6 +55,7 @@ class SummedReplies(Replies):
     def __contains__(self, client: object) -> bool:
         return client in self.clients
 
+    @override
     def numbers(self, name: str) -> dict[int, float]:
         """Refuse to return each client's value of a field, because the server knows only the sum of these values.
 
@@ -62,6 +64,7 @@ class SummedReplies(Replies):
         """
         return {client: self[client] for client in self.clients}
 
+    @override
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree; see `Replies.mean`.
 
@@ -75,8 +78,8 @@ class SummedReplies(Replies):
             if of == name and (weight := self._total(of, self.senders[of, key], weights)) > 0
         }
 
+    @override
     def mean_number(self, name: str, weights: Mapping[int, float]) -> float:
-        """Return the weighted mean of a 0-dimensional field; see `Replies.mean_number`."""
         total = self._total(name, self.senders[name, None], weights)
         return float(self.sums[name, None]) / max(total, 1)
 

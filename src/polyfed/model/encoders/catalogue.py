@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from polyfed.core.errors import ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import check_import, own
@@ -27,6 +28,7 @@ class Custom(EncoderSpec):
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         """Make the module; see `EncoderSpec.build`.
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
@@ -55,8 +56,8 @@ class HuggingFace(EncoderSpec):
             if not self.frozen:
                 raise ModelError("lora trains beside a frozen backbone: remove frozen = false, or lora.")
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. If `sequence` is true, text has one embedding for each token."""
         kind = _KINDS.get(len(shape))
         if kind is None or (kind is _Picture and shape[0] != 3):
             raise ModelError(

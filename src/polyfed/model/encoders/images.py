@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
+from typing_extensions import override
 
 from polyfed.core.errors import ModelError
 from polyfed.model.checks import one_of, sizes
@@ -137,8 +138,8 @@ class Cnn4(EncoderSpec):
 
     kind: Literal["cnn4"] = "cnn4"
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads images (H, W), (C, H, W) or (H, W, C)."""
         layers = NormalisedInput(
             nn.BatchNorm2d(channels_of(shape)),
             nn.Conv2d(channels_of(shape), 32, 5, padding=2),
@@ -189,8 +190,8 @@ class ResNet18(EncoderSpec):
                 f"widths = {list(self.widths)}: give four, even under norm = 'group', e.g. [16, 32, 64, 64]."
             )
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads images and clips."""
         norm = self._norm
         width = self.widths[0]
         kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyfed.core.errors import ModelError
 from polyfed.model.checks import probability, sizes, whole
@@ -37,8 +38,8 @@ class ConvGru(EncoderSpec):
             raise ModelError(f"kernel = {self.kernel}: give an odd size, so that padding keeps the steps aligned.")
         probability("dropout", self.dropout)
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads time series (T, F) with T >= 2 ** stages."""
         _rank(shape, 2, "a time series (T, F)")
         if shape[0] < 2 ** len(self.channels):
             raise ModelError(f"{len(self.channels)} stages halve the time axis to nothing: it has {shape[0]} steps.")
@@ -88,8 +89,8 @@ class Transformer(EncoderSpec):
         for name in ("layers", "heads", "feedforward"):
             whole(name, getattr(self, name))
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads time series (T, F)."""
         _rank(shape, 2, "a time series (T, F)")
         if embedding % self.heads:
             raise ModelError(f"heads = {self.heads} does not divide the embedding of {embedding}.")
@@ -145,8 +146,8 @@ class TokenTransformer(EncoderSpec):
         if isinstance(self.padding, bool) or not isinstance(self.padding, int):
             raise ModelError(f"padding = {self.padding!r}: give the id of the padding, or -1 if there is none.")
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads token ids (T,)."""
         _rank(shape, 1, "token ids (T,)")
         if embedding % self.heads:
             raise ModelError(f"heads = {self.heads} does not divide the embedding of {embedding}.")

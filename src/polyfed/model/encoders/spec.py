@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyfed.model.checks import sizes
 
@@ -59,8 +60,8 @@ class Mlp(EncoderSpec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", sizes("hidden", self.hidden))
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads samples of any shape."""
         widths = (math.prod(shape), *self.hidden)
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):

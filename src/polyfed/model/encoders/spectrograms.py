@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyfed.core.errors import ModelError
 from polyfed.model.checks import probability, sizes, whole
@@ -45,8 +46,8 @@ class Conv2dGru(EncoderSpec):
             raise ModelError(f"kernel = {self.kernel}: give an odd size, so that padding keeps the steps aligned.")
         probability("dropout", self.dropout)
 
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. Reads spectrograms (T, F)."""
         if len(shape) != 2:
             raise ModelError(f"it reads spectrograms (T, F); the samples have shape {shape}.")
         return _Conv2dGru(self, shape[1], embedding, sequence)

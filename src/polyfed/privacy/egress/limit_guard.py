@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError
@@ -212,8 +213,8 @@ class LimitedClientData(ClientData):
         self.min_group = guard.limits.value("min_group") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
+    @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
-        """Check the batch size, train, and count the steps; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         if job.on is not None:
             rows, steps = _different(job.on), 1
@@ -229,20 +230,20 @@ class LimitedClientData(ClientData):
         self._guard.add_training(steps, result, job.after)
         return result
 
+    @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """Return a batch and check its size, also for the last batch of an epoch; see `ClientData.batch`."""
         found = self._view.batch(train, number, model=model, stream=stream)
         self._guard.check_batch(_different(found))
         return found
 
+    @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Call the fold of the dataset; see `ClientData.fold`. A part of the training rows counts as a batch."""
         if not self._whole and not self._tests and self._num_rows:
             self._guard.check_batch(self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
+    @override
     def at(self, rows: Tensor) -> ClientData:
-        """Return the dataset of these rows, with the same limits; see `ClientData.at`. Repeated rows count once."""
         different = torch.unique(rows)
         if self._tests and len(different):
             self._guard.check_test_rows(self._view.at(different))
@@ -250,18 +251,18 @@ class LimitedClientData(ClientData):
         return LimitedClientData(view, len(different), self._model, self._guard, whole=False, tests=self._tests)
 
     @property
+    @override
     def groups(self) -> Mapping[str, Tensor]:
-        """The groups of the rows; see `ClientData.groups`."""
         return self._view.groups
 
     @property
+    @override
     def ids(self) -> Tensor:
-        """The ids of the rows; see `ClientData.ids`."""
         return self._view.ids
 
     @property
+    @override
     def test(self) -> ClientData:
-        """The client's test rows, with the same limits on training; see `ClientData.test`."""
         test = self._view.test
         if rows := int(test.num_rows):
             self._guard.check_test_rows(test)

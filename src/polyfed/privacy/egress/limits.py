@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from typing_extensions import override
+
 from polyfed.core.errors import EgressError
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
 from polyfed.training.optimisers import Train
@@ -232,8 +234,8 @@ class _Joined(Limits):
 
     of_the_recipe: frozenset[str] = frozenset()
 
+    @override
     def is_of_the_recipe(self, key: str) -> bool:
-        """Return whether this limit comes from the recipe; see `Limits.is_of_the_recipe`."""
         derived = key in DERIVED and getattr(self, key) is None
         return ("min_batch_size" if derived else key) in self.of_the_recipe
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of
@@ -60,8 +62,8 @@ class HuggingFace(MediaSet):
         for name in self.columns:
             require(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         kinds: dict[str, Extractor] = {
             "image": Image(size=self.size),
             "text": TextEmbedding(model=self.model),
@@ -71,8 +73,8 @@ class HuggingFace(MediaSet):
         }
         return {name: kinds[kind] for name, kind in self.modalities.items()}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         parts = {name: part for name, part in _opened(root, self.cache).items() if name in _SPLITS}
         if not parts:
             raise DataError(f"'{root}' has no split named {', '.join(_SPLITS)}; rename one, as train*.parquet")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from polyfed.core.errors import DataError
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.sources.base import Facts, Source
@@ -26,6 +28,7 @@ class Memory(Source):
         object.__setattr__(made, "standardise", standardise)
         return made
 
+    @override
     def load(self) -> Columns:
         """Return the table.
 

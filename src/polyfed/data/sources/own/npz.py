@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+from typing_extensions import override
+
 from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
@@ -90,8 +92,8 @@ class Npz(Source):
         """Name of the array that says which labels are known."""
         return f"{self.label}_known" if self.label else ""
 
+    @override
     def load(self) -> Columns:
-        """Read and check the arrays."""
         arrays, problems = Arrays(self.path), Problems()
         self._check_names(arrays)
         held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names")}

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from typing_extensions import override
+
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
@@ -136,8 +138,8 @@ class Table(Source):
             for name in getattr(self, option):
                 require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
 
+    @override
     def load(self) -> Columns:
-        """Read and check the table."""
         path = existing(self.path, "table")
         problems = Problems()
         words = {self.client: False, self.split: False} | ({self.label: True} if isinstance(self.label, str) else {})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import require
@@ -55,8 +56,8 @@ class Toy(Source):
         for name, shape in self.shapes.items():
             require(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
 
+    @override
     def load(self) -> Columns:
-        """Draw the data set."""
         label = torch.arange(self.rows) % self.classes
         label = label[keys.permutation(keys.key(self.seed, "toy", "label"), self.rows)]
         client = None

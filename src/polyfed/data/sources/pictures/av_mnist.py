@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError
@@ -53,8 +54,8 @@ class AvMnist(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read both data sets and pair images with recordings."""
         image, label, split = read_mnist(self.mnist)
         rows = subset(label, split, self.subset, keys.key(self.seed, "av-mnist", "subset"))
         spoken, digit, speaker, spoken_split = read_fsdd(self.fsdd)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.data.column_scaling import standardised
@@ -26,8 +27,8 @@ class CgDigits(Source):
 
     seed: int = 0
 
+    @override
     def load(self) -> Columns:
-        """Colour the scans that scikit-learn contains."""
         from sklearn.datasets import load_digits  # slow to import, and only this source needs it
 
         scans = load_digits()

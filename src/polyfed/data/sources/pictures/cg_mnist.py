@@ -5,6 +5,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError
@@ -50,8 +51,8 @@ class CgMnist(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read MNIST, and draw or read the colours."""
         gray, label, split = mnist.read_mnist(self.path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "cg-mnist", "subset"))
         if self.colored:

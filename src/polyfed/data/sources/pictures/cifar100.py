@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError
@@ -58,8 +59,8 @@ class Cifar100(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read the images and compute the gray ones."""
         path = existing(self.path, "CIFAR-100")
         image, label, split, names = _binary(path, self.labels) if path.is_dir() else _arrays(path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "cifar100", "subset"))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip
@@ -52,8 +54,8 @@ class CrisisMmd(ImageText):
 
     label: Literal["image", "text"] = "image"
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         column = f"label_{self.label}"
         samples = []
         for part, code in _FILES:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.core import keys
 from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
@@ -48,8 +50,8 @@ class Food101(ImageText):
     text_source: Literal["page", "title"] = "page"
     seed: int = 0
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         classes = sorted(place.name for place in folder(root, "images/train", self.NAME).iterdir() if place.is_dir())
         samples = []
         for half, code in (("train", TRAIN), ("test", TEST)):

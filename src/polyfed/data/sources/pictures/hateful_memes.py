@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, lines
@@ -37,8 +39,8 @@ class HatefulMemes(ImageText):
 
     NAME: ClassVar[str] = "hateful-memes"
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         samples = []
         for name, code in _FILES:
             for number, line in enumerate(lines(root / name, self.NAME), 1):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from typing_extensions import override
+
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.media import Extractor
 from polyfed.data.media.embedding import ImageKind, TextKind, image_extractor, text_extractor
@@ -38,8 +40,8 @@ class ImageText(MediaSet):
         check_modalities(self.modalities, ("image", "text"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "image": image_extractor(self.image, self.image_model, self.size),
             "text": text_extractor(self.text, self.text_model),

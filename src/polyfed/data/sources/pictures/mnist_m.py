@@ -6,6 +6,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError
@@ -46,8 +47,8 @@ class MnistM(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read the digits and blend them with crops of the backgrounds."""
         gray, label, split = mnist.read_mnist(self.path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "mnist-m", "subset"))
         crops = _crops(_backgrounds(self.backgrounds), len(label), keys.generator(keys.key(self.seed, "mnist-m")))

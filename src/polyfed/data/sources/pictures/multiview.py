@@ -8,6 +8,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
@@ -49,8 +50,8 @@ class MultiView(Source):
         check_ranges("[data]", self)
         require(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
 
+    @override
     def load(self) -> Columns:
-        """Find the objects and read their pictures."""
         root = existing(self.path, "multi-view pictures")
         classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
         objects = [

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import between, check_ranges
@@ -68,15 +69,15 @@ class KuHar(MediaSet):
         check_modalities(self.modalities, tuple(_COLUMNS))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         return {
             name: SensorWindow(columns=_COLUMNS[name], width=_WIDTH, stride=_STRIDE, normalise=self.normalise)
             for name in self.modalities
         }
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         found = [root / name for name in _FOLDERS if (root / name).is_dir()]
         classes = EIGHT if self.activities == 8 else ALL
         root = found[0] if found else root
@@ -87,8 +88,8 @@ class KuHar(MediaSet):
                     samples += _windows(file, label)
         return Listing(samples, classes)
 
+    @override
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Use a fifth of the subjects as test set, and leave out training subjects with few windows."""
         clients = prepared.clients()
         codes = fold_of_clients(clients, _FOLDS, self.fold)
         counts = Counter(clients)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import check_ranges
@@ -56,27 +57,24 @@ class PtbXl(MediaSet):
         check_modalities(self.modalities, tuple(_LEADS))
         check_ranges("[data]", self)
 
+    @override
     def chosen(self) -> Mapping[str, Any]:
-        """Return the options in `CHOOSES`, and also the option `labels` if its value is "several".
-
-        A folder of prepared features stores these options. It does not store `labels` if the value is "one".
-        """
         return dict(super().chosen()) | ({"labels": self.labels} if self.labels == "several" else {})
 
+    @override
     def load(self) -> Columns:
-        """Read the table. If a record has several labels, the table stores them as the bits of one number."""
         columns = super().load()
         if self.labels == "one":
             return columns
         bits = (columns.label.unsqueeze(1) >> torch.arange(len(CLASSES))) & 1
         return replace(columns, label=bits.to(torch.float32), num_classes=len(CLASSES), class_names=CLASSES)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         return {name: Ecg(leads=_LEADS[name], normalise=self.normalise) for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         superclass = _superclasses(root / "scp_statements.csv")
         database = root / "ptbxl_database.csv"
         samples = []

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
 from polyfed.core.schema import check_ranges
@@ -50,8 +51,8 @@ class UciHar(Source):
             require(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read the windows and normalise them."""
         found = existing(self.path, "UCI HAR")
         is_original = (found / "train" / "Inertial Signals").is_dir()
         windows, label, client, split, personal = (_from_folder if is_original else _from_npz)(found, self.modalities)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from typing_extensions import override
+
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
@@ -46,16 +48,16 @@ class Ave(MediaSet):
         check_modalities(self.modalities, ("audio", "visual"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogSpectrogram(seconds=10.0),
             "visual": Frames(count=self.frames, pick=self.frame_pick, least=1, size=self.size),
         }
         return {name: every[name] for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         folder(root, "AVE", self.NAME)
         categories = sorted({_fields(root / "Annotations.txt", line)[0] for line in _annotations(root)})
         samples = []

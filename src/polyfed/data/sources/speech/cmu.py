@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
@@ -42,8 +43,8 @@ class _Cmu(Source):
         check_modalities(self.modalities, MODALITIES)
         check_ranges("[data]", self)
 
+    @override
     def load(self) -> Columns:
-        """Read and check the arrays."""
         arrays = _opened(self.path, self.NAME)
         labels = [_labels(arrays, f"{part}_labels") for part, _ in _PARTS]
         codes = [code for (_, code), part in zip(_PARTS, labels, strict=True) for _ in range(len(part))]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
@@ -63,16 +64,16 @@ class CremaD(MediaSet):
         check_modalities(self.modalities, ("audio", "visual"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": _SPECTRA[self.spectrogram],
             "visual": Frames(count=self.frames, pick=self.frame_pick, size=self.size),
         }
         return {name: every[name] for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         sound, film = folder(root, "AudioWAV", self.NAME), root / "VideoFlash"
         if "visual" in self.modalities:
             folder(root, "VideoFlash", self.NAME)
@@ -88,6 +89,7 @@ class CremaD(MediaSet):
             samples.append(Sample(name, label, media, code, client=actor))
         return Listing(samples, CLASSES, COUNTS)
 
+    @override
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
         """Return the split code of every row.
 

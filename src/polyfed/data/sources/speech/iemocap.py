@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
@@ -56,16 +57,16 @@ class Iemocap(MediaSet):
         check_modalities(self.modalities, ("audio", "text"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": TextEmbedding(model=self.text_model),
         }
         return {name: every[name] for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         if (root / "IEMOCAP_full_release").is_dir():
             root = root / "IEMOCAP_full_release"
         samples = [
@@ -76,8 +77,8 @@ class Iemocap(MediaSet):
         ]
         return Listing(samples, CLASSES, COUNTS)
 
+    @override
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Use the test session as the test set, and all other sessions for training."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     @classmethod

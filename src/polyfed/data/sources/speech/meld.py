@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from typing_extensions import override
+
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, table
@@ -68,16 +70,16 @@ class Meld(MediaSet):
         check_modalities(self.modalities, ("audio", "text"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": text_extractor(self.text, self.text_model),
         }
         return {name: every[name] for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         kept = CLASSES[: self.classes]
         samples = [sample for part in _PARTS for sample in self._part(root, *part) if sample.label < self.classes]
         counts = Counter((sample.split, sample.client) for sample in samples)

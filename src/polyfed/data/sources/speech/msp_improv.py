@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
@@ -53,16 +54,16 @@ class MspImprov(MediaSet):
         check_modalities(self.modalities, ("audio", "text"))
         check_ranges("[data]", self)
 
+    @override
     def extractors(self) -> dict[str, Extractor]:
-        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": TextEmbedding(model=self.text_model),
         }
         return {name: every[name] for name in self.modalities}
 
+    @override
     def listing(self, root: Path) -> Listing:
-        """List the samples of the published folder; see `MediaSet.listing`."""
         folder(root, "Audio", self.NAME)
         spoken = self._spoken()
         samples = []
@@ -82,8 +83,8 @@ class MspImprov(MediaSet):
             samples.append(Sample(name, number, media, client=speaker, group=session))
         return Listing(samples, CLASSES, COUNTS)
 
+    @override
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Use the test session as the test set, and all other sessions for training."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     def _spoken(self) -> dict[str, str]:
