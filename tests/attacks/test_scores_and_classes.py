@@ -98,9 +98,10 @@ class Device:
     def enrol(self) -> Packet:
         return self.handler(hello(), self.config)
 
-    def ask(self, task: str, got: Message, number: int = 0, run: str = "run") -> Any:
+    def ask(self, task: str, got: Message, number: int = 0, run: str = "run", held_out: str = "test") -> Any:
         """The reply, or the text of the refusal."""
         about = {"task": task, "seed": 0, "rounds": 9, "turn": 0, "modalities": ["gray", "color"], "kept": 0}
+        about |= {} if held_out == "test" else {"held_out": held_out}
         header = RequestId(run, 1, 1, number, 1).header(
             want="ask", facts=asdict(Facts(self.shapes, 3, digest(self.model.unsent))), **versions(), **about
         )
@@ -289,6 +290,24 @@ def test_every_subset_of_the_modalities_counts_as_an_evaluation(budget: int, eno
     assert "max_evaluations_per_day" in str(device.score(1)), "the budget is spent either way"
 
 
+def test_counts_for_conformal_sets_leave_out_small_classes_and_small_devices(tmp_path: Path) -> None:
+    device = Device(tmp_path, f"{SOME}[limits]\nmin_rows_per_class = 2\nmin_test_rows = 5\n")
+    with np.load(tmp_path / "data.npz") as arrays:
+        data = dict(arrays) | {"split": np.repeat([0, 2, 1], [90, 20, 10])}
+    data["label"] = np.where(np.arange(120) == 95, 2, np.arange(120) % 2)  # one validation row of class 2
+    np.savez(tmp_path / "data.npz", **data)
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nconformal = "class"\n')
+    answer = device.ask("count_scores", Broadcast(device.params), held_out="validation")
+    assert answer.in_bins.sum(-1).tolist() == [[10, 9, 0]] * 3
+    np.savez(
+        tmp_path / "data.npz",
+        **data | {"split": np.where((data["split"] == 2) & (np.arange(120) > 93), 3, data["split"])},
+    )
+    device.handler = Deployed(device.handler.recipe_path)
+    assert "min_test_rows = 5" in str(device.ask("count_scores", Broadcast(device.params), 1, "two", "validation"))
+
+
 def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path) -> None:
     device = Device(tmp_path, NOISY)
     path = tmp_path / "recipe.toml"
@@ -297,6 +316,17 @@ def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path)
     assert isinstance(answer, SubsetScores)
     assert len(set(answer.num_rows.tolist())) > 1, "three scores of the same rows have noise of their own"
     assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)]
+
+
+def test_a_device_that_demands_noise_on_scores_tells_no_histogram_of_them(tmp_path: Path) -> None:
+    device = Device(tmp_path, NOISY.partition("max_epsilon")[0] if "max_epsilon" in NOISY else NOISY)
+    with np.load(tmp_path / "data.npz") as arrays:
+        data = dict(arrays) | {"split": np.repeat([0, 2, 1], [90, 20, 10])}
+    np.savez(tmp_path / "data.npz", **data)
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nconformal = "split"\n')
+    answer = device.ask("count_scores", Broadcast(device.params), held_out="validation")
+    assert "scores in this form get no noise" in str(answer)
 
 
 def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `concerns` | server | once, after a third of the rounds | warnings about options that have had no effect so far |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
+| `calibrate` | server | once, after the last round | the counts for `Run.predict_set` |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
 | `evaluation_message` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
@@ -47,6 +48,7 @@ from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, parts, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
+from polyfed.evaluation.conformal import Conformal, ScoreCounts, own_counts, possible_counts
 from polyfed.evaluation.scores import (
     Evaluation,
     Measured,
@@ -313,6 +315,8 @@ class Algorithm(ABC):
             return tested and (self.evaluation.personal or self.evaluation.own_validation)
         if task == Algorithm.score_subsets.__name__:
             return tested and self.evaluation.personal and self.evaluation.subsets != "none"
+        if task == Algorithm.count_scores.__name__:
+            return tested and self.evaluation.conformal != "none"
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -459,7 +463,7 @@ class Algorithm(ABC):
         A field with `carries(optional=True)` may lack blocks in every task. A device refuses any other message that
         lacks one. By default, only the evaluation of models that clients have may receive no model.
         """
-        return task in ("score_own", "score_subsets") and self.own_models == "clients"
+        return task in ("score_own", "score_subsets", "count_scores") and self.own_models == "clients"
 
     # evaluation
 
@@ -534,6 +538,20 @@ class Algorithm(ABC):
         replies = fed.ask(self.score_subsets, self.evaluation.asked(fed), send, accept=possible_subsets(fed))
         return personal_metrics(which, replies, fed)
 
+    def calibrate(self, state: Any, fed: Federation) -> Conformal | None:
+        """Have clients count the scores of their validation rows, for `predict_set`, if `[evaluate] conformal` is set.
+
+        This happens once, after the last round, with the models that clients then have.
+        """
+        kind, clients = self.evaluation.conformal, fed.clients.validated
+        if kind == "none" or not clients:
+            return None
+        send = self.evaluation_message(state, fed, clients)
+        accept = possible_counts(fed, kind)
+        replies = fed.ask(self.count_scores, clients, send, accept=accept, held_out="validation")
+        by, modalities = self.evaluation.conformal_groups, fed.context.model.modalities
+        return Conformal.of(kind, by, replies, modalities, lambda client: self.client_modalities(client, fed))
+
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
@@ -573,3 +591,11 @@ class Algorithm(ABC):
         """Compute what the client reports about its own test rows, predicted from subsets of the modalities."""
         w, which = self.own_params(got, local), self.evaluation.subsets
         return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
+
+    @task()
+    def count_scores(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+    ) -> tuple[ScoreCounts, Tree]:
+        """Count how well the client's model predicts its own validation rows, for conformal prediction."""
+        w, kind = self.own_params(got, local), self.evaluation.conformal
+        return own_counts(context, w, data.test, self.predictor.logits, kind), local

@@ -254,7 +254,7 @@ class Engine(ABC):
     @property
     def _asks_own(self) -> bool:
         """Whether the server may ask for scores on own test rows or on own validation rows of a client."""
-        asks = self.algorithm.evaluation.own_validation
+        asks = self.algorithm.evaluation.reads_validation
         return bool(self.registry.tested) or (asks and bool(self.registry.validated))
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:

@@ -19,6 +19,7 @@ from polyfed.core.messages import HISTOGRAM, READ, Message, carries, message
 from polyfed.core.request import Accept, HeldOut
 from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
+from polyfed.evaluation.conformal import GroupBy, Kind
 from polyfed.evaluation.subsets import Which, global_sums
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -109,6 +110,11 @@ class Evaluation:
         subsets: which subsets of the modalities to score, for the metrics `subset.NAME` and `worst_subset`: `each`
             (each modality alone, and all modalities but one), `all` (with up to five modalities), or the mean over
             the subsets of each of the `sizes`. See docs/missing.md.
+        conformal: whether clients count how well the final model predicts their validation rows, so that
+            `predict_set` can return sets of classes, or intervals, that hold the truth with a promised probability.
+            `split` promises it for all rows together, `class` for the rows of each class.
+        conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
+            or each `client`. Under secure aggregation, only `all`.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -117,6 +123,8 @@ class Evaluation:
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
     own_validation: bool = False
     subsets: Which = "none"
+    conformal: Kind = "none"
+    conformal_groups: GroupBy = "all"
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -127,9 +135,15 @@ class Evaluation:
         check_ranges("[evaluate]", self)
 
     @property
+    def reads_validation(self) -> bool:
+        """Whether clients read their own validation rows."""
+        return self.own_validation or self.conformal != "none"
+
+    @property
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
-        return {} if self.personal else {"clients": "personal = false"}
+        found = {} if self.personal else {"clients": "personal = false"}
+        return found | ({"conformal_groups": "conformal = 'none'"} if self.conformal == "none" else {})
 
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""

@@ -127,7 +127,7 @@ class Hfm(Vertical):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow the personal evaluation of silos. Devices are not evaluated alone."""
         own = self.evaluation.personal and may_report(policy)
-        asked = {"embed_own": own, "score_silo": own, "score_own": False, "score_subsets": False}
+        asked = {"embed_own": own, "score_silo": own, "score_own": False, "score_subsets": False, "count_scores": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:

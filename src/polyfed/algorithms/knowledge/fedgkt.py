@@ -239,7 +239,7 @@ class FedGKT(Algorithm):
 
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the template of the server's network for the evaluations, the only tasks that receive one."""
-        evaluates = task in ("score_own", "score_subsets")
+        evaluates = task in ("score_own", "score_subsets", "count_scores")
         return self.top(model).template if evaluates else super().received_template(task, model)
 
     def may_lack(self, task: str) -> bool:

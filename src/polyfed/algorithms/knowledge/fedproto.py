@@ -25,6 +25,7 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.evaluation.conformal import ScoreCounts, own_counts
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score
 from polyfed.evaluation.subsets import SubsetScores, own_subset_scores
 from polyfed.federation.aggregation import refuse_server
@@ -256,6 +257,14 @@ class FedProto(Averaging):
         """Count the client's own test rows that its model predicts correctly from each subset of the modalities."""
         w, which = self.own_params(got, local), self.evaluation.subsets
         return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
+
+    @task()
+    def count_scores(  # type: ignore[override]
+        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
+    ) -> tuple[ScoreCounts, Tree]:
+        """Count how well the client's model predicts its own validation rows, for conformal prediction."""
+        w, kind = self.own_params(got, local), self.evaluation.conformal
+        return own_counts(context, w, data.test, self.predictor.logits, kind), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

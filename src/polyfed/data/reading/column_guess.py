@@ -176,11 +176,13 @@ class Guess:
         groups: modality -> its columns.
         texts: columns that are left out, because they hold texts.
         unnamed: columns that are left out, because they have no name of their own.
+        dates: columns that are left out, because they hold dates.
     """
 
     groups: dict[str, list[str]]
     texts: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -206,6 +208,11 @@ class Guess:
                 f"left out, because they hold texts: {', '.join(self.texts)}. If one of them names the client of a "
                 "row, name it as client. Texts to train on must be numbers or token ids; the source `hf` reads texts "
                 "with a pretrained model"
+            )
+        if self.dates:
+            sentences.append(
+                f"left out, because they hold dates: {', '.join(self.dates)}. To train on one, give a number, such as "
+                f"the days since a start: {DAYS.format(self.dates[0])}"
             )
         return tuple(sentences)
 
@@ -235,15 +242,36 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
     Raises:
         DataError: the names of some columns cannot be made into a valid name for a modality.
     """
-    found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": []}
+    found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": [], "date": []}
     for column in frame.columns:
         if column in special:
             continue
         if not UNNAMED.fullmatch(column):
-            found[kind_of(frame[column])].append(column)
+            found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
             found["unnamed"].append(column)
-    return Guess(grouped(found["number"], found["list"]), tuple(found["text"]), tuple(found["unnamed"]))
+    return Guess(
+        grouped(found["number"], found["list"]), tuple(found["text"]), tuple(found["unnamed"]), tuple(found["date"])
+    )
+
+
+DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d))([T ]\d\d?:\d\d.*)?\s*")
+"""A date in one of the usual ways, which may be followed by a time."""
+
+DAYS = "(pandas.to_datetime(frame['{}']) - start).dt.total_seconds() / 86400"
+"""How to make a number of a date."""
+
+
+def are_dates(column: "pd.Series[Any]") -> bool:
+    """Whether a column holds dates or durations, as such or as text."""
+    if column.dtype.kind in "mM":
+        return True
+    if column.dtype.kind in "iufb":
+        return False
+    held = [cell for cell in column.tolist() if not is_missing(cell)][:100]
+    return bool(held) and all(
+        hasattr(cell, "isoformat") or (isinstance(cell, str) and DATE.fullmatch(cell)) for cell in held
+    )
 
 
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:

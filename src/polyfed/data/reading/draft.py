@@ -219,7 +219,8 @@ def _numbers(values: Any, where: str) -> Tensor:
     else:
         array = _dense(values, where)
         if array.dtype.kind not in "fiub":
-            raise DataError(f"{where} holds {array.dtype}: a modality needs numbers, one sample a row")
+            dates = " Give a number for each date, such as the days since a start" if array.dtype.kind in "mM" else ""
+            raise DataError(f"{where} holds {array.dtype}: a modality needs numbers, one sample a row.{dates}")
         tensor = tensor_of(array)
     if tensor.is_complex() or tensor.dim() == 0:
         raise DataError(f"{where} is {tensor.dtype} of shape {tuple(tensor.shape)}: give real numbers (N, ...)")

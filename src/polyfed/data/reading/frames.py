@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.reading.column_guess import FOR_EMPTY, WRITTEN, Guess, chosen, guessed, is_numbered, kind_of, row_ids
+from polyfed.data.reading.column_guess import (
+    DAYS,
+    FOR_EMPTY,
+    WRITTEN,
+    Guess,
+    are_dates,
+    chosen,
+    guessed,
+    is_numbered,
+    kind_of,
+    row_ids,
+)
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
 from polyfed.data.reading.row_facts import missing, ordered_words
@@ -84,7 +95,8 @@ def _groups(
         _refuse_answers(groups, given, where, problems)
     if not groups and not problems.found:
         beside = ", ".join(sorted(special & {*columns})) or "texts"
-        problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
+        rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
+        problems.add(DataError(f"{where} has no column of numbers beside {beside}{rest}"))
     if not problems.found:
         for sentence in guess.doubtful:
             warnings.warn(f"{where}: {sentence}", PolyfedWarning, stacklevel=3)
@@ -198,7 +210,7 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
     if partly.any():
         text = (
             f"{counted(int(partly.sum()), 'row has', 'rows have')} only some of its cells, first row "
-            f"{int(partly.argmax())}"
+            f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
             raise DataError(
@@ -227,6 +239,12 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     """
     import pandas as pd  # imported here, because the import takes half a second
 
+    if are_dates(frame[column]):
+        row = int(frame[column].notna().to_numpy().argmax())
+        raise DataError(
+            f"{where}: column '{column}' holds dates, such as {str(frame[column].iloc[row])!r} at row {row}. Give a "
+            f"number, such as the days since a start: {DAYS.format(column)}. {otherwise}"
+        )
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])

@@ -13,6 +13,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import refuse_breaches
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.federation.outliers import COMPARED
+from polyfed.objective import Classification, Regression
 from polyfed.privacy.egress.limits import NO_LIMITS
 
 
@@ -28,7 +29,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_idle_attack`,
-            `refuse_dropout`, `refuse_subsets`, `refuse_small_blocks`.
+            `refuse_dropout`, `refuse_subsets`, `refuse_conformal`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
@@ -37,6 +38,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_idle_attack(recipe)
     refuse_dropout(recipe, population, one_device=one_device)
     refuse_subsets(recipe, population, one_device=one_device)
+    refuse_conformal(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -115,6 +117,34 @@ def refuse_subsets(recipe: Recipe, population: Population, *, one_device: bool) 
     else:
         return
     raise RecipeError(f"[evaluate] subsets = '{which}': {why}", ("evaluate", "subsets"))
+
+
+def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse `[evaluate] conformal` where no sets can be promised.
+
+    Raises:
+        RecipeError: the task has neither classes nor targets, silos predict together, or no client has validation rows.
+    """
+    evaluation, method = recipe.algorithm.evaluation, recipe.algorithm
+    if evaluation.conformal == "none":
+        return
+    rows = population.own_validation
+    if not isinstance(task_of(recipe), Classification | Regression):
+        why = "sets are for the task 'classification', and intervals for 'regression'. Remove it"
+    elif evaluation.conformal == "class" and not isinstance(task_of(recipe), Classification):
+        why = "the task has no classes. Set it to 'split'"
+    elif method.aligns_rows:
+        why = f"the devices of a silo predict together in '{name_of(method, NAMED)}', none alone. Remove it"
+    elif not one_device and (rows is None or not len(rows.rows)):
+        why = (
+            "no client has validation rows, on which the promise rests. Set [clients] validation, as in validation = "
+            "0.2; on a device, mark rows with split 2"
+        )
+    elif recipe.algorithm.secure_aggregation is not None and evaluation.conformal_groups != "all":
+        why = "secure aggregation gives sums over all clients only. Set conformal_groups = 'all'"
+    else:
+        return
+    raise RecipeError(f"[evaluate] conformal = '{evaluation.conformal}': {why}", ("evaluate", "conformal"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

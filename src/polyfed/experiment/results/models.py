@@ -13,13 +13,14 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
+from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
 from polyfed.model.encoders.pretrained import vocabulary
 from polyfed.model.plain_module import PlainModule
-from polyfed.objective import Objective
+from polyfed.objective import Classification, Objective
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,6 +43,7 @@ class Models:
         scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
             and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
             own rows, or because an older version wrote the files. With None, samples must already be scaled.
+        conformal: the counts from which `predict_set` makes sets and intervals, or None if none were counted.
     """
 
     algorithm: str
@@ -57,6 +59,7 @@ class Models:
     class_names: tuple[str, ...] | None = None
     elsewhere: str = ""
     scaling: Mapping[str, Scaling] | None = None
+    conformal: Conformal | None = None
 
     def __repr__(self) -> str:
         own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
@@ -126,6 +129,40 @@ class Models:
             predictor=self.predictor,
             scaling=self.scaling,
             vocabularies=self._vocabularies,
+        )
+
+    def predict_set(
+        self,
+        x: Mapping[str, Any],
+        coverage: float = 0.9,
+        client: int | None = None,
+        *,
+        present: Mapping[str, Any] | None = None,
+    ) -> PredictionSets:
+        """Return sets of classes, or intervals, that hold the truth with probability `coverage`; see docs/missing.md.
+
+        Args:
+            x: the samples, as for `predict`.
+            coverage: the promised probability.
+            client: predict with the model of this client. The promise then rests on the client's group.
+            present: which rows have a modality, as for `predict`.
+
+        Raises:
+            RecipeError: no scores were counted, there are too few validation rows for this coverage, a row has no
+                modality, or `x` does not fit the model.
+        """
+        if self.conformal is None:
+            raise RecipeError(
+                "nobody has counted how well this model predicts validation rows. Run with [evaluate] conformal = "
+                "'split' and validation rows, such as [clients] validation = 0.2. The model of the best round has no "
+                "counts, only that of the last"
+            )
+        predicted = self.predict(x, client, present=present)
+        names = self.used(x, client, present=present)
+        group = self.conformal.group_of(client, () if client is None else self.clients[client])
+        classes = isinstance(self.task, Classification)
+        return prediction_sets(
+            self.conformal, predicted, names, group, coverage, of_classes=classes, class_names=self.class_names
         )
 
     def used(
@@ -265,6 +302,18 @@ class Personal(Mapping[int, Tree]):
 
     def _why_empty(self) -> str:
         return f"{self._models.algorithm} trains one global model, and no client has a model of its own"
+
+
+def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective) -> Conformal | None:
+    """Return the counts for `predict_set` from an entry of result.json or model.json.
+
+    Raises:
+        ValueError: the entry is damaged.
+    """
+    if said is None:
+        return None
+    _, groups, bins = counts_shape("class" if said.get("kind") == "class" else "split", model, task)
+    return Conformal.read(said, (groups, bins))
 
 
 def warn_unscaled(folder: Path) -> None:

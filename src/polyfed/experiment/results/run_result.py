@@ -19,13 +19,15 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE, RESULT
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
+from polyfed.evaluation.conformal import PredictionSets
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.results.display import clients_frame, metrics_frame, run_html
-from polyfed.experiment.results.models import ClientModalities, Models, Personal, warn_unscaled
+from polyfed.experiment.results.models import ClientModalities, Models, Personal, read_conformal, warn_unscaled
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.results.saved_model import save
 from polyfed.experiment.running.assembly import model_of
+from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.constants import constant_facts, refuse_changes
 from polyfed.experiment.running.run_state import kept_best, load_content
 from polyfed.experiment.running.warm_start import given_of, warmed
@@ -147,6 +149,24 @@ class Run:
             )
         return logits
 
+    def predict_set(
+        self,
+        x: Mapping[str, Any],
+        coverage: float = 0.9,
+        client: int | None = None,
+        *,
+        present: Mapping[str, Any] | None = None,
+    ) -> PredictionSets:
+        """Return sets of classes, or intervals, that hold the truth with probability `coverage`; see docs/missing.md.
+
+        The recipe needs `[evaluate] conformal`. The other arguments are those of `predict`.
+
+        Raises:
+            RecipeError: the run counted no scores, there are too few validation rows for this coverage, or `x` does
+                not fit the model.
+        """
+        return self.models.predict_set(x, coverage, client, present=present)
+
     def used(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> dict[str, Tensor]:
@@ -190,6 +210,7 @@ def models_of(
     locals: Mapping[int, Tree] | None,
     class_names: tuple[str, ...] | None = None,
     scaling: Mapping[str, Scaling] | None = None,
+    conformal: Mapping[str, Any] | None = None,
 ) -> Models:
     """Collect the trained models of a run.
 
@@ -200,6 +221,7 @@ def models_of(
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
         class_names: the name of each class, if the data has names.
         scaling: the shift and the scale of each scaled modality. None means that they are unknown.
+        conformal: the entry `conformal` of result.json, for `predict_set`.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, NAMED), algorithm.own_models
@@ -222,12 +244,6 @@ def models_of(
         own = algorithm.client_model(client, state, facts, local)
         return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in own.items()}
 
-    elsewhere = ""
-    if owner == "clients" and locals is None:
-        elsewhere = (
-            f"{name} trains one model per {algorithm.model_for}, and the clients keep these models: on engine 'flower' "
-            "they run in processes of their own or on devices, and the server has no copy"
-        )
     return Models(
         algorithm=name,
         spec=algorithm.model_spec(recipe.model, registry.modalities, context.policy)[0],
@@ -240,8 +256,17 @@ def models_of(
         own=owner != "none",
         model_for=algorithm.model_for,
         class_names=class_names,
-        elsewhere=elsewhere,
+        elsewhere=_elsewhere(name, algorithm.model_for) if owner == "clients" and locals is None else "",
         scaling=scaling,
+        conformal=read_conformal(conformal, context.model, context.objective),
+    )
+
+
+def _elsewhere(name: str, model_for: str) -> str:
+    """Return why the server has no copy of the clients' own models."""
+    return (
+        f"{name} trains one model per {model_for}, and the clients keep these models: on engine 'flower' they run in "
+        "processes of their own or on devices, and the server has no copy"
     )
 
 
@@ -296,12 +321,17 @@ def load_run(folder: str | Path) -> Run:
     elif scaling is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
 
-    def models(kept: Mapping[str, Any]) -> Models:
+    result = records.result()
+
+    def models(kept: Mapping[str, Any], conformal: Mapping[str, Any] | None = None) -> Models:
         own = None if elsewhere else kept["locals"]
-        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling)
+        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal)
 
     best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
-    last = records.result(), records.rounds(), content["state"], model, folder, models(content)
+    try:
+        last = result, records.rounds(), content["state"], model, folder, models(content, result.get("conformal"))
+    except ValueError as error:
+        raise CheckpointError(f"{folder / RESULT}: {error}. {RESTORE}") from error
     return Run(*last, None if best is None else models(best))
 
 

@@ -29,7 +29,7 @@ from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
-from polyfed.experiment.results.models import Models, warn_unscaled
+from polyfed.experiment.results.models import Models, read_conformal, warn_unscaled
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.warm_start import DESCRIPTION, FROZEN, GLOBAL
 from polyfed.model import Model, ModelSpec, build_model
@@ -139,6 +139,7 @@ def _description(models: Models) -> dict[str, Any]:
         "model_for": models.model_for,
         "elsewhere": models.elsewhere,
         "scaling": None if models.scaling is None else {m: by.as_lists() for m, by in models.scaling.items()},
+        "conformal": None if models.conformal is None else models.conformal.facts(),
         "predictor": {"name": name_of(models.predictor, PREDICTORS)} | as_table(models.predictor),
     }
 
@@ -228,6 +229,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
             "that they come from"
         )
     task = dict(said.get("task", {"name": Classification.NAME}))
+    objective = build("[task]", find(task.pop("name"), OBJECTIVES, Objective), task)
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}
     shared = _read_tree(folder / GLOBAL, sums[GLOBAL], model, model.modalities, device) if GLOBAL in sums else None
@@ -245,7 +247,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         algorithm=said["algorithm"],
         spec=spec,
         model=model,
-        task=build("[task]", find(task.pop("name"), OBJECTIVES, Objective), task),
+        task=objective,
         predictor=build("[predictor]", find(how.pop("name"), PREDICTORS, Predictor), how),
         shared=shared,
         clients=dict(sorted(clients.items())),
@@ -255,6 +257,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         class_names=None if names is None else tuple(names),
         elsewhere=said["elsewhere"],
         scaling=_scaling(said.get("scaling"), shapes),
+        conformal=read_conformal(said.get("conformal"), model, objective),
     )
 
 

@@ -136,7 +136,9 @@ class _Loop:
         """Write the result and the report, and return the finished run."""
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
-        models = models_of(self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns))
+        models = models_of(
+            self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns), self._conformal()
+        )
         result, folder = self._result(state, models), None
         if self.records is not None:
             self.records.finish(result)
@@ -149,6 +151,10 @@ class _Loop:
             own = self.best["locals"] if engine.keeps_locals else None
             best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best)
+
+    def _conformal(self) -> dict[str, Any] | None:
+        """The counts of conformal prediction from the last round, if there are any."""
+        return self.rounds[-1].get("conformal") if self.rounds else None
 
     def _write_report(self, folder: Path) -> None:
         """Write the report. A failure only causes a note, because the result of the run is already on disk."""
@@ -272,6 +278,8 @@ class _Loop:
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
         if self.confusion is not None and row["round"] == self._last:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
+            row["conformal"] = sets.facts()
         if measured.personal:
             name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
             row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
@@ -393,6 +401,7 @@ class _Loop:
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
+        result |= {"conformal": sets} if (sets := self._conformal()) is not None else {}
         result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.choice)) else {}
         result["stopped"] = self._end().facts()

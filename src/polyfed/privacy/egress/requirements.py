@@ -113,6 +113,8 @@ class Requirements:
             return ""
         if self.secure_aggregation and not said.masked:
             return "[require] secure_aggregation = true of the device, and this part is not masked"
+        if self.score_noise is not None and "subsets" in (said.shape or ()) and not said.counted:
+            return f"[require] score_noise = {self.score_noise:g} of the device, and scores in this form get no noise"
         noisy = said.counted and self.score_noise is not None
         if self.max_epsilon is not None and not noisy and not (mechanism is not None and mechanism.covers(task, field)):
             return f"[require] max_epsilon = {self.max_epsilon:g} of the device, and no noise of the device protects it"

@@ -83,6 +83,7 @@ class RoundRow(TypedDict, total=False):
     personal_score: dict[str, Number]
     logged: dict[str, Any]
     tables: dict[str, list[list[Number]]]
+    conformal: dict[str, Any]
 
 
 @with_config(ANY_KEYS)
@@ -165,6 +166,23 @@ class Calibration(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class ConformalTable(TypedDict):
+    """How many validation rows have a score in which bin: lists of [group, bin, rows]."""
+
+    shape: list[Count]
+    rows: list[list[Count]]
+
+
+@with_config(ANY_KEYS)
+class ConformalFacts(TypedDict):
+    """The counts of conformal prediction in `result.json`, by group of clients and subset of the modalities."""
+
+    kind: str
+    group_by: str
+    counts: dict[str, dict[str, ConformalTable]]
+
+
+@with_config(ANY_KEYS)
 class Backdoor(TypedDict):
     """The success of a backdoor in `result.json`: shares of test rows that the model assigns to the target class."""
 
@@ -196,6 +214,7 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    conformal: ConformalFacts
     privacy: PrivacyFacts
     attack: AttackFacts
     backdoor: Backdoor

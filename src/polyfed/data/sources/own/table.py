@@ -160,7 +160,11 @@ class Table(Source):
             PolyfedError: the table has faults; the message lists all of them.
         """
         if not self.modalities:
-            groups = guessed(frame, self.given.meaning).groups
+            guess = guessed(frame, self.given.meaning)
+            groups = guess.groups
+            if not groups:
+                rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
+                raise DataError(f"'{path}' has no column of numbers beside the labels{rest}")
             lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
             raise RecipeError(
                 f"data.modalities is empty; from the names of the columns of '{path}' it could be "

@@ -1,0 +1,364 @@
+"""Conformal prediction: sets as in independent implementations, which hold the truth as often as promised."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import polyfed
+from laws.rows import ROWS
+from laws.test_laws import NAMES, world
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.batch import Batch
+from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
+from polyfed.data import ClientsSpec, Population
+from polyfed.data.sources import Toy
+from polyfed.evaluation.conformal import (
+    BINS,
+    PER_OCTAVE,
+    Conformal,
+    class_bins,
+    counts_of,
+    error_bins,
+    prediction_sets,
+    upper_edge,
+)
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.checks.check import plan
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble, population_of
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.objective import CLASSES
+from polyfed.objective.regression import Regression
+from polyfed.selection import Uniform
+from world import algorithm, played, recipe
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def drawn(seed: int, rows: int = 300, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, classes, (rows,), generator=draw)
+    logits = torch.randn(rows, classes, generator=draw) + 2.0 * torch.nn.functional.one_hot(y, classes)
+    return logits, y
+
+
+def batch_of(y: torch.Tensor) -> Batch:
+    return Batch(x={}, y=y, rows=torch.arange(len(y)))
+
+
+def sets_of(kind: Any, calibration: Any, test: torch.Tensor, coverage: float) -> torch.Tensor:
+    """The sets of test rows; the calibration rows are counted as two clients."""
+    logits, y = calibration
+    shape = (logits.shape[1] if kind == "class" else 1, BINS + 1)
+    halves = [slice(0, 77), slice(77, None)]
+    counts = sum(counts_of(kind, CLASSES, shape, logits[h], batch_of(y[h])) for h in halves)
+    conformal = Conformal(kind, "all", {"all": {"a": counts}})  # type: ignore[dict-item]
+    used = {"a": torch.ones(len(test), dtype=torch.bool)}
+    found = prediction_sets(conformal, test, used, "all", coverage, of_classes=True).sets
+    assert found is not None
+    return found
+
+
+def by_hand(kind: str, scores: np.ndarray, y: np.ndarray, own: np.ndarray, coverage: float) -> np.ndarray:
+    """Which classes are in the sets, by sorting: `scores` (n,) of calibration rows, `own` (m, C) of test rows."""
+    found = np.zeros(own.shape, bool)
+    for c in range(own.shape[1]):
+        mine = np.sort(scores[y == c] if kind == "class" else scores)
+        rank = int(np.ceil((len(mine) + 1) * coverage - 1e-9))
+        found[:, c] = own[:, c] <= mine[rank - 1]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["split", "class"])
+@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.9, 0.95])
+def test_sets_are_those_of_sorted_scores_and_of_crepes(kind: str, coverage: float) -> None:
+    logits, y = drawn(1)
+    test, _ = drawn(2)
+    found = sets_of(kind, (logits, y), test, coverage).numpy()
+    bins, own = class_bins(logits).gather(1, y[:, None])[:, 0].numpy(), class_bins(test).numpy()
+    assert (found == by_hand(kind, bins, y.numpy(), own, coverage)).all()
+    raw = (1 - logits.double().softmax(1)).gather(1, y[:, None])[:, 0].numpy()
+    exact = by_hand(kind, raw, y.numpy(), (1 - test.double().softmax(1)).numpy(), coverage)
+    assert (found >= exact).all(), "bins only add classes"
+    assert (found != exact).mean() < 0.01
+    crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
+    for c in range(4):
+        classifier = crepes.ConformalClassifier()
+        classifier.fit((bins[y.numpy() == c] if kind == "class" else bins).astype(float))
+        # not their `predict_set`, which also keeps a class whose p-value is exactly 1 - coverage
+        p = np.asarray(classifier.predict_p(own[:, [c]].astype(float), smoothing=False))[:, 0]
+        assert (found[:, c] == (p > 1 - coverage + 1e-12)).all()
+
+
+def test_intervals_are_those_of_sorted_errors_and_of_crepes_up_to_the_width_of_a_bin() -> None:
+    draw = torch.Generator().manual_seed(3)
+    objective, y = Regression(), torch.randn(200, 2, generator=draw)
+    y[:50, 1] = torch.nan
+    outputs = torch.randn(200, 2, generator=draw) * 3
+    shape = (2, 2 * 20 * PER_OCTAVE + 2)
+    counts = counts_of("split", objective, shape, outputs, batch_of(y))
+    assert counts.sum(1).tolist() == [200, 150]
+    conformal = Conformal("split", "all", {"all": {"a": counts}})
+    used = {"a": torch.ones(5, dtype=torch.bool)}
+    test = torch.randn(5, 2, generator=draw)
+    found = prediction_sets(conformal, test, used, "all", 0.9, of_classes=False)
+    assert found.low is not None
+    assert found.high is not None
+    for target in range(2):
+        errors = (outputs[:, target] - y[:, target]).abs()
+        errors = errors[~errors.isnan()].sort().values.double()
+        exact = float(errors[int(np.ceil((len(errors) + 1) * 0.9)) - 1])
+        half = ((found.high - found.low) / 2)[:, target]
+        assert bool((half >= exact).all())
+        assert bool((half <= exact * 2 ** (1 / PER_OCTAVE) * (1 + 1e-9)).all())
+        assert torch.allclose((found.high + found.low)[:, target] / 2, test[:, target].double())
+        crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
+        regressor = crepes.ConformalRegressor()
+        regressor.fit(errors.numpy())
+        theirs = regressor.predict_int(test[:, target].double().numpy(), confidence=0.9)
+        assert np.allclose((theirs[:, 1] - theirs[:, 0]) / 2, exact)
+
+
+def test_bins_cover_every_score() -> None:
+    odd = torch.tensor([[torch.nan, 0.0], [torch.inf, 0.0], [1e30, -1e30], [0.0, 0.0]])
+    assert class_bins(odd).tolist() == [[BINS, BINS], [BINS, BINS], [0, BINS], [BINS // 2, BINS // 2]]
+    errors = torch.tensor([0.0, 1e-30, 1.0, 1.0001, 1e30, torch.inf, torch.nan])
+    bins = error_bins(errors)
+    assert bins.tolist()[:2] == [0, 0]
+    assert bins.tolist()[-3:] == [2 * 20 * PER_OCTAVE + 1] * 3
+    known = errors[:4].double()
+    assert bool((upper_edge(bins[:4]) >= known).all())
+    assert upper_edge(bins[-1:]).item() == float("inf")
+
+
+REAL: dict[str, dict[str, Any]] = {
+    "cg-digits": {"data": {"name": "cg-digits"}, "clients": {"num": 6}},
+    "mfeat": {
+        "data": {"name": "npz", "path": str(SHARED / "mfeat/mfeat.npz"), "standardise": True},
+        "clients": {"num": 6, "partition": "dirichlet", "alpha": 1.0},
+    },
+    "mosi": {
+        "data": {"name": "npz", "path": str(SHARED / "mosi/mosi.npz"), "standardise": True},
+        "clients": {"num": 5},
+    },
+}
+
+
+def real(name: str) -> Recipe:
+    made = json.loads(json.dumps(REAL[name]))
+    if "path" in made["data"]:
+        if not Path(made["data"]["path"]).exists():
+            pytest.skip(f"real data not here: {made['data']['path']}")
+        with np.load(made["data"]["path"]) as arrays:
+            known = [n for n in arrays.files if arrays[n].ndim > 1 and arrays[n].dtype.kind == "f"]
+        made["data"].setdefault("modalities", known[:3])
+    made["clients"] |= {"personal_test": 0.3, "validation": 0.2, "holdings": [[0, 1, 2], [0, 1]]}
+    names = made["data"].get("modalities", ["gray", "color"])
+    made["clients"]["holdings"] = [names, names[:2]]
+    train = {"lr": 0.05, "batch_size": 32, "epochs": 2}
+    evaluate = {"every": 0, "conformal": "split", "conformal_groups": "modalities"}
+    made |= {"algorithm": {"name": "fedavg"}, "train": train, "evaluate": evaluate, "rounds": 6}
+    return parse_recipe(made)
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_sets_hold_the_truth_as_often_as_promised_on_every_subset_and_group(name: str) -> None:
+    made = real(name)
+    run, population = polyfed.run(made), population_of(made)
+    assert population.test is not None
+    assert population.own_validation is not None
+    conformal, label = run.models.conformal, population.columns.label
+    assert conformal is not None
+    draw = np.random.default_rng(0)
+    for group in [g for g in conformal.counts if g != "all"]:
+        members = [k for k in range(population.num_clients) if "+".join(run.models.clients[k]) == group]
+        rows = torch.cat([s[k] for k in members for s in (population.test, population.own_validation)])
+        for subset, table in conformal.counts[group].items():
+            if not int(table.sum()):
+                continue
+            x = {m: population.columns.modalities[m].raw(rows) for m in subset.split("+")}
+            bins = class_bins(run.predict(x, members[0]))
+            scores = bins.gather(1, label[rows][:, None])[:, 0].numpy()
+            covered = []
+            for _ in range(200):
+                order = draw.permutation(len(rows))
+                own, rest = scores[order[: len(rows) // 2]], scores[order[len(rows) // 2 :]]
+                counts = torch.bincount(torch.from_numpy(own), minlength=BINS + 1)[None]
+                limit = Conformal("split", "all", {"all": {subset: counts}}).limits("all", subset, 0.9)[0]
+                covered.append((rest <= int(limit)).mean())
+            error = np.std(covered) / np.sqrt(len(covered))
+            assert np.mean(covered) >= 0.9 - 2 * error, (group, subset)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local", "fedproto"])
+def test_the_counts_of_the_clients_are_those_of_all_their_rows(method: str) -> None:
+    made = small(method, groups="client")
+    run, population = polyfed.run(made), population_of(made)
+    conformal, columns = run.models.conformal, population.columns
+    assert conformal is not None
+    assert population.own_validation is not None
+    total = dict.fromkeys(["a", "b", "a+b"], 0)
+    for client in range(population.num_clients):
+        rows = population.own_validation[client]
+        for subset in total:
+            names = subset.split("+")
+            there = torch.ones(len(rows), dtype=torch.bool)
+            for m in names:
+                there &= columns.present[m][rows] if m in columns.present else True
+            counted = conformal.counts[str(client)][subset]
+            if set(names) <= set(population.modalities(client)):
+                x = {m: columns.modalities[m].raw(rows[there]) for m in names}
+                own = class_bins(run.predict(x, client)).gather(1, columns.label[rows[there]][:, None])[:, 0]
+                assert torch.equal(counted[0], torch.bincount(own, minlength=BINS + 1)), (client, subset)
+            else:
+                assert not counted.any()
+            total[subset] = total[subset] + counted
+    assert all(torch.equal(conformal.counts["all"][subset], total[subset]) for subset in total)
+
+
+def small(
+    method: str = "fedavg", kind: Any = "split", groups: Any = "all", alone: bool = True, **options: Any
+) -> Recipe:
+    evaluation = Evaluation(every=0, conformal=kind, conformal_groups=groups)
+    own = algorithm(method, evaluation=evaluation, selector=Uniform(), **options)
+    clients = ClientsSpec(
+        num=4, validation=0.25, missing_rows={"a": 0.2}, holdings=[["a", "b"], ["b"]] if alone else None
+    )
+    policy = {m: {"server": ["parameters", "prototypes", "statistic"]} for m in "ab"} if method == "fedproto" else {}
+    return recipe(own, clients=clients, rounds=1, egress=policy)
+
+
+def samples(population: Population, rows: Any) -> dict[str, torch.Tensor]:
+    return {m: column.raw(torch.as_tensor(rows)) for m, column in population.columns.modalities.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if not ROWS[n].stack and not ALGORITHMS[n].aligns_rows and n != "creamfl"]
+)
+def test_every_method_counts_alike_on_both_engines(name: str) -> None:
+    found = []
+    for engine in ("sequential", "vectorised"):
+        made = world(name, engine, evaluation=Evaluation(every=0, conformal="split", conformal_groups="modalities"))
+        made = replace(made, clients=replace(made.clients, validation=0.2), rounds=1)
+        parts, state, ledger = played(made)
+        assert "count_scores" in {row.task for row in plan(parts)}
+        counts = parts.algorithm.calibrate(state, parts.fed)
+        assert counts is not None
+        assert not any(row["message"] == "ScoreCounts" for row in ledger), "only after the last round"
+        found.append(counts.counts)
+    assert found[0].keys() == found[1].keys()
+    for group, subsets in found[0].items():
+        for subset, own in subsets.items():
+            apart = (own.cumsum(-1) - found[1][group][subset].cumsum(-1)).abs()
+            assert int(own.sum()) == int(found[1][group][subset].sum())
+            assert int(apart.max()) <= 2, "engines round differently, so a score may fall into the next bin"
+
+
+def test_a_saved_run_and_an_exported_model_promise_the_same(tmp_path: Path) -> None:
+    made = small(kind="class", groups="modalities")
+    run, population = polyfed.run(made, out=tmp_path / "run"), population_of(made)
+    x = samples(population, population.test_rows[:20])
+    x["a"][:5] = torch.nan
+    expected = run.predict_set(x, 0.7)
+    assert expected.subsets[:6] == ("b",) * 5 + ("a+b",)
+    assert [len(c) for c in expected.classes] == expected.sizes.tolist()
+    run.export(tmp_path / "model")
+    for found in (polyfed.load_run(tmp_path / "run"), polyfed.load_model(tmp_path / "model")):
+        again = found.predict_set(x, 0.7)
+        assert torch.equal(again.sets, expected.sets)  # type: ignore[arg-type]
+        assert again.rows.tolist() == expected.rows.tolist()
+    for folder, file, error in (("run", "result.json", CheckpointError), ("model", "model.json", DataError)):
+        path = tmp_path / folder / file
+        said = json.loads(path.read_text())
+        said["conformal"]["counts"]["all"]["b"]["rows"] = [[0, 5000, 3]]
+        path.write_text(json.dumps(said))
+        with pytest.raises(error, match=f"{file}.*(bin 5000|damaged)"):
+            polyfed.load_run(path.parent) if folder == "run" else polyfed.load_model(path.parent)
+
+
+def test_secure_aggregation_gives_the_same_counts_of_everybody() -> None:
+    plain, secure = (
+        polyfed.run(small(alone=False, **more)).models.conformal
+        for more in ({}, {"secure_aggregation": SecureAggregation()})
+    )
+    assert plain is not None
+    assert secure is not None
+    assert list(secure.counts) == ["all"]
+    for subset, own in plain.counts["all"].items():
+        assert int(own.sum()) == int(secure.counts["all"][subset].sum())
+        assert int((own.cumsum(-1) - secure.counts["all"][subset].cumsum(-1)).abs().max()) <= 2
+
+
+def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed() -> None:
+    made = small(groups="client")
+    run, population = polyfed.run(made), population_of(made)
+    x = samples(population, population.test_rows[:3])
+    conformal = run.models.conformal
+    assert conformal is not None
+    n = int(conformal.counts["1"]["b"].sum())
+    least = n / (n + 1)
+    run.predict_set({"b": x["b"]}, least - 1e-6, client=1)
+    needed = rf"needs \d+ validation rows, and there are {n} of the clients in group '1'.*leave `client` out"
+    with pytest.raises(RecipeError, match=needed):
+        run.predict_set({"b": x["b"]}, least + 0.01, client=1)
+    with pytest.raises(RecipeError, match=r"coverage = 0.999 from a \+ b needs 999 validation rows"):
+        run.predict_set(x, 0.999)
+    for coverage in (0.0, 1.0, -1, "0.9", True):
+        with pytest.raises(RecipeError, match="must be above 0 and below 1"):
+            run.predict_set(x, coverage)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="row 1 of x has no modality"):
+        run.predict_set(x, 0.5, present={"a": [True, False, True], "b": [True, False, True]})
+    with pytest.raises(RecipeError, match=r"\[evaluate\] conformal = 'split' and validation rows"):
+        polyfed.run(recipe(algorithm("fedavg"), rounds=1)).predict_set(x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"clients": {"num": 4}}, "no client has validation rows.*validation = 0.2"),
+        ({"task": {"name": "retrieval"}}, "sets are for the task 'classification', and intervals for 'regression'"),
+        ({"evaluate": {"conformal": "mondrian"}}, "conformal = 'mondrian'"),
+        ({"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}}, "predict together in 'hfm', none alone"),
+        ({"secure_aggregation": {}, "evaluate": {"conformal": "split", "conformal_groups": "client"}}, "sums over all"),
+    ],
+)
+def test_recipes_that_can_promise_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "rounds": 1}
+    table |= {"clients": {"num": 4, "validation": 0.2}, "evaluate": {"conformal": "split"}}
+    with pytest.raises(PolyfedError, match=said):
+        assemble(parse_recipe(table | changes))
+
+
+def test_the_policy_rules_the_counts() -> None:
+    made = small()
+    shared = {"shared": {"server": ["parameters"]}}
+    with pytest.raises(EgressError, match=r"ScoreCounts\.in_bins.*statistic of shared"):
+        polyfed.run(replace(made, egress=shared))
+    assert not any(row.task == "count_scores" for row in plan(assemble(recipe(algorithm("fedavg")))))
+
+
+def test_regression_has_intervals() -> None:
+    class Targets:
+        def load(self) -> Any:
+            columns = Toy(rows=400).load()
+            x = columns.modalities["a"].take(torch.arange(400))
+            return replace(columns, label=x[:, 0] * 2 + 5, num_classes=1)
+
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "task": {"name": "regression"}, "rounds": 3}
+    clients = {"num": 4, "validation": 0.3}
+    made = parse_recipe(table | {"clients": clients, "evaluate": {"conformal": "split"}})
+    made = replace(made, data=Targets())
+    run, population = polyfed.run(made), population_of(made)
+    x, y = samples(population, population.test_rows), population.columns.label[population.test_rows]
+    found = run.predict_set(x, 0.8)
+    assert found.low is not None
+    assert found.high is not None
+    inside = (found.low <= y) & (y <= found.high)
+    assert 0.65 < float(inside.double().mean()) <= 1.0
+    assert bool((found.sizes > 0).all())
+    assert "intervals" in repr(found)
