@@ -11,9 +11,10 @@ from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
+from polyfed.experiment.running.assembly import assemble
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
-from world import furthest, played, recipe
+from world import algorithm, furthest, played, recipe
 
 TRAIN = Train(lr=0.1, batch_size=16)
 
@@ -54,6 +55,22 @@ def test_an_entry_per_row_is_not_kept_with_the_padding_of_a_stack() -> None:
     assert all(len(tree["z"]) == parts.fed.clients[c].num_rows for c, tree in parts.engine.locals.items())
     with pytest.raises(RecipeError, match=r"task update keeps 'z' with an entry for each.*loop_because"):
         played(recipe(Hoarding(train=TRAIN), "vectorised", rounds=1))
+
+
+@pytest.mark.parametrize("name", ["fedavg-ft", "ditto", "apfl", "pfedme", "moon"])
+def test_a_layer_with_as_many_units_as_a_client_has_rows_is_kept(name: str) -> None:
+    clients = ClientsSpec(partition="dirichlet", num=4, alpha=1.0, personal_test=0.2)
+    plain = recipe(algorithm(name, train=TRAIN, selector=Uniform()), clients=clients)
+    rows = int(assemble(plain).fed.clients.num_rows.max())
+    encoders = {m: {"kind": "mlp", "hidden": [rows]} for m in "ab"}
+    ended = []
+    for engine in ("sequential", "vectorised"):
+        parts, state, _ = played(recipe(plain.algorithm, engine, encoders, clients=clients, rounds=2))
+        parts.fed.begin(parts.fed.rounds)
+        parts.algorithm.evaluate(state, parts.fed)
+        ended.append(parts.engine.locals)
+    assert ended[0].keys() == ended[1].keys()
+    assert all(furthest(tree, ended[1][client]) < 1e-4 for client, tree in ended[0].items())
 
 
 @message

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
-from polyfed.objective.report import auroc, average_precision, histograms, shown_groups, wilson
+from polyfed.objective.report import LEVELS, auroc, average_precision, coarsened, histograms, shown_groups, wilson
 
 N = 600
 
@@ -91,6 +91,29 @@ def test_the_bounds_hold_for_scores_that_crowd_into_few_bins(seed: int) -> None:
         one = metric(*bins[:, 0])
         assert one is not None
         assert abs(one.value - exact(y, scores)) <= one.error + 1e-12
+
+
+@pytest.mark.parametrize("least", [1, 3, 8, 40])
+@pytest.mark.parametrize("name", ["classes3", "labels"])
+def test_joined_bins_have_enough_rows_and_keep_the_bound(name: str, least: int) -> None:
+    objective, outputs, y = rows_of(name)
+    sums = sums_of(objective, outputs, y, np.arange(200))
+    bins = objective.score_bins(sums)
+    assert bins is not None
+    before = bins.clone()
+    joined, levels = coarsened(bins, least)
+    full = levels < LEVELS
+    assert not ((joined > 0) & (joined < least))[:, full].any()
+    assert torch.equal(joined.sum(-1), before.sum(-1))
+    assert torch.equal(joined, before) == (least == 1)
+    scores, classes = outputs[:200].double(), range(3)
+    for k in classes:
+        truth = (y[:200] == k).numpy() if name == "classes3" else y[:200, k][~y[:200, k].isnan()].numpy() == 1
+        own = scores.softmax(-1)[:, k].numpy() if name == "classes3" else scores[~y[:200, k].isnan(), k].numpy()
+        for metric, exact in ((auroc, roc_auc_score), (average_precision, average_precision_score)):
+            one = metric(*joined[:, k])
+            assert one is not None
+            assert abs(one.value - exact(truth, own)) <= one.error + 1e-12
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:

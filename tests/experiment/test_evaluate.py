@@ -27,6 +27,7 @@ from polyfed.federation.wire_format import Packet
 WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
 POLICY = '[egress."*"]\nserver = ["statistic"]\naccept = ["parameters"]\n[egress.shared]\nserver = ["statistic"]\n'
 POLICY += 'accept = ["parameters"]\n'
+SHOWN = "[limits]\nmin_group = 1\n"
 GROUPS = {"sex": ["f", "m"]}
 
 
@@ -68,7 +69,7 @@ class Sites(Devices):
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Sites:
-    allow = '[allow]\ngroups = ["sex"]\n'
+    allow = '[allow]\ngroups = ["sex"]\n' + SHOWN
     made = Sites(tmp_path_factory.mktemp("sites"), POLICY + allow, GROUPS)
     made.served = made.serve(made.app.parent / "run")  # type: ignore[attr-defined]
     return made
@@ -137,7 +138,7 @@ def test_no_row_score_or_label_of_a_device_reaches_the_server(sites: Sites, tmp_
 
 
 def test_a_policy_that_allows_evaluation_and_no_training_refuses_the_training(tmp_path: Path) -> None:
-    sites = Sites(tmp_path, POLICY)
+    sites = Sites(tmp_path, POLICY + SHOWN)
     assert sites.serve(tmp_path / "run")["evaluation"]["pooled"]["rows"] > 0
     training = sites.app.parent / "app"
     sites.handler, sites.app = Deployed(training / "recipe.toml"), training
@@ -211,6 +212,31 @@ def test_small_classes_and_groups_are_hidden_and_count_nowhere(tmp_path: Path) -
     assert told["pooled"]["hidden"]
 
 
+def test_a_model_that_copies_a_feature_into_its_scores_tells_no_bin_of_few_rows(tmp_path: Path) -> None:
+    """The server sends weights of its own choice: one logit is a feature, the others are 0."""
+    from safetensors.torch import load_file, save_file
+
+    for limits, least in (("", 10), ("[limits]\nmin_group = 3\n", 3)):
+        sites = Sites(tmp_path / str(least), POLICY + limits)
+        weights = {name: torch.zeros_like(value) for name, value in load_file(sites.app / "init.safetensors").items()}
+        for name, value in weights.items():
+            if name.startswith("a.") and value.dim() == 2:
+                value[0, 0] = 5.0
+        save_file(weights, sites.app / "init.safetensors")
+        sites.serve(tmp_path / f"run{least}")
+        state = polyfed.load_run(tmp_path / f"run{least}").state
+        for one in state.sites.values():
+            bins = _bins(one.sums)
+            assert not ((bins > 0) & (bins < least) & (one.levels[None, :, None] < 9)).any()
+            assert int(one.num_rows) in (0, *range(least, 99))
+
+
+def _bins(sums: torch.Tensor) -> torch.Tensor:
+    from polyfed.objective import Classification
+
+    return Classification().score_bins(sums)
+
+
 @pytest.mark.parametrize("forged", ["groups", "rows", "sums"])
 def test_the_server_drops_an_impossible_report(forged: str, sites: Sites) -> None:
     from polyfed.evaluation.site_scores import SiteScores, flaw_of
@@ -218,7 +244,13 @@ def test_the_server_drops_an_impossible_report(forged: str, sites: Sites) -> Non
 
     objective = Classification()
     sums = objective.site_sums(torch.zeros(5, 3), _labels([0, 1, 2, 1, 0]))
-    good = SiteScores(sums, torch.tensor([[3.0, 1.0], [2.0, 2.0]]).double(), torch.tensor(5), torch.tensor(0))
+    good = SiteScores(
+        sums,
+        torch.tensor([[3.0, 1.0], [2.0, 2.0]]).double(),
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor(5),
+        torch.tensor(0),
+    )
     assert flaw_of(objective, good, GROUPS, len(sums)) == ""
     bad = {
         "groups": replace(good, groups=good.groups * 9),

@@ -28,6 +28,10 @@ SERVER = "server"
 """The name of the server's own rows among the sites."""
 
 
+DEVICE_GROUP = 10
+"""The smallest number of rows that a device shows if its policy does not set `[limits] min_group`."""
+
+
 @dataclass(frozen=True)
 class EvaluationState:
     """The server's state of an evaluation job: the model, and the report of each site."""
@@ -122,7 +126,8 @@ class Evaluate(Algorithm):
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:
         """Score the model on the client's own rows."""
         rows = data if context.evaluation_client else data.test
-        return site_scores(context, got.params, rows, self.groups, rows.min_group), local
+        least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
+        return site_scores(context, got.params, rows, self.groups, least), local
 
 
 def _no_rows(context: ClientContext) -> torch.Tensor:

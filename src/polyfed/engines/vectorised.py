@@ -31,6 +31,7 @@ from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate
 from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
+from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData
 from polyfed.training.programs.cuda_graph import forget_graphs
@@ -187,7 +188,7 @@ class Vectorised(InProcess):
             node.receive(request, received[0])
         counts = tuple(self.registry.rows_of(group).values())
         _refuse_padding(request, made, counts)
-        _refuse_kept_padding(request, after, locals_, counts)
+        _refuse_kept_padding(request, after, locals_, counts, self.model)
         reply = node.release(request, inputs.apart(leaving), stacked=True)
         if left is not None:
             self.keep(dict(zip(group, left, strict=True)))
@@ -302,20 +303,30 @@ def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> 
             )
 
 
-def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Sequence[int]) -> None:
+def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Sequence[int], model: Model) -> None:
     """Refuse a new tensor of the local state whose length follows the number of rows, because it may contain padding.
+
+    A tensor of the model, under any prefix, is none: a client may happen to have as many rows as a layer has units.
 
     Raises:
         RecipeError: the length of a new tensor equals the padded number of rows.
     """
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
-        if is_new and _may_be_padded(value, counts):
+        if is_new and _may_be_padded(value, counts) and not _is_of_the_model(name, value, model):
             raise RecipeError(
                 f"task {request.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal "
                 "length cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark "
                 "the task with loop_because"
             )
+
+
+def _is_of_the_model(name: str, value: Tensor, model: Model) -> bool:
+    """Return whether `value` (K, ...) has the shape of the model's tensor of this name, which may have prefixes."""
+    template = model.template
+    while name and name not in template:
+        name = name.partition(".")[2]
+    return bool(name) and template[name].shape == value.shape[1:]
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:

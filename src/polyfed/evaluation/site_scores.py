@@ -12,12 +12,12 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
-from polyfed.objective.report import shown_groups, wilson
+from polyfed.objective.report import LEVELS, at_levels, coarsened, shown_groups, wilson
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 
@@ -31,11 +31,13 @@ class SiteScores(Message):
 
     `sums` (S,) are the objective's `site_sums`, and `num_rows` is the number of rows in them. `groups` (G, 1 + W) has a
     row for each value of each column: the number of rows of the group, and the objective's `group_sums`. A hidden group
-    is 0. `hidden` is 1 if the site has hidden a class or a group, because it has too few rows.
+    is 0. `levels` (K,) says how far the bins of each histogram in `sums` are joined (`objective.report.coarsened`).
+    `hidden` is 1 if the site has hidden a class or a group, because it has too few rows.
     """
 
     sums: Tensor = carries("statistic", dtype="sums", shape=(None,), tells=HISTOGRAM)
     groups: Tensor = carries("statistic", dtype="sums", shape=(None, None), tells=HISTOGRAM, within=None)
+    levels: Tensor = carries("statistic", dtype="int64", within=between(0, LEVELS), shape=(None,))
     num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
     hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
 
@@ -76,7 +78,11 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
             tables.append(torch.cat([torch.tensor([float(len(of))], dtype=torch.float64), sums]))
     assert total is not None, "a split of no rows has one part"
     groups = torch.stack(tables) if tables else torch.zeros(0, 0, dtype=torch.float64)
-    return SiteScores(total.double(), groups, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
+    total, levels = total.double().clone(), torch.zeros(0, dtype=torch.int64)
+    if (bins := objective.score_bins(total)) is not None:
+        joined, levels = coarsened(bins, least)
+        bins.copy_(joined)
+    return SiteScores(total, groups, levels, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
 
 
 def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) -> str:
@@ -93,6 +99,9 @@ def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) 
         return "has sums of another length than the job asks for"
     if bool((reply.groups[:, :1] < 0).any()) or float(reply.groups[:, :1].sum()) > rows * max(len(values), 1):
         return "counts more rows in its groups than it has"
+    bins = objective.score_bins(reply.sums.cpu())
+    if len(reply.levels) != (0 if bins is None else bins.shape[1]):
+        return "has levels of another length than the job asks for"
     return objective.site_flaw(reply.sums.cpu(), rows)
 
 
@@ -113,7 +122,7 @@ def summary(
     together = list(sites.values())
     pooled = _of_site(
         objective,
-        torch.stack([one.sums for one in together]).sum(0),
+        _pooled(objective, together),
         float(sum(int(one.num_rows) for one in together)),
         torch.stack([one.groups for one in together]).sum(0),
         values,
@@ -121,6 +130,19 @@ def summary(
     pooled["hidden"] = any(bool(one.hidden) for one in together)
     names = {} if class_names is None else {"classes": list(class_names)}
     return {"task": objective.NAME, "score": objective.SCORE, **names, "pooled": pooled, "sites": each}
+
+
+def _pooled(objective: Objective, sites: Sequence[SiteScores]) -> Tensor:
+    """Return the sums of all sites, with every histogram at the coarsest level of a site."""
+    levels = torch.stack([one.levels.cpu() for one in sites]).amax(0)
+    total = None
+    for one in sites:
+        sums = one.sums.cpu().clone()
+        if (bins := objective.score_bins(sums)) is not None:
+            bins.copy_(at_levels(bins, levels))
+        total = sums if total is None else total + sums
+    assert total is not None, "there is a site"
+    return total
 
 
 def _of_site(objective: Objective, sums: Tensor, rows: float, groups: Tensor, values: Values) -> dict[str, Any]:

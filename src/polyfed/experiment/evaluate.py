@@ -141,7 +141,7 @@ def job_of(
         recipe = named
     base = recipe_of(recipe)
     columns = {name: list(values) for name, values in (groups or {}).items()}
-    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1, personal=False))
+    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1))
     return replace(
         base,
         algorithm=method,

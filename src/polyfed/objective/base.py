@@ -195,6 +195,10 @@ class Objective(ABC):
         """Return the metrics of some rows with their intervals, given the `site_sums` of these rows."""
         return {name: Estimate(value) for name, value in self.measured(sums).items()}
 
+    def score_bins(self, sums: Tensor) -> Tensor | None:
+        """Return the histograms (2, K, BINS) in `site_sums`, which share its memory; None if it has none."""
+        return None
+
     def support(self, sums: Tensor) -> list[int]:
         """Return the number of rows of each class or with each known label, given `site_sums`; empty without any."""
         return []

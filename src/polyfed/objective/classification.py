@@ -137,6 +137,10 @@ class Classification(OfClasses):
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
         return torch.where(broken, torch.nan, found)
 
+    def score_bins(self, sums: Tensor) -> Tensor:
+        """Return the histograms; see `Objective.score_bins`."""
+        return self._site_parts(sums)[2]
+
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `site_sums` into the matrix, the three sums, and the histograms."""
         size = _classes_in(len(sums))

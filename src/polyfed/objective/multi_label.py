@@ -175,6 +175,10 @@ class MultiLabel(Objective):
         bins = report.histograms(outputs, real & (batch.y == 1), real & (batch.y == 0))
         return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
 
+    def score_bins(self, sums: Tensor) -> Tensor:
+        """Return the histograms; see `Objective.score_bins`."""
+        return self._site_parts(sums)[1]
+
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         labels = (len(sums) - REST) // (COUNTS + 2 * report.BINS)
         own = COUNTS * labels + REST

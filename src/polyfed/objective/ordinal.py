@@ -117,6 +117,10 @@ class Ordinal(OfClasses):
         bins = report.histograms(outputs, above & real, ~above & real)
         return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
 
+    def score_bins(self, sums: Tensor) -> Tensor:
+        """Return the histograms; see `Objective.score_bins`."""
+        return self._site_parts(sums)[1]
+
     def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         size = 2
         while size * size + 2 + 2 * report.BINS * (size - 1) < len(sums):

@@ -108,6 +108,37 @@ def histograms(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     return found
 
 
+LEVELS = BINS.bit_length() - 1
+"""The level of a histogram at which it has one bin. Each level joins two neighbouring bins of the one before."""
+
+
+def coarsened(bins: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    """Join neighbouring bins until each has `least` rows or none, because a bin of few rows tells their scores.
+
+    Args:
+        bins: histograms, (2, K, BINS).
+        least: the smallest number of rows of one side that a bin may have.
+
+    Returns:
+        The histograms with the count of each joined bin in its first place, and the level of each label, int64 (K,).
+    """
+    levels = torch.zeros(bins.shape[1], dtype=torch.int64)
+    for label in range(bins.shape[1]):
+        sides = bins[:, label]
+        while levels[label] < LEVELS and bool(((sides > 0) & (sides < least)).any()):
+            sides = sides.view(2, -1, 2).sum(-1)
+            levels[label] += 1
+    return at_levels(bins, levels), levels
+
+
+def at_levels(bins: Tensor, levels: Tensor) -> Tensor:
+    """Return histograms (2, K, BINS) with the bins of each label joined up to its level; see `coarsened`."""
+    found = torch.zeros_like(bins)
+    for label, level in enumerate(levels.tolist()):
+        found[:, label, :: 1 << level] = bins[:, label].view(2, -1, 1 << level).sum(-1)
+    return found
+
+
 def log_odds(logits: Tensor) -> Tensor:
     """Return the log-odds of each class against the others, (B, C): scores in the order of the probabilities."""
     log = logits.double().log_softmax(-1)

@@ -79,8 +79,8 @@ class Limits:
         min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
             the positive rows of a label. Default: `min_batch_size`.
         min_group: least number of rows of a class, or of a group by a column, that an evaluation job may show. Smaller
-            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer. It is never less
-            than `min_test_rows`.
+            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer. Bins of scores
+            with fewer rows are joined. It is never less than `min_test_rows`. If it is not set, it is 10 on a device.
         max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
         max_requests: most requests that the client answers in one round. Repeated requests count.
         max_requests_per_day: most requests that the device answers within 24 hours, in all runs together.
