@@ -186,6 +186,22 @@ def test_a_node_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any) -> None
     assert all(row["missing"] == {} for row in run.rounds)
 
 
+def test_a_node_that_joins_gets_workers(nodes: Any) -> None:
+    made = on_ray(replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=2))
+    parts = assemble(made)
+    try:
+        through(parts, 1)
+        before = parts.engine.pool.num  # type: ignore[attr-defined]
+        third = nodes.add_node(**NODE)
+        nodes.wait_for_nodes()
+        through(parts, 1)
+        assert parts.engine.pool.num == before + 1  # type: ignore[attr-defined]
+        assert len(parts.engine.pool.started) == before + 1  # type: ignore[attr-defined]
+    finally:
+        parts.engine.close()
+    nodes.remove_node(third)
+
+
 def test_a_run_that_was_stopped_on_nodes_resumes_in_one_process(nodes: Any, tmp_path: Path) -> None:
     made = replace(recipe(algorithm("scaffold")), rounds=4)
     whole = polyfed.run(alone(made))
