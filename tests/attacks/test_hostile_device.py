@@ -205,6 +205,17 @@ def test_a_node_of_a_simulation_is_known_by_its_number(tmp_path: Path) -> None:
     assert [device_of(grid, node) for node in (1, 2, 3, 9)] == ["node 1", "node 2", "node 3", "node 9"]
 
 
+def test_one_key_is_one_client_however_often_the_server_starts(tmp_path: Path) -> None:
+    """A rule counts clients, so a device that is several of them would count several times (a Sybil attack)."""
+    for _ in range(3):  # each start of the server asks the device to enrol once
+        members = Membership(tmp_path)
+        assert members.refusal(Packet(told(0).header()), "SHA256:one") == ""
+        for other in (1, 2):
+            refusal = members.refusal(Packet(told(other).header()), "SHA256:one")
+            assert f"SHA256:one is client 0, and now says that it is client {other}" in refusal
+    assert members.refusal(Packet(told(1).header()), "SHA256:two") == "", "the number is still free for its owner"
+
+
 def test_a_number_can_be_given_to_a_key_before_the_first_run(tmp_path: Path) -> None:
     (tmp_path / MEMBERS).write_text(json.dumps({"clients": {"0": "SHA256:one"}}))
     members = Membership(tmp_path)

@@ -1,5 +1,6 @@
 """What a study may say, and that all that is wrong with it is told at once."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from study_world import RECIPE, refused, table
 
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.study.plan import planned
-from polyfed.experiment.study.ranges import Range, flat_keys, values_of
+from polyfed.experiment.study.ranges import MOST_VALUES, Range, flat_keys, grid_size, values_of
+from polyfed.experiment.study.study_file import parse_study
 
 
 def cells(folder: Path, **changes):
@@ -38,6 +40,71 @@ def test_ranges_are_lists_of_numbers():
 def test_a_range_that_says_nothing_is_refused(entry, why):
     with pytest.raises((RecipeError, TypeError), match=why):
         values_of(entry)
+
+
+HOSTILE = [
+    None,
+    -1,
+    10**30,
+    float("nan"),
+    float("inf"),
+    "x" * 10_000,
+    "../../etc/passwd",
+    "a\0b",
+    [],
+    [[]],
+    [float("nan")] * 2,
+    {},
+    {"low": 0},
+    {"low": 0, "high": 10**15},
+    {"low": 0, "high": 10**400},
+    {"low": 0.0, "high": 1.0, "step": 1e-320},
+    {"low": 0.0, "high": 1.0, "count": 10**12},
+    {"low": 1, "high": float("inf")},
+    {"a": {"b": {"c": 1}}},
+    list(range(20_000)),
+]
+
+
+def places(entry, at=()):
+    """The path to every value of nested tables and lists."""
+    for key, value in entry.items() if isinstance(entry, dict) else enumerate(entry):
+        yield (*at, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*at, key))
+
+
+@pytest.mark.timeout(300)
+def test_a_hostile_value_at_any_place_ends_in_words_and_takes_neither_memory_nor_time(tmp_path):
+    study = table(
+        tmp_path,
+        scenarios={"few": {"set": {"clients": {"num": 3}}}},
+        grid={"train": {"lr": [0.1, 0.2]}},
+        methods={
+            "fedavg": {"search": {"train": {"momentum": [0.1, 0.5]}}},
+            "fedprox": {"grid": {"algorithm": {"mu": [0.1, 1.0]}}, "settings_of": "fedavg"},
+        },
+        search={"trials": 2, "seeds": [7], "keys": {"train": {"weight_decay": {"low": 0.0, "high": 0.1}}}},
+        when=[{"match": {"method": "fedprox", "train.lr": 0.2}, "skip": "too slow"}],
+    )
+    everywhere = list(places(study))
+    assert len(everywhere) > 30
+    for *above, last in everywhere:
+        for value in HOSTILE:
+            changed = copy.deepcopy(study)
+            place = changed
+            for key in above:
+                place = place[key]
+            place[last] = value
+            problems = []
+            parsed = parse_study(changed, problems, folder=tmp_path)
+            assert problems or parsed is not None
+            assert parsed is None or all(grid_size(parsed.grid_of(name)) <= MOST_VALUES for name in parsed.methods)
+
+
+def test_a_grid_of_too_many_runs_is_refused_before_any_is_planned(tmp_path):
+    told = refused(table(tmp_path, grid={"train": {"lr": {"low": 1, "high": 200}}, "seed": {"low": 1, "high": 200}}))
+    assert "the grid of 'fedavg': there are 40000 values, and at most 10000 are possible" in told
 
 
 def test_keys_are_written_as_in_toml():

@@ -106,6 +106,11 @@ class Membership:
         if enrolment.client in self.left_out:
             return f"client {enrolment.client} was left out: {self.left_out[enrolment.client]}"
         number = str(enrolment.client)
+        if own := [taken for taken, known in self._devices.items() if known == device and taken != number]:
+            return (
+                f"the device with key {device} is client {own[0]}, and now says that it is client {number}. One device "
+                f"is one client: correct its number, or the file {MEMBERS} in the run folder"
+            )
         if number not in self._devices:
             self._devices[number] = device
             self._write()

@@ -15,6 +15,9 @@ from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, check_ranges, checked
 WHOLE = ("kind", "name")
 """Keys that name a class. The options in a table with such a key depend on the class."""
 
+MOST_VALUES = 10_000
+"""The largest number of values of one key, and of combinations of the values of a grid."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
@@ -53,21 +56,37 @@ class Range:
         """The numbers of the range, ascending.
 
         Raises:
-            RecipeError: the numbers are not whole, and neither `step` nor `count` is given.
+            RecipeError: the numbers are not whole, and neither `step` nor `count` is given. Or there are too many.
         """
         if self.step is not None and self.count is not None:
             raise RecipeError("give step or count, not both")
         if self.count is not None:
+            refuse_many(self.count)
             spaced = np.geomspace if self.scale == "log" else np.linspace
             found = [float(f"{value:.6g}") for value in spaced(self.low, self.high, self.count)]
             return list(dict.fromkeys(round(v) for v in found)) if self.is_whole else found
         if self.step is None and not (self.is_whole and self.scale == "linear"):
             raise RecipeError("give count, the number of values")
         step = 1 if self.step is None else self.step
-        number = math.floor((self.high - self.low) / step + 1e-9) + 1
+        try:
+            number = (self.high - self.low) / step + 1
+        except OverflowError:
+            number = math.inf
+        refuse_many(number)
+        number = math.floor(number + 1e-9)
         if self.is_whole:
             return [int(self.low + place * step) for place in range(number)]
         return [float(f"{self.low + place * step:.12g}") for place in range(number)]
+
+
+def refuse_many(number: float) -> None:
+    """Refuse more values, or combinations of values, than a study can have.
+
+    Raises:
+        RecipeError: there are too many.
+    """
+    if not number <= MOST_VALUES:
+        raise RecipeError(f"there are {number:.6g} values, and at most {MOST_VALUES} are possible. Give fewer")
 
 
 def entry_of(entry: Any) -> list[Any] | Range:
@@ -77,9 +96,13 @@ def entry_of(entry: Any) -> list[Any] | Range:
         RecipeError: the entry is neither a list nor a range, or the list is empty or has a value twice.
     """
     if isinstance(entry, Mapping):
-        return Range(**checked("a range", Range, entry))
+        given = checked("a range", Range, entry)
+        if lacking := [bound for bound in ("low", "high") if bound not in given]:
+            raise RecipeError(f"{entry!r}: a range needs {' and '.join(lacking)}, as in {{ low = 1, high = 5 }}")
+        return Range(**given)
     if not isinstance(entry, list) or not entry:
         raise RecipeError(f"{entry!r} must be a list of values, or a range such as {{ low = 1, high = 5 }}")
+    refuse_many(len(entry))
     if len({repr(value) for value in entry}) < len(entry):
         raise RecipeError(f"{entry!r} has a value twice")
     return list(entry)
@@ -105,7 +128,7 @@ def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def grid_size(keys: Mapping[str, Any]) -> int:
-    """The number of combinations of the values of these keys."""
+    """The number of combinations of the values of these keys; see `entry_of` for errors."""
     return math.prod(len(values_of(entry)) for entry in keys.values())
 
 

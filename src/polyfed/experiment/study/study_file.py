@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.core.system.json_and_toml import parse_toml
-from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, sets, values_of
+from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
@@ -65,12 +65,14 @@ def parse_study(
     known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
     problems += [f"no key or section '{key}'; {did_you_mean(key, known)}" for key in table if key not in known]
     top = {key: value for key, value in table.items() if key in known and key not in SECTIONS}
+    rules = table.get("when", [])
+    if not isinstance(rules, list):
+        problems.append("'when' holds sections: write [[when]] and the keys below it")
+        rules = []
     parts: dict[str, Any] = {
         "methods": _named("methods", Method, table.get("methods", {}), problems),
         "scenarios": _named("scenarios", Scenario, table.get("scenarios", {}), problems),
-        "when": [
-            rule for entry in table.get("when", []) if (rule := _section("[[when]]", When, entry, problems)) is not None
-        ],
+        "when": [rule for entry in rules if (rule := _section("[[when]]", When, entry, problems)) is not None],
     }
     if "search" in table:
         parts["search"] = _section("[search]", Search, table["search"], problems)
@@ -80,7 +82,8 @@ def parse_study(
     if study is None:
         return None
     study = _with_scenario(study)
-    for check in (_check_matches, _check_values, _check_pruning, _check_settings_of, _check_metrics, _check_recipes):
+    checks = _check_matches, _check_values, _check_sizes, _check_pruning, _check_settings_of, _check_metrics
+    for check in (*checks, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
 
@@ -191,6 +194,17 @@ def _check_values(study: Study, problems: list[str]) -> None:
                 )
 
 
+def _check_sizes(study: Study, problems: list[str]) -> None:
+    """Check how many combinations each grid has, and empty a grid that has too many, so that nothing plans them."""
+    for name, method in study.methods.items():
+        try:
+            refuse_many(grid_size(study.grid_of(name)))
+        except RecipeError as error:
+            problems.append(f"the grid of '{name}': {error}")
+            method.grid.clear()
+            study.grid.clear()
+
+
 def _check_pruning(study: Study, problems: list[str]) -> None:
     """Check that trials which are compared after equal rounds have equal numbers of them."""
     if study.search is None or not study.search.prune:
@@ -261,11 +275,19 @@ def _check_recipes(study: Study, problems: list[str]) -> None:
         recipe = scenario.recipe or study.recipe
         if recipe is None:
             problems.append(f"[scenarios.{name}] recipe is missing, and the study has none for all scenarios")
-        elif not (study.folder / recipe).is_file():
+        elif not _is_file(study.folder / recipe):
             problems.append(f"[scenarios.{name}] recipe: {study.folder / recipe} does not exist")
         else:
             continue
         del study.scenarios[name]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is a file at a path, which may be too long for the system or hold a zero byte."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _check_matches(study: Study, problems: list[str]) -> None:
@@ -274,7 +296,7 @@ def _check_matches(study: Study, problems: list[str]) -> None:
         for word in NAMES:
             wanted = rule.match.get(word, [])
             for name in wanted if isinstance(wanted, list) else [wanted]:
-                if name not in known[word]:
+                if not isinstance(name, str) or name not in known[word]:
                     problems.append(f"[[when]] {number}: no {word} '{name}'; {did_you_mean(str(name), known[word])}")
         if not (rule.set or rule.unset or rule.skip):
             problems.append(f"[[when]] {number} changes nothing: give set, unset or skip")
