@@ -56,6 +56,7 @@ def carried_out(script: str, job: Path, **changes: str) -> tuple[int, list[str]]
 def test_a_job_script_starts_ray_on_all_nodes_and_then_the_run(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(job / "my recipe.toml")
     script = printed(capsys, "slurm", target, "--nodes", "3", "--gpus", "2", "--memory", "64G", "--out", "runs/a b")
+    assert json.loads(printed(capsys, "slurm", target, "--nodes", "3", "--json"))["script"] != script
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=my-recipe\n#SBATCH --nodes=3\n")
     head = script.split("\n\n")[0].splitlines()
     assert {"#SBATCH --gpus-per-node=2", "#SBATCH --mem=64G", "#SBATCH --requeue"} <= set(head)

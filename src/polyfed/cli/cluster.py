@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from polyfed.cli.application import HELP_OPTIONS
+from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
+from polyfed.cli.output import print_json
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_toml
 
@@ -72,26 +73,28 @@ def slurm(
     time: Annotated[str, typer.Option(metavar="H:MM:SS", help="The longest time of the job.")] = "8:00:00",
     setup: Annotated[str, typer.Option(metavar="COMMAND", help="What makes polyfed available on a node.")] = "",
     out: Out = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a job script for sbatch. It needs no internet."""
     for option, value, form in (("--time", time, r"[0-9:-]+"), ("--memory", memory, r"([0-9]+[KMGT]?)?")):
         if not re.fullmatch(form, value):
             raise RecipeError(f"{option} {value!r} is no value of sbatch. Write it as in --time 8:00:00 --memory 64G")
     name, words = _command(target, out)
-    typer.echo(
-        SLURM.format(
-            name=name,
-            nodes=nodes,
-            cores=cores,
-            time=time,
-            gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
-            ray_gpus=f" --num-gpus={gpus}" if gpus else "",
-            memory=f"#SBATCH --mem={memory}\n" if memory else "",
-            setup=f"{setup}\n" if setup else "",
-            command=shlex.join(words),
-        ),
-        nl=False,
+    script = SLURM.format(
+        name=name,
+        nodes=nodes,
+        cores=cores,
+        time=time,
+        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        ray_gpus=f" --num-gpus={gpus}" if gpus else "",
+        memory=f"#SBATCH --mem={memory}\n" if memory else "",
+        setup=f"{setup}\n" if setup else "",
+        command=shlex.join(words),
     )
+    if as_json:
+        print_json({"script": script})
+    else:
+        typer.echo(script, nl=False)
 
 
 @app.command("kubernetes")
@@ -104,8 +107,9 @@ def kubernetes(
     gpus: Gpus = 0,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each pod, as in 64Gi.")] = "16Gi",
     out: Out = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Print a RayJob for the KubeRay operator, as JSON: kubectl apply -f FILE. Paths are those on the claim."""
+    """Print a RayJob for the KubeRay operator, always as JSON: kubectl apply -f FILE. Paths are those on the claim."""
     try:
         release = version("ray")
     except PackageNotFoundError:
