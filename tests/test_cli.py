@@ -325,3 +325,14 @@ def test_the_command_needs_no_package_that_only_some_releases_of_typer_bring() -
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_quiet_prints_nothing_but_warnings_and_errors(polyfed_command, recipe, tmp_path):
+    assert polyfed_command("run", recipe, "--quiet", "--out", str(tmp_path / "one")) == (0, "", "")
+    code, out, err = polyfed_command("run", recipe, "--quiet", "--json", "--out", str(tmp_path / "two"))
+    assert (code, err) == (0, "")
+    assert json.loads(out)["algorithm"] == "fedavg"
+    code, out, err = polyfed_command("run", recipe, "-q", "--set", "train.lr=x", "--out", str(tmp_path / "three"))
+    assert code
+    assert not out
+    assert "[train] lr" in err

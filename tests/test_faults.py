@@ -158,7 +158,12 @@ def test_an_empty_cohort_is_a_round_without_effect() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 17])
 def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: Any, rows: int) -> None:
     made = recipe(algorithm("fedavg", selector=ALL), engine, encoders, data=Toy(rows=rows * 4 * 5 // 4, classes=2))
-    state = played(replace(made, clients=ClientsSpec(partition="iid", num=4)))[1]
+    made = replace(made, clients=ClientsSpec(partition="iid", num=4))
+    if rows == 1 and encoders is AWKWARD:  # one row has no batch statistics
+        with pytest.raises(RecipeError, match="every client has one training row, and the model has BatchNorm"):
+            played(made)
+        return
+    state = played(made)[1]
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
 
@@ -430,7 +435,7 @@ def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(n
     np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
     made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
     assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
-    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'\)"):
+    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'"):
         assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 

@@ -31,6 +31,8 @@ def test_metrics_are_one_number_in_each_row(done: polyfed.Run) -> None:
 def test_clients_are_counted_over_rounds(done: polyfed.Run) -> None:
     frame = done.clients
     assert frame.index.name == "client"
+    assert frame["rows"].sum() == sum(map(sum, frame["labels"])) > 0
+    assert set(", ".join(frame["modalities"]).split(", ")) == {"a", "b"}
     assert frame["asked"].sum() == sum(len(row["cohort"]) for row in done.rounds)
     last = done.rounds[-1].get("personal_accuracy", {})
     for client, value in frame["personal_score"].items():

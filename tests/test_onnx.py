@@ -1,5 +1,6 @@
 """Models as ordinary modules and as ONNX files, beside the predictions of the run."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,10 @@ def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
     folder = run.export(tmp_path / "onnx", onnx=True)
     path = folder / (f"client-{client:06d}.onnx" if private else "global.onnx")
     onnx.checker.check_model(onnx.load(path))
+    told = {one.key: json.loads(one.value) for one in onnx.load(path).metadata_props}
+    assert told["modalities"] == [one.name for one in onnx.load(path).graph.input]
+    assert told["task"] == "classification"
+    assert "classes" in told
     for x in (X, with_gaps()):
         (found,) = ReferenceEvaluator(str(path)).run(None, {m: value.numpy() for m, value in x.items()})
         torch.testing.assert_close(torch.from_numpy(found), run.predict(x, client=who), atol=1e-5, rtol=1e-4)

@@ -526,10 +526,10 @@ def test_deltas_cost_what_fedavg_costs_and_gradients_more() -> None:
 
 def test_it_is_told_when_nobody_trains_the_weak_modality_alone() -> None:
     method = paper(dominance_threshold=math.inf)
-    none = {"picked_by_ratio": 0.0}
+    none = {"picked.by_ratio": 0.0}
     assert "ratio_rule = 'quantile'" in method.concerns([none] * 3)[0]
     assert "lower dominance_quantile" in algorithm("cmsfed").concerns([none])[0]
-    assert method.concerns([none, {"picked_by_ratio": 1.0}]) == []
+    assert method.concerns([none, {"picked.by_ratio": 1.0}]) == []
     assert paper(modality_selection=False).concerns([none]) == []
     events: list[str] = []
     case = made("vectorised", dominance_threshold=math.inf, rounds=3)
@@ -537,7 +537,7 @@ def test_it_is_told_when_nobody_trains_the_weak_modality_alone() -> None:
     assert any(text.startswith("WARNING: no client that owns all modalities was picked") for text in events)
     assert "weak modality alone in 1 rounds" in finished.rounds[0]["concerns"][0]
     assert "weak modality alone in 3 rounds" in finished.result["concerns"][0]
-    assert finished.result["logged"]["picked_weak"] == 0.0
+    assert finished.result["logged"]["picked.weak"] == 0.0
 
 
 def test_the_result_names_no_part_that_had_an_effect_in_a_later_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,8 +551,8 @@ def test_clients_that_own_only_the_weak_modality_do_not_hide_that_the_ratio_rule
     clients = ClientsSpec(partition="iid", num=6, only={"a": [0], "b": [1]})
     for threshold, warnings in ((math.inf, 1), (-math.inf, 0)):
         result = run(made("vectorised", dominance_threshold=threshold, clients=clients)).result
-        assert result["logged"]["picked_weak"] > 0.0
-        assert (result["logged"]["picked_by_ratio"] == 0.0) == (threshold == math.inf)
+        assert result["logged"]["picked.weak"] > 0.0
+        assert (result["logged"]["picked.by_ratio"] == 0.0) == (threshold == math.inf)
         assert len(result["concerns"]) == warnings
 
 
@@ -573,7 +573,7 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
     assert state.choice.weak in ("a", "b", "c")
     logged = case.algorithm.observe(state)
     assert logged["imbalance_ratio"] >= 1.0
-    assert sum(logged[f"share_{m}"] for m in "abc") == pytest.approx(1.0)
+    assert sum(logged[f"share.{m}"] for m in "abc") == pytest.approx(1.0)
 
 
 def test_who_trains_alone_may_be_lost_and_the_round_goes_on() -> None:

@@ -172,13 +172,23 @@ class Untold(Message):
     z: Tree = carries("embeddings", shape=(None, "features"))
 
 
-def test_a_message_to_clients_states_every_size() -> None:
+@message
+class Untyped(Message):
+    """A message to clients that leaves a type open."""
+
+    strength: Tree = carries("statistic")
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Untold, "z .* cannot hold None"), (Untyped, "strength .* needs dtype=")])
+def test_a_message_to_clients_states_every_size_and_type(kind: Any, words: str) -> None:
     class Careless:
         @task()
-        def look(self, context: Any, data: Any, local: Tree, got: Untold) -> tuple[Untold, Tree]:
+        def look(self, context: Any, data: Any, local: Tree, got: Message) -> tuple[Message, Tree]:
             return got, local
 
-    with pytest.raises(AssertionError, match=r"Untold\.z goes to clients, so its shape cannot hold None"):
+        sends = replies = kind
+
+    with pytest.raises(AssertionError, match=rf"{kind.__name__}\.{words}"):
         types_of(Careless().look)
 
 

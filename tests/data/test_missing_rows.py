@@ -166,6 +166,15 @@ def test_training_equals_training_on_a_file_with_these_holes(tmp_path: Path) -> 
     assert ledger == same_ledger
 
 
+def test_runs_that_differ_in_their_holes_have_the_same_data() -> None:
+    columns = replace(BIG.load(), present={"b": torch.arange(24_000) % 3 > 0})
+    prints = {
+        spread(columns, key, missing_rows=rates).columns.fingerprint()
+        for key, rates in ((1, {}), (1, {"a": 0.4}), (2, {"a": 0.4, "b": 0.3}))
+    }
+    assert prints == {columns.fingerprint()}
+
+
 def test_the_folders_of_devices_hold_the_same_holes(tmp_path: Path) -> None:
     made = recipe(algorithm("fedavg"), clients=ClientsSpec(num=4, missing_rows={"a": 0.5}, personal_test=0.2))
     parts = played(replace(made, rounds=0))[0]

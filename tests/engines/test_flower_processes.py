@@ -170,3 +170,21 @@ def test_a_superlink_does_not_start_with_an_expired_certificate(tmp_path: Path) 
     with federation, pytest.raises(polyfed.core.errors.RecipeError, match="did not start"):
         federation.start_link()
     assert "server.pem expired on" in federation.log("link")
+
+
+def test_an_evaluation_job_on_three_supernodes_equals_the_simulation(tmp_path: Path) -> None:
+    from polyfed.deploy.app_folder import write_job
+    from polyfed.experiment.evaluate import job_of
+
+    recipe = recipe_for("fedavg", tmp_path)
+    recipe.write_text(recipe.read_text().replace("num = 3", "num = 3\npersonal_test = 0.3"))
+    polyfed.run(recipe, tmp_path / "trained", engine="sequential")
+    with Local(recipe, tmp_path / "fed") as federation:
+        for place in federation.nodes:
+            policy = place / "policy.toml"
+            policy.write_text(policy.read_text() + "\n[limits]\nmin_group = 1\n")
+        job = write_job(job_of(tmp_path / "trained", None), tmp_path / "job")
+        federation.start()
+        federation.run(job).wait(timeout=PATIENCE)
+    told = json.loads((tmp_path / "job" / "run" / "result.json").read_text())["evaluation"]
+    assert told["pooled"] == json.loads(json.dumps(polyfed.evaluate(tmp_path / "trained").content["pooled"]))

@@ -76,7 +76,7 @@ def by_hand(kind: str, scores: np.ndarray, y: np.ndarray, own: np.ndarray, cover
 
 @pytest.mark.parametrize("kind", ["split", "class"])
 @pytest.mark.parametrize("coverage", [0.5, 0.8, 0.9, 0.95])
-def test_sets_are_those_of_sorted_scores_and_of_crepes(kind: str, coverage: float) -> None:
+def test_sets_are_those_of_sorted_scores(kind: str, coverage: float) -> None:
     logits, y = drawn(1)
     test, _ = drawn(2)
     found = sets_of(kind, (logits, y), test, coverage).numpy()
@@ -86,6 +86,15 @@ def test_sets_are_those_of_sorted_scores_and_of_crepes(kind: str, coverage: floa
     exact = by_hand(kind, raw, y.numpy(), (1 - test.double().softmax(1)).numpy(), coverage)
     assert (found >= exact).all(), "bins only add classes"
     assert (found != exact).mean() < 0.01
+
+
+@pytest.mark.parametrize("kind", ["split", "class"])
+@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.9, 0.95])
+def test_sets_are_those_of_crepes(kind: str, coverage: float) -> None:
+    logits, y = drawn(1)
+    test, _ = drawn(2)
+    found = sets_of(kind, (logits, y), test, coverage).numpy()
+    bins, own = class_bins(logits).gather(1, y[:, None])[:, 0].numpy(), class_bins(test).numpy()
     crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
     for c in range(4):
         classifier = crepes.ConformalClassifier()
@@ -95,7 +104,7 @@ def test_sets_are_those_of_sorted_scores_and_of_crepes(kind: str, coverage: floa
         assert (found[:, c] == (p > 1 - coverage + 1e-12)).all()
 
 
-def test_intervals_are_those_of_sorted_errors_and_of_crepes_up_to_the_width_of_a_bin() -> None:
+def test_intervals_are_those_of_sorted_errors_up_to_the_width_of_a_bin() -> None:
     draw = torch.Generator().manual_seed(3)
     objective, y = Regression(), torch.randn(200, 2, generator=draw)
     y[:50, 1] = torch.nan
@@ -117,11 +126,17 @@ def test_intervals_are_those_of_sorted_errors_and_of_crepes_up_to_the_width_of_a
         assert bool((half >= exact).all())
         assert bool((half <= exact * 2 ** (1 / PER_OCTAVE) * (1 + 1e-9)).all())
         assert torch.allclose((found.high + found.low)[:, target] / 2, test[:, target].double())
-        crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
-        regressor = crepes.ConformalRegressor()
-        regressor.fit(errors.numpy())
-        theirs = regressor.predict_int(test[:, target].double().numpy(), confidence=0.9)
-        assert np.allclose((theirs[:, 1] - theirs[:, 0]) / 2, exact)
+
+
+def test_the_exact_width_of_an_interval_is_that_of_crepes() -> None:
+    crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
+    errors = torch.rand(187, generator=torch.Generator().manual_seed(5)).double() * 3
+    counts = torch.bincount(error_bins(errors), minlength=2 * 20 * PER_OCTAVE + 2)[None]
+    limit, _ = Conformal("split", "all", {"all": {"a": counts}}).limits("all", "a", 0.9)
+    regressor = crepes.ConformalRegressor()
+    regressor.fit(errors.numpy())
+    theirs = regressor.predict_int(np.zeros(1), confidence=0.9)
+    assert int(error_bins(torch.tensor(theirs[0, 1]))) == int(limit)
 
 
 def test_bins_cover_every_score() -> None:

@@ -214,15 +214,15 @@ def test_small_classes_and_groups_are_hidden_and_count_nowhere(tmp_path: Path) -
 
 def test_a_model_that_copies_a_feature_into_its_scores_tells_no_bin_of_few_rows(tmp_path: Path) -> None:
     """The server sends weights of its own choice: one logit is a feature, the others are 0."""
-    from safetensors.torch import load_file, save_file
+    from polyfed.experiment.running.warm_start import given_of, write_text_copy
 
     for limits, least in (("", 10), ("[limits]\nmin_group = 3\n", 3)):
         sites = Sites(tmp_path / str(least), POLICY + limits)
-        weights = {name: torch.zeros_like(value) for name, value in load_file(sites.app / "init.safetensors").items()}
+        weights = {name: torch.zeros_like(value) for name, value in given_of(sites.job, sites.app).items()}
         for name, value in weights.items():
             if name.startswith("a.") and value.dim() == 2:
                 value[0, 0] = 5.0
-        save_file(weights, sites.app / "init.safetensors")
+        write_text_copy(weights, sites.app)
         sites.serve(tmp_path / f"run{least}")
         state = polyfed.load_run(tmp_path / f"run{least}").state
         for one in state.sites.values():
@@ -320,7 +320,7 @@ def test_the_command_prints_json_csv_and_a_table_and_writes_a_page(sites: Sites,
     assert "all sites" in text
     assert "95 %" in text
     assert "<table>" in (tmp_path / "out" / "evaluation.html").read_text()
-    assert (Path(json.loads(called("--json", "--app", str(tmp_path / "app")))["app"]) / "init.safetensors").exists()
+    assert (Path(json.loads(called("--json", "--app", str(tmp_path / "app")))["app"]) / "init.json").exists()
 
 
 def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path) -> None:

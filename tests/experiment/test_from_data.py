@@ -246,5 +246,5 @@ def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     FRAME.assign(label=LABEL, a_0=100 + 5 * AUDIO[:, 0]).to_csv(tmp_path / "data.csv", index=False)
     reading = read_file(tmp_path / "data.csv", {})
     assert len(reads) == 1
-    assert reading.source.standardise == ("a",)
+    assert reading.source.standardise == "uneven"
     assert reading.columns.fingerprint() == reading.source.load().fingerprint()

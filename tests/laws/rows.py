@@ -67,7 +67,7 @@ ROWS: dict[str, Row] = {
     "fedbn": Row(encoders=LAYERNORM),
     "ditto": Row(),
     "apfl": Row(),
-    "pfedme": Row({"lam": 5.0}),
+    "pfedme": Row({"lam": 5.0, "inner_steps": 2}),
     "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),
     "fedogm": Row({"scale_params": "all_weights"}),

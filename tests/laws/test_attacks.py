@@ -36,12 +36,12 @@ def everyone(name: str, engine: str = "vectorised", **options: Any) -> Recipe:
     """The method's world with eight clients or more of nearly equal size, all of them in every round."""
     row = ROWS[name]
     if "selector" in ALGORITHMS[name].__dataclass_fields__:
-        options["selector"] = Uniform(participation=7 if name == "hfl" else 10)
+        options["selector"] = Uniform(participation=9 if name == "hfl" else 10)
     made = world(name, engine, **options)
     if name in ("hfm", "vfl"):
         return made
     if name == "hfl":
-        return replace(made, clients=replace(made.clients, silos=7))
+        return replace(made, clients=replace(made.clients, silos=9))
     holdings = [["a", "b"]] * 10 if "holdings" not in row.clients else made.clients.holdings
     return replace(made, clients=replace(made.clients, partition="iid", num=10, holdings=holdings))
 
@@ -141,7 +141,7 @@ OF_RULES = [
     (name, rule)
     for name in NAMES
     for rule in ("mean", *RULES)
-    if rule == "mean" or ("server" in ALGORITHMS[name].__dataclass_fields__ and name not in ("fedmsplit", "hfl"))
+    if rule == "mean" or ("server" in ALGORITHMS[name].__dataclass_fields__ and name != "fedmsplit")
 ]
 
 

@@ -181,3 +181,11 @@ def test_zero_rounds_leave_the_initial_model() -> None:
     parts, state, ledger = played(world("fedavg", "vectorised").__class__(**{**vars(world("fedavg")), "rounds": 0}))
     assert same(state.params, parts.initial)
     assert ledger == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_logged_number_has_a_caption(name: str) -> None:
+    made = replace(world(name), rounds=2)
+    _, state, _ = played(made)
+    families = {one.replace("/", ".").partition(".")[0] for one in made.algorithm.observe(state)}
+    assert families <= made.algorithm.captions.keys()

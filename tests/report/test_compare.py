@@ -1,7 +1,9 @@
 import json
 import statistics
+import tomllib
 
 import pytest
+import tomli_w
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare
@@ -111,3 +113,31 @@ def test_the_folder_of_a_study_is_no_run(tmp_path):
     (tmp_path / "study.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds a study and no run. .*index.html. .* write polyfed compare "):
         Folder(tmp_path)
+
+
+def run_of(made_run, name, **recipe):
+    folder = made_run(name)
+    written = tomllib.loads((folder / "recipe.toml").read_text())
+    for section, entry in recipe.items():
+        written[section] = entry if section == "rounds" else {**written.get(section, {}), **entry}
+    (folder / "recipe.toml").write_text(tomli_w.dumps(written))
+    return folder
+
+
+def test_what_a_recipe_permits_is_no_part_of_a_methods_name(made_run):
+    one = run_of(made_run, "one", algorithm={"name": "fedavg"}, egress={"a": {"server": ["parameters"]}})
+    two = run_of(made_run, "two", algorithm={"name": "fedprox"}, egress={"a": {"server": []}}, limits={"min_rows": 3})
+    assert [group.label for group in compare([one, two]).groups] == ["fedavg", "fedprox"]
+    same = run_of(made_run, "same", algorithm={"name": "fedavg"}, egress={"a": {"server": []}})
+    named = [group.label for group in compare([one, same]).groups]
+    assert len(set(named)) == 2, "if nothing else differs, the permission is the name"
+
+
+def test_different_models_in_one_table_are_said(made_run):
+    one = run_of(made_run, "one", algorithm={"name": "fedavg"}, model={"embedding": 8})
+    two = run_of(made_run, "two", algorithm={"name": "fedprox"}, model={"embedding": 64})
+    (note,) = [text for text in compare([one, two]).warnings if "[model]" in text]
+    assert "fedavg" in note
+    assert "fedprox" in note
+    again = run_of(made_run, "again", algorithm={"name": "fedprox"}, model={"embedding": 8})
+    assert not [text for text in compare([one, again]).warnings if "[model]" in text]

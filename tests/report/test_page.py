@@ -270,3 +270,34 @@ def test_comparison_page_holds_every_group_and_its_range(made_run, tmp_path):
     assert accuracy["series"][0]["high"] == pytest.approx([max(v) for v in zip(*rows[:3], strict=True)], rel=1e-5)
     assert accuracy["series"][1]["low"] == pytest.approx([min(v) for v in zip(*rows[3:], strict=True)], rel=1e-5)
     assert "±" in page.words
+
+
+def test_a_small_confusion_matrix_prints_its_counts_and_logged_numbers_have_captions(made_run):
+    folder = made_run()
+    facts = json.loads((folder / "run.json").read_text()) | {"captions": {"pull": "How strongly <it> pulls."}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    logged = [row | {"logged": {"pull": 0.5, "other": 1.0}} for row in rows]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    text = write_report(folder).read_text()
+    table = text.split('<table class="counts">')[1].split("</table>")[0]
+    assert [int(cell.split("<")[0]) for cell in table.split("<td>")[1:]] == [
+        9,
+        1,
+        0,
+        0,
+        2,
+        6,
+        2,
+        0,
+        0,
+        0,
+        0,
+        0,
+        5,
+        0,
+        0,
+        5,
+    ]
+    assert "How strongly &lt;it&gt; pulls." in text
+    assert "its page explains it" in text

@@ -131,6 +131,9 @@ class Algorithm(ABC):
     """Whether the method accepts clients that have a modality for only some of their rows. If not, it refuses them."""
     aligns_rows: ClassVar[bool] = False
     """Whether clients match their rows by sample ids. If so, a device whose data has no ids is refused."""
+    captions: ClassVar[Mapping[str, str]] = {}
+    """For each name that `observe` logs, or for its part before the first dot, a sentence for the chart. Names with a
+    common first part share a chart."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options. With `preset = "paper"`, a recipe uses this set for every option that it does not give."""
     only_evaluates: ClassVar[tuple[str, ...]] = ()
@@ -252,7 +255,7 @@ class Algorithm(ABC):
     # the log
 
     def observe(self, state: Any) -> dict[str, float]:
-        """Return numbers about the state to log after every round, by name."""
+        """Return numbers about the state to log after every round, by name; `captions` explains the names."""
         return {}
 
     def simulated_seconds(self, state: Any, times: Timetable) -> float:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +61,7 @@ def run(
         str | None,
         typer.Option(metavar="FILE", help="Write every event as a JSON line to a file; - is standard output."),
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
     """Run an experiment and print a short table of its results."""
     from polyfed.cli.printing import tables
@@ -82,15 +83,16 @@ def run(
     try:
         with (
             event_lines(events) as followers,
-            Progress() as progress,
+            nullcontext() if quiet else Progress() as progress,
             recipe_named(recipe, overrides),
             handling(interrupt, signal.SIGTERM),
         ):
-            finished = run_recipe(loaded, out=folder, resume=resume, listeners=[progress, *followers])
+            shown = [] if progress is None else [progress]
+            finished = run_recipe(loaded, out=folder, resume=resume, listeners=[*shown, *followers])
     except KeyboardInterrupt:
         again = shlex.join(["polyfed", "run", str(recipe), *set_options(overrides), "--resume", "--out", str(folder)])
         raise Interrupted(f"resume with: {again}") from None
-    if events == STANDARD_OUTPUT:
+    if events == STANDARD_OUTPUT or (quiet and not as_json):
         return
     where = f"files in {folder}, picture in {folder / REPORT}"
     answer(finished.result, tables.result_table(finished.result), where, as_json=as_json)

@@ -127,9 +127,11 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
 @lru_cache(maxsize=256)
 def _check_template(got: type[Message]) -> None:
-    """Check that a message to clients states every size, because a device compares what it receives with it."""
+    """Check that a message to clients states every size and type, which a device compares with what it receives."""
     for name, said in got.declared.items():
-        assert None not in (said.shape or ()), f"{got.__name__}.{name} goes to clients, so its shape cannot hold None"
+        where = f"{got.__name__}.{name} goes to clients, so"
+        assert None not in (said.shape or ()), f"{where} its shape cannot hold None"
+        assert said.kind != "statistic" or said.dtype, f"{where} it needs dtype=, such as 'float32'"
 
 
 @lru_cache(maxsize=256)

@@ -216,13 +216,17 @@ class Columns:
 
         The fingerprint covers the values on which a run depends. It covers the features of only some rows, because
         reading all features of a large data set would take as long as a round of training. These rows are evenly
-        spaced.
+        spaced. Modalities that `without` took from rows count as held, because the seed of a run decides which these
+        are, and runs that differ in their seed have the same data.
         """
+        blank = {name: column.blank for name, column in self.modalities.items() if column.blank is not None}
+        present = {name: mask | blank[name] if name in blank else mask for name, mask in self.present.items()}
+        present = {name: mask for name, mask in present.items() if name not in blank or not bool(mask.all())}
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
         parts = {"label": self.label, "split": self.split, "ids": self.ids, "client": self.client}
-        parts |= {f"{name}.present": mask for name, mask in self.present.items()}
-        parts |= {f"{name}.x": column.raw(some) for name, column in self.modalities.items()}
+        parts |= {f"{name}.present": mask for name, mask in present.items()}
+        parts |= {f"{name}.x": replace(column, blank=None).raw(some) for name, column in self.modalities.items()}
         for name, part in parts.items():
             if part is not None:
                 sha.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())

@@ -24,7 +24,7 @@ from polyfed.experiment.checks.privacy_faults import refuse_app
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, population_of
-from polyfed.experiment.running.warm_start import COPY, given_of, write_copy
+from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
 from polyfed.federation.attack import refuse_deployed
 from polyfed.model import Custom, user_classes
 from polyfed.privacy.egress.policy import Policy
@@ -79,7 +79,7 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _refuse_another(folder, project["project"]["name"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / APP).write_text(_APP, encoding="utf-8")
-    write_copy(given, folder)
+    write_text_copy(given, folder)
     (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
     return folder
@@ -234,7 +234,7 @@ def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
             "flwr": {
                 "app": {
                     "publisher": "polyfed",
-                    "fab-include": [APP, RECIPE, *([COPY] if recipe.model.init else [])],
+                    "fab-include": [APP, RECIPE, *([APP_COPY] if recipe.model.init else [])],
                     "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
                     "config": config,
                 }

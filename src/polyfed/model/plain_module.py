@@ -1,9 +1,10 @@
 """`PlainModule`: a trained model as an ordinary `torch.nn.Module`, and its export to ONNX."""
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ class _ByPosition(nn.Module):
         return self.module(dict(zip(self.module.reads, x, strict=True)))  # type: ignore[no-any-return]
 
 
-def write_onnx(module: PlainModule, path: Path) -> None:
+def write_onnx(module: PlainModule, path: Path, facts: Mapping[str, Any]) -> None:
     """Write a module as an ONNX file.
 
     The file has one input for each modality, with the modality's name, and the output `logits`, which holds
@@ -142,6 +143,11 @@ def write_onnx(module: PlainModule, path: Path) -> None:
 
     The inputs are samples that are not scaled yet, because the exported graph also contains the module's `scaling`. The
     number of rows is dynamic.
+
+    Args:
+        module: the module.
+        path: the file.
+        facts: what the file says about itself, such as its classes: keys and JSON values of its metadata.
 
     Raises:
         ModelError: PyTorch cannot export this model, or a package that the export needs is not installed.
@@ -160,7 +166,17 @@ def write_onnx(module: PlainModule, path: Path) -> None:
                 dynamic_axes={name: {0: "rows"} for name in (*names, "logits")},
                 dynamo=False,
             )
+        _describe(path, facts)
     except Exception as error:  # the exporter raises any exception for operations that it does not know
         why = next(iter(str(error).strip().splitlines()), "")
         fix = "pip install 'polyfed[onnx]'" if "not installed" in why else "Set onnx=False"
         raise ModelError(f"this model cannot be written as ONNX ({type(error).__name__}: {why}). {fix}") from error
+
+
+def _describe(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write facts into the metadata of an ONNX file."""
+    import onnx
+
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in facts.items()})
+    onnx.save(model, path)

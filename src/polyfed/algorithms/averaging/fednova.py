@@ -47,7 +47,7 @@ class NovaModel(Message):
     """The global model, and the length to which the client scales its update."""
 
     params: Tree = carries("parameters")
-    reference: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    reference: Tensor = carries("statistic", dtype="float32", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class FedNova(Averaging):
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
     placebo: Literal["none", "shuffled"] = "none"
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "effective_steps": "The effective number of local steps by which the server moves the global model.",
+        "length_ratio": "The largest over the smallest number of effective steps in the cohort; at 1, it is FedAvg.",
+    }
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = NovaModel
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

@@ -176,6 +176,11 @@ class CmsFed(Averaging):
     }
     reads_replies: ClassVar[tuple[str, ...]] = ("train_chosen", "learned", "_gradients")
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
+    captions: ClassVar[Mapping[str, str]] = {
+        "imbalance_ratio": "The confidence of the first modality over that of the second, or strongest over weakest.",
+        "share": "The share of each modality among the selected pairs of client and modality.",
+        "picked": "Clients that train all modalities, one alone, the weak one, or the weak one due to the ratio rule.",
+    }
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
@@ -474,7 +479,7 @@ class CmsFed(Averaging):
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
         """Warn if the ratio rule, which concerns only clients that own all modalities, has had no effect."""
-        if not self.modality_selection or any(row["picked_by_ratio"] for row in logged):
+        if not self.modality_selection or any(row["picked.by_ratio"] for row in logged):
             return []
         quantile = self.ratio_rule == "quantile"
         return [

@@ -182,18 +182,18 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     """Return the numbers that the log shows for a round.
 
     `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
-    it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected
-    (client, modality) pairs. `picked_all` is |S_M|, the number of clients that train all modalities. `picked_weak` is
+    it is the ratio of the strongest over the weakest. `share.<modality>` is each modality's share of the selected
+    (client, modality) pairs. `picked.all` is |S_M|, the number of clients that train all modalities. `picked.weak` is
     |S_w|, the number of clients that train only the weak modality. S_w may include clients that own no other modality.
-    `picked_by_ratio` is the number of clients in S_w that own all modalities. These clients are in S_w because of the
-    ratio rule. `picked_alone` is the number of clients that train only one modality, weak or not.
+    `picked.by_ratio` is the number of clients in S_w that own all modalities. These clients are in S_w because of the
+    ratio rule. `picked.alone` is the number of clients that train only one modality, weak or not.
     """
     mean = ratios.mean()
-    shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}
+    shares = {f"share.{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}
     ratio = {"imbalance_ratio": mean[ratios.modalities[-1]]} if len(mean) == 2 else {}
     if len(mean) > 2:
         ratio = {"imbalance_ratio": max(mean.values()) / min(mean.values())}
-    picked = {"picked_all": float(len(choice.train_all)), "picked_alone": float(len(choice.train_alone))}
-    picked["picked_weak"] = float(len(choice.train_weak))
-    picked["picked_by_ratio"] = float(sum(bool(ratios.complete[client]) for client in choice.train_weak))
+    picked = {"picked.all": float(len(choice.train_all)), "picked.alone": float(len(choice.train_alone))}
+    picked["picked.weak"] = float(len(choice.train_weak))
+    picked["picked.by_ratio"] = float(sum(bool(ratios.complete[client]) for client in choice.train_weak))
     return ratio | shares | picked

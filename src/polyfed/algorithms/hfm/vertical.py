@@ -125,6 +125,13 @@ class Vertical(Algorithm):
     labels_at: str = ""
     placebo: Literal["none", "shuffled"] = "none"
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "exchanges": "Exchanges of embeddings so far, in each silo.",
+        "local_rounds": "Local rounds so far: exchanges times [algorithm] local_rounds.",
+        "staleness": "How far embeddings moved since they were sent, relative to their norm; mean over devices.",
+        "silo_bytes": "Bytes that devices and their edge have exchanged inside the silos so far.",
+        "server_bytes": "Bytes between the silos and the server so far.",
+    }
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
     aligns_rows: ClassVar[bool] = True

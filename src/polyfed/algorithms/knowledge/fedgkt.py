@@ -121,6 +121,9 @@ class FedGKT(Algorithm):
             is allowed.
     """
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "loss_server": "The training loss of the server's network on the clients' features.",
+    }
     mixing: ClassVar[str] = "fedgkt distils the predictions from all modalities into each of them"
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
 

@@ -135,6 +135,12 @@ class PartialFL(Averaging):
     placebo: Literal["none", "noise", "shuffled", "frozen"] = "none"
     probe: bool = False
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "loss_local": "The training loss of the devices' local models; the mean over devices.",
+        "loss_server": "The training loss of the tower, the server's model; the mean over devices.",
+        "alignment": "The mean cosine between the global model's embeddings and the teacher's, for the same rows.",
+        "teacher_accuracy": "How many rows of a device are nearest to their class's mean in the teacher's embeddings.",
+    }
     mixing: ClassVar[str] = "partialfl distils one modality into another"
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED

@@ -112,6 +112,9 @@ class FedAmp(Algorithm):
         start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "pull": "The proximal term towards the cloud models as a share of the training loss; 0.02 hardly matters.",
+    }
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 

@@ -116,6 +116,11 @@ class Pfmml(Algorithm):
             mixing. `none` is the method of the paper.
     """
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "own_coefficient": "A device's mean coefficient for its own upload, by block; 1 takes nothing from others.",
+        "uploads": "How many devices sent a copy of each block in the round.",
+        "oldest": "The age, in rounds, of the oldest copy of each block at the server.",
+    }
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 

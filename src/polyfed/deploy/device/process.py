@@ -21,6 +21,7 @@ from polyfed.deploy.handlers import Deployed
 from polyfed.engines.flower import client_app
 from polyfed.engines.flower.device.worker import Duties, read_app, work
 from polyfed.engines.protocol import FAILED, reason
+from polyfed.experiment.running.warm_start import APP_COPY
 from polyfed.federation.wire_format import Packet
 
 WAITS = (
@@ -41,21 +42,23 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
 
     Args:
         fab: the bytes of the app in Flower's format.
-        folder: folder in which to store the text of the recipe, under the digest of the text.
+        folder: folder in which to store the texts of the recipe and of its warm start, under their digest.
 
     Raises:
         BadReply: polyfed did not write this app, or the ClientApp that the app names is not installed on this device.
     """
-    app = read_app(fab, RECIPE)
+    app = read_app(fab, RECIPE, APP_COPY)
     if app.client != CLIENT:
         raise BadReply(f"names the ClientApp '{app.client}'; only '{CLIENT}', which is installed here, is run")
-    place = folder / hashlib.sha256(app.recipe.encode()).hexdigest()
+    place = folder / hashlib.sha256(f"{len(app.recipe)}|{app.recipe}{app.model}".encode()).hexdigest()
     kept = sorted((old for old in folder.iterdir() if old != place), key=lambda old: old.stat().st_mtime)
     for old in kept[: 1 - KEPT_RECIPES]:
         shutil.rmtree(old, ignore_errors=True)
     place.mkdir(exist_ok=True)
     place.touch()
     (place / RECIPE).write_text(app.recipe, encoding="utf-8")
+    if app.model:
+        (place / APP_COPY).write_text(app.model, encoding="utf-8")
     return Deployed(place / RECIPE)
 
 

@@ -37,7 +37,7 @@ from polyfed.deploy.device.state_store import KEPT_RUNS
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.engines.protocol import RUN_NAME, RequestId
 from polyfed.experiment.running.checkpoint import sha256_of
-from polyfed.experiment.running.warm_start import COPY
+from polyfed.experiment.running.warm_start import copy_in
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet
@@ -71,8 +71,8 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     files = sorted(data.glob("*.npy")) if data.is_dir() else [data]
     stats = [(path.name, path.stat()) for path in files if path.exists()]  # the reader of the data names a missing file
     stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    copied = recipe.parent / COPY
-    init = sha256_of(copied) if copied.exists() else ""
+    copied = copy_in(recipe.parent)
+    init = "" if copied is None else sha256_of(copied)
     parts = (recipe.read_bytes(), node.policy_text, repr((node, stamps, init)).encode())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 

@@ -72,10 +72,11 @@ def scaled(recipe: Recipe, columns: Columns, rows: Tensor) -> Columns:
     """
     if columns.standardise == "uneven" and recipe.privacy is not None and recipe.privacy.unit == "example":
         return replace(columns, standardise=False)
-    whole = [name for name, column in columns.modalities.items() if whole_numbers(column)]
-    named = {name: recipe.model.encoders[name] for name in whole if name in recipe.model.encoders}
+    vectors = [name for name, column in columns.modalities.items() if len(column.shape) == 1]
+    named = {name: recipe.model.encoders[name] for name in vectors if name in recipe.model.encoders}
     ids = {name for name, spec in named.items() if isinstance(spec, TokenTransformer | HuggingFace)}
-    ids |= set(whole) if recipe.model.module is not None else set()
+    if recipe.model.module is not None:
+        ids |= {name for name in vectors if whole_numbers(columns.modalities[name])}
     return fitted(columns, rows, named.keys() - ids, ids)
 
 

@@ -56,7 +56,7 @@ class DataOptions(TypedDict, total=False):
         model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects, and the
             `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
         train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
-            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`,
+            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`, `stop`,
             `tracking`, `task`.
     """
 
@@ -91,6 +91,7 @@ class DataOptions(TypedDict, total=False):
     attack: Mapping[str, Any]
     network: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
+    stop: Mapping[str, Any]
     tracking: Mapping[str, Any]
     task: Mapping[str, Any]
 

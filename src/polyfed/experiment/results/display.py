@@ -66,8 +66,11 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     return pd.DataFrame(rows, columns=["round", "group", "metric", "value"])
 
 
-def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return a row for each client that was in a cohort or was evaluated. The index is the client's number.
+def clients_frame(rounds: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    """Return a row for each client that is known, was in a cohort or was evaluated. The index is the client's number.
+
+    The columns `rows`, `modalities` and `labels` say what a client holds: its number of training rows, its modalities,
+    and its training rows of each class.
 
     The column `asked` holds the number of rounds in which the client was in the cohort and received a request. The
     column `missing` holds the number of rounds in which its reply was missing. The column `personal_score` holds the
@@ -75,9 +78,11 @@ def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 
     Args:
         rounds: rows of rounds.jsonl.
+        known: the entries `clients` of run.json.
     """
     import pandas as pd
 
+    facts = {int(one["id"]): one for one in known}
     asked: dict[int, int] = {}
     missing: dict[int, int] = {}
     accuracy: dict[int, float] = {}
@@ -88,9 +93,12 @@ def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
             missing[client] = missing.get(client, 0) + 1
         scores = row.get("personal_accuracy") or row.get("personal_score", {})
         accuracy |= {int(client): value for client, value in scores.items()}
-    index = pd.Index(sorted({*asked, *missing, *accuracy}), name="client")
+    index = pd.Index(sorted({*facts, *asked, *missing, *accuracy}), name="client")
     return pd.DataFrame(
         {
+            "rows": pd.array([facts.get(client, {}).get("rows") for client in index], dtype="Int64"),
+            "modalities": [", ".join(facts.get(client, {}).get("modalities", ())) for client in index],
+            "labels": [facts.get(client, {}).get("labels") for client in index],
             "asked": [asked.get(client, 0) for client in index],
             "missing": [missing.get(client, 0) for client in index],
             "personal_score": pd.Series([accuracy.get(client) for client in index], index, dtype="float64"),

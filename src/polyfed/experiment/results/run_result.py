@@ -53,6 +53,7 @@ class Run:
         model: the model, as functions of a Tree of parameters.
         folder: the folder of the run's files, or None if it wrote none.
         models: the trained models; `params`, `personal`, `predict` and `export` use them.
+        facts: the content of run.json, with at most 1000 clients.
         best: the models of the best round (`[stop] metric`), or None without validation rows.
     """
 
@@ -63,6 +64,7 @@ class Run:
     folder: Path | None
     models: Models = field(repr=False)
     best: Models | None = field(default=None, repr=False)
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         """A short text, without the many numbers of `state` and `model`."""
@@ -89,8 +91,12 @@ class Run:
 
     @property
     def clients(self) -> "pd.DataFrame":
-        """One row per client: in how many rounds it was `asked` and `missing`, and its last `personal_score`."""
-        return clients_frame(self.rounds)
+        """One row per client: what it holds, and how it took part.
+
+        `rows`, `modalities` and `labels` (training rows of each class) are what it holds. `asked` and `missing` count
+        rounds, and `personal_score` is its last one.
+        """
+        return clients_frame(self.rounds, self.facts.get("clients", ()))
 
     @property
     def params(self) -> Tree:
@@ -332,7 +338,7 @@ def load_run(folder: str | Path) -> Run:
         last = result, records.rounds(), content["state"], model, folder, models(content, result.get("conformal"))
     except ValueError as error:
         raise CheckpointError(f"{folder / RESULT}: {error}. {RESTORE}") from error
-    return Run(*last, None if best is None else models(best))
+    return Run(*last, None if best is None else models(best), records.facts())
 
 
 def _facts_of(recipe: Recipe, model: Model, facts: Mapping[str, Any], policy: Policy, given: Tree) -> Federation:

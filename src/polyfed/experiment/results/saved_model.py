@@ -75,7 +75,9 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
             sums[_file_of(client)] = _write_tree(models.tree_of(client), draft / _file_of(client))
         for name in [name for name in sums if onnx and name != FROZEN]:
             who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
-            write_onnx(models.module(who), (draft / name).with_suffix(".onnx"))
+            module = models.module(who)
+            facts = {"modalities": list(module.reads), "task": models.task.NAME, "classes": models.class_names}
+            write_onnx(module, (draft / name).with_suffix(".onnx"), facts)
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
         for path in (draft / DESCRIPTION, draft):
             sync(path)

@@ -273,6 +273,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         **({"init": {"sha256": digest(assembly.given)}} if assembly.given else {}),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
+        "captions": dict(assembly.algorithm.captions),
     }
 
 

@@ -150,7 +150,7 @@ class _Loop:
         if self.best is not None:
             own = self.best["locals"] if engine.keeps_locals else None
             best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
-        return Run(result, self.rounds, state, self.assembly.model, folder, models, best)
+        return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
 
     def _conformal(self) -> dict[str, Any] | None:
         """The counts of conformal prediction from the last round, if there are any."""

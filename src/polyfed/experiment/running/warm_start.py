@@ -4,12 +4,14 @@ A run keeps a copy of these values in its folder, and an app carries one to the 
 the other run again.
 """
 
+import base64
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from polyfed.algorithms import NAMED
 from polyfed.core.errors import CheckpointError, DataError, NotAllowed, RecipeError, did_you_mean
@@ -23,7 +25,10 @@ from polyfed.experiment.running.run_state import load_content
 from polyfed.model import Model
 
 COPY = "init.safetensors"
-"""The copy of the values in the folder of a run or of an app."""
+"""The copy of the values in the folder of a run."""
+
+APP_COPY = "init.json"
+"""The copy of the values in the folder of an app: a safetensors file as base64, because apps hold only text."""
 
 DESCRIPTION, GLOBAL, FROZEN = "model.json", "global.safetensors", "frozen.safetensors"
 """Files of a folder that `Run.export` wrote."""
@@ -44,9 +49,8 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
     path = recipe.model.init
     if not path:
         return {}
-    copied = None if folder is None else folder / COPY
-    if copied is not None and copied.exists():
-        found = _read(copied)
+    if (copied := copy_in(folder)) is not None:
+        found = _read_text(copied) if copied.name == APP_COPY else _read(copied)
     elif restricted():
         raise NotAllowed(
             f"[model] init = '{path}' names a file, and the app carries no copy of it. Write the app again with "
@@ -122,8 +126,30 @@ def _read(path: Path) -> Tree:
         raise DataError(f"{path} is no safetensors file that can be read: {error}. Restore it from a copy") from error
 
 
+def copy_in(folder: Path | None) -> Path | None:
+    """Return the copy of the values in the folder of a run or of an app, or None."""
+    paths = [] if folder is None else [folder / name for name in (COPY, APP_COPY)]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _read_text(path: Path) -> Tree:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        return {name: value.to(torch.float32) for name, value in load(base64.b64decode(content["safetensors"])).items()}
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path.name} of the app cannot be read: {error}. Write the app again") from error
+
+
+def write_text_copy(given: Tree, folder: Path) -> None:
+    """Write the values into the folder of an app."""
+    if given:
+        content = save({name: value.cpu().contiguous().clone() for name, value in given.items()})
+        text = json.dumps({"safetensors": base64.b64encode(content).decode()})
+        (folder / APP_COPY).write_text(text, encoding="utf-8")
+
+
 def write_copy(given: Tree, folder: Path) -> None:
-    """Write the values into the folder of a run or of an app, so that it does not need their source again."""
+    """Write the values into the folder of a run, so that it does not need their source again."""
     if given:
         save_file({name: value.cpu().contiguous().clone() for name, value in given.items()}, folder / COPY)
         sync(folder / COPY)

@@ -14,7 +14,7 @@ from polyfed.evaluation.subsets import SUBSET, WORST
 from polyfed.report.comparison.cells import Cell, Column
 from polyfed.report.comparison.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.comparison.labels import flat, labels_of, method_of, parts_of
-from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run
+from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run, other_models
 from polyfed.report.formatting import MISSING
 from polyfed.report.reading.run_folder import Folder, finished
 from polyfed.report.reading.study_folder import Absent, NamedRun, absent_of, runs_of
@@ -117,16 +117,17 @@ class Comparison:
     def warnings(self) -> tuple[str, ...]:
         """Return the groups' notes, and warnings about values that readers of the comparison could misunderstand.
 
-        There are six reasons for a warning: a study has runs that are not finished, and are therefore not compared;
-        several groups consist of the same runs; a group has no global model, so its scores are those of clients' own
-        models; the runs of a group do not all have the same data; several runs of a group have the same seed and fold;
-        a group has the settings that the search chose for another method.
+        There are seven reasons for a warning: groups have different models; a study has runs that are not finished,
+        and are therefore not compared; several groups consist of the same runs; a group has no global model, so its
+        scores are those of clients' own models; the runs of a group do not all have the same data; several runs of a
+        group have the same seed and fold; a group has the settings that the search chose for another method.
         """
         found = [*self.not_compared]
         twins: dict[tuple[Path, ...], list[str]] = {}
         for group in self.groups:
             twins.setdefault(tuple(folder.path for folder in group.folders), []).append(group.name)
         found += [f"{' and '.join(names)}: {SHARED_RUNS}" for names in twins.values() if len(names) > 1]
+        found += other_models(self.groups)
         for group in self.groups:
             if any(name.startswith(OWN_MODELS) for name in group.cells):
                 found.append(

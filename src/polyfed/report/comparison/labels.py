@@ -9,6 +9,10 @@ from polyfed.report.reading.run_folder import Folder
 IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
 
+UNNAMED = ("egress.", "limits.")
+"""The first words of the recipe's keys that permit what a method does. Methods are named by the other differences, and
+by these only if there are no others."""
+
 SCENARIO = ("data.", "clients.", "rounds")
 """The first words of the recipe's keys that describe the scenario. They are the same for all methods of one
 scenario."""
@@ -94,9 +98,20 @@ def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
         twins = [other for other, n in zip(methods, names, strict=True) if n == name]
         own = [k for k in method if k not in common and any(o.get(k) != method[k] for o in twins)]
         keys = [key for key in differing if key != head] + own
+        keys = [key for key in keys if not key.startswith(UNNAMED)] if _named_apart(methods, head) else keys
         words = [f"{_short(key, method)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES]]
         labels.append(" ".join([name, *words]))
     return labels
+
+
+def _named_apart(methods: Sequence[Mapping[str, Any]], head: str) -> bool:
+    """Return whether different tables differ in more than what they permit, so that their names need not say it."""
+
+    def named(method: Mapping[str, Any]) -> str:
+        return repr(sorted((key, value) for key, value in method.items() if not key.startswith(UNNAMED)))
+
+    whole = {repr(sorted(method.items())) for method in methods}
+    return len({named(method) for method in methods}) == len(whole)
 
 
 def _short(key: str, method: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Notes about several runs of one method: warnings of the runs, and parts of the method that had no effect."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,3 +31,23 @@ def notes_of(runs: Sequence[Iterable[str]]) -> list[str]:
         first if len(rest) + 1 == len(runs) else f"{first} ({len(rest) + 1} of {len(runs)} runs)"
         for first, *rest in found.values()
     ]
+
+
+def other_models(groups: Sequence[Any]) -> list[str]:
+    """Return a sentence if groups of a comparison have different sections [model], with the sizes of the models."""
+    models: dict[str, list[str]] = {}
+    sizes: dict[str, Any] = {}
+    for group in groups:
+        for folder in group.folders:
+            model = json.dumps(folder.recipe.get("model", {}), sort_keys=True, default=str)
+            names = models.setdefault(model, [])
+            if group.name not in names:
+                names.append(group.name)
+            sizes[model] = folder.result.get("num_parameters")
+    if len(models) < 2:
+        return []
+    told = "; ".join(
+        f"{', '.join(names)}: {sizes[model]:,} parameters" if sizes[model] else ", ".join(names)
+        for model, names in models.items()
+    )
+    return [f"the runs have {len(models)} different sections [model], so the methods are not alone compared ({told})"]

@@ -1,6 +1,6 @@
 """The charts of a run's report, as data. The script of the page draws the charts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -84,7 +84,7 @@ def binned(values: Values, step: int) -> list[float | None]:
     return [float(f"{sum(part) / len(part):.6g}") if part else None for part in kept]
 
 
-def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
+def charts_of(history: History, modalities: Sequence[str], captions: Mapping[str, str]) -> list[Chart]:
     """The charts about the whole run. A chart is left out if it has no values."""
     charts = [
         accuracy(history, modalities),
@@ -95,7 +95,7 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
         traffic(history),
         timing(history),
         *prices(history),
-        *logged(history, modalities),
+        *logged(history, modalities, captions),
     ]
     return [chart for chart in charts if chart.has_values]
 
@@ -237,7 +237,7 @@ def prices(history: History) -> list[Chart]:
     return charts
 
 
-def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
+def logged(history: History, modalities: Sequence[str], captions: Mapping[str, str]) -> list[Chart]:
     """Return a chart for each name that the algorithm logs. `name.part` is a curve in the chart of `name`."""
     families: dict[str, dict[str, Values]] = {}
     for name, values in history.group("logged.").items():
@@ -251,7 +251,7 @@ def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
             for place, (part, values) in enumerate(parts.items())
         ]
         title = family.replace("_", " ")
-        caption = "Logged by the algorithm."
+        caption = captions.get(family, "A number that the method logs; its page explains it.")
         charts.append(Chart(f"logged-{number}", title, caption, "number", history.rounds, series))
     return charts
 

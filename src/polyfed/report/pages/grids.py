@@ -19,6 +19,9 @@ MOST_SIDE = 100
 MOST_CLASSES = 200
 """The largest number of rows in the table of classes."""
 
+MOST_COUNTED = 12
+"""The most rows and columns of a grid whose counts are printed."""
+
 LONGEST_NAME = 40
 """The largest number of characters of a class name on the page."""
 
@@ -47,6 +50,11 @@ class Grid:
     counts: Sequence[Sequence[float]]
     row_word: str
     column_word: str
+
+    @property
+    def counted(self) -> bool:
+        """Whether the page also prints the counts: they fit on a phone and on paper."""
+        return max(len(self.rows), len(self.columns)) <= MOST_COUNTED
 
     def table(self) -> dict[str, Any]:
         """The grid as data for the page's script."""

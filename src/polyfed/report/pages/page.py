@@ -103,7 +103,7 @@ def sections_of(
 ) -> dict[str, list[charts.Chart]]:
     """Return the charts of each section of the page, without charts that have no values."""
     found = {
-        "curves": charts.charts_of(past, modalities),
+        "curves": charts.charts_of(past, modalities, folder.facts.get("captions", {})),
         "quality": client_charts.calibration(folder),
         "clients": client_charts.gains(past, folder, baseline),
         "updates": client_charts.norms(past, modalities),

@@ -94,9 +94,8 @@ class Npz(Source):
         """Read and check the arrays."""
         arrays, problems = Arrays(self.path), Problems()
         self._check_names(arrays)
-        held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names", "ids")}
-        if self.ids == ROWS and ROWS not in arrays:
-            held["ids"] = None
+        held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names")}
+        held["ids"] = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
         read: dict[str, Any] = {
             "labels": problems.attempt(lambda: arrays[self.label]) if self.label else None,
             "clients": self._read(held["client"], arrays.__getitem__, problems),
@@ -109,7 +108,6 @@ class Npz(Source):
         masks = {name: f"{name}_present" for name in self.modalities if f"{name}_present" in arrays}
         features = {name: self._read(name, arrays.features, problems) for name in self.modalities}
         present = {name: self._read(mask, arrays.integers, problems) for name, mask in masks.items()}
-        problems.raise_all()
         if read["ids"] is None and self.ids == ROWS:
             read["ids"] = ROWS
         roles = {"label": self.label, "known": self.known, "ids": held["ids"]} | {
@@ -121,6 +119,7 @@ class Npz(Source):
             modalities={name: values for name, values in features.items() if values is not None},
             present={name: mask for name, mask in present.items() if mask is not None},
             layout=self.layout,
+            faulty=tuple(name for name, values in features.items() if values is None),
             declared=True,
             owned=True,
             called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},

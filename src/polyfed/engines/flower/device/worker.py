@@ -45,6 +45,9 @@ PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
 """Largest size in bytes of a text that this process reads from an app."""
 
+LONGEST_MODEL = 2**24
+"""Largest size in bytes of the text with the values of a warm start."""
+
 LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
 """Seconds between two queries for a task, while no task runs and while a task runs."""
 
@@ -60,18 +63,21 @@ class AppTexts(NamedTuple):
     Attributes:
         client: the app's ClientApp, as `module:attribute`.
         recipe: the text of the app's recipe.
+        model: the text with the values of a warm start; "" without one.
     """
 
     client: str
     recipe: str
+    model: str = ""
 
 
-def read_app(fab: bytes, recipe: str) -> AppTexts:
+def read_app(fab: bytes, recipe: str, model: str = "") -> AppTexts:
     """Read an app without running or installing its code.
 
     Args:
         fab: the bytes of the zip file.
         recipe: name of the recipe's file in the zip file.
+        model: name of the file with the values of a warm start, which the zip file may lack.
 
     Raises:
         BadReply: the zip file is not a complete app that polyfed wrote.
@@ -80,16 +86,17 @@ def read_app(fab: bytes, recipe: str) -> AppTexts:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             project = parse_toml(_text(archive, PROJECT))
             client = project["tool"]["flwr"]["app"]["components"]["clientapp"]
-            return AppTexts(str(client), _text(archive, recipe))
+            given = _text(archive, model, LONGEST_MODEL) if model in archive.namelist() else ""
+            return AppTexts(str(client), _text(archive, recipe), given)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
         raise BadReply(f"is not an app that polyfed wrote ({error})") from None
 
 
-def _text(archive: zipfile.ZipFile, name: str) -> str:
+def _text(archive: zipfile.ZipFile, name: str, longest: int = LONGEST_TEXT) -> str:
     with archive.open(name) as file:
-        text = file.read(LONGEST_TEXT + 1)
-    if len(text) > LONGEST_TEXT:
-        raise ValueError(f"{name} is longer than {LONGEST_TEXT} bytes")
+        text = file.read(longest + 1)
+    if len(text) > longest:
+        raise ValueError(f"{name} is longer than {longest} bytes")
     return text.decode("utf-8")
 
 
