@@ -79,7 +79,7 @@ def main() -> None:
     given = words.parse_args()
     recipe = load_recipe(RECIPE, [f"clients.num={given.clients}", f"rounds={given.rounds}", "evaluate.every=0"])
     size = sum(polyfed.check(recipe).facts["blocks"].values())
-    cpus = recipe.engine.client_cpus
+    cpus = recipe.deployment.client_cpus
     found = {"clients": given.clients, "bytes_each_way": size, "floor": floor(given.clients, given.rounds, size, cpus)}
     found["round"] = seconds(polyfed.run(recipe, engine="flower"))
     found["training_in_one_process"] = seconds(polyfed.run(recipe, engine="sequential"))

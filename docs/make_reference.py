@@ -4,12 +4,8 @@ from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli.printing import catalogue
-from polyfed.data import SOURCES
-from polyfed.experiment.recipes.overrides import SECTIONS
-from polyfed.experiment.results.tracking import TRACKERS
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.model import ENCODERS
-from polyfed.objective import OBJECTIVES
-from polyfed.selection import SELECTORS
 
 HEAD = """# Recipes
 
@@ -65,21 +61,18 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
 def reference() -> str:
     """The text of docs/recipes.md."""
     parts = [HEAD]
-    for section, cls in SECTIONS.items():
-        if isinstance(cls, type):
-            parts.append(f"## [{section}]\n\n{table(catalogue.options(cls))}")
-    for title, registry, section in (
-        ("Encoders", ENCODERS, '[model.encoders] NAME = { kind = "..." }'),
-        ("Data sources", SOURCES, "[data] name"),
-        ("Tasks", OBJECTIVES, "[task] name"),
-        ("Selectors", SELECTORS, "[selection] name"),
-        ("Trackers", TRACKERS, "[tracking] name"),
-    ):
+    named = [("Encoders", ENCODERS, '[model.encoders] NAME = { kind = "..." }')]
+    for name, section in SECTIONS.items():
+        if section.classes is not None and name != "algorithm":
+            named.append((section.title, section.classes, f"[{name}] name"))
+        elif section.classes is None and section.cls is not None:
+            parts.append(f"## [{name}]\n\n{table(catalogue.options(section.cls))}")
+    for title, registry, place in named:
         members = {
             name: ("", catalogue.options(registry[name], ("kind", "participation", "overselect")))
             for name in sorted(registry)
         }
-        parts += [f"## {title}: `{section}`\n", group(members)]
+        parts += [f"## {title}: `{place}`\n", group(members)]
     methods = {
         name: (
             f"{catalogue.headline(ALGORITHMS[name])} [Its page](algorithms/{name}.md).\n",

@@ -15,7 +15,7 @@ import polyfed
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.data.sources import Toy
 from polyfed.experiment.recipes.recipe import parse_recipe
-from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.checkpoint import sha256_of
@@ -220,14 +220,14 @@ def deployed(case: str, folder: Path) -> polyfed.Run:
     from polyfed.engines.flower import GridTransport
     from polyfed.experiment.running.loop import execute
 
-    recipe = replace(made(case, encoders=PLAIN), engine=EngineSpec(name="flower", relay="server-sees"))
+    recipe = replace(
+        made(case, encoders=PLAIN), engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees")
+    )
     grid = grid_of(recipe, folder / "nodes")
     transport = GridTransport(grid)
     assert len(transport.enrol(grid.clients, 30)) == grid.clients
     records = Records(folder / "run", resume=False)
-    return execute(
-        recipe, records, Emitter([]), population=population_of(recipe), engine=engine_by(transport, recipe.engine)
-    )
+    return execute(recipe, records, Emitter([]), population=population_of(recipe), engine=engine_by(transport, recipe))
 
 
 @pytest.mark.parametrize("case", ["pfmml", "vfl", "creamfl"])

@@ -3,7 +3,9 @@
 import ast
 import inspect
 import runpy
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,11 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.recipes.from_data import DataOptions
+from polyfed.experiment.recipes.overrides import apply
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.recipes.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "polyfed"
@@ -209,6 +216,31 @@ def test_functions_stay_short(path: Path) -> None:
             assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
+OURS = {"algorithm", "assembly", "clock", "engine", "fed", "federation", "gate", "ledger", "parts", "policy", "recipe"}
+"""Names under which the objects of a run go from hand to hand: those of `Assembly`, and the `Assembly` itself."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nobody_sets_attributes_of_a_run_from_outside(path: Path) -> None:
+    """What the objects of a run need is given when they are made, and only their own methods change it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for target in targets_of(node):
+            if isinstance(target, ast.Attribute):
+                holder = ast.unparse(target.value).rpartition(".")[2]
+                assert holder not in OURS, f"{path.name}:{target.lineno} sets {ast.unparse(target)} from outside"
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to, with the parts of tuples."""
+    if isinstance(node, ast.Assign):
+        found = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        found = [node.target]
+    else:
+        return []
+    return [part for target in found for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+
+
 def test_flower_and_ray_are_imported_in_one_place_each() -> None:
     for path in FILES:
         names = {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}
@@ -248,6 +280,20 @@ def test_fedprox_is_a_few_lines_of_its_own() -> None:
     (cls,) = [n for n in tree.body if isinstance(n, ast.ClassDef)]
     code = [n for n in ast.walk(cls) if isinstance(n, ast.stmt) and not isinstance(n, ast.Expr)]
     assert len(code) <= 6, "class, field, def, and two statements"
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_every_section_has_its_place_in_files_overrides_options_and_docs(name: str) -> None:
+    section, reference = SECTIONS[name], (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    home = Recipe if not section.of_algorithm else Averaging
+    assert section.field in {f.name for f in fields(home)}
+    assert name in DataOptions.__annotations__ or name in ("data", "engine"), "those two are arguments of polyfed.run"
+    assert f"## [{name}]\n" in reference or f"`[{name}] name`" in reference or f"`[{name}.*]`" in reference
+    table: dict[str, Any] = {}
+    apply(table, f"{name}.key=1")
+    assert table == {name: {"key": 1}}
+    with pytest.raises(RecipeError, match=rf"{name}"):
+        parse_recipe({name: 1})
 
 
 def test_the_reference_of_recipes_is_current() -> None:

@@ -10,7 +10,7 @@ import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
@@ -90,7 +90,8 @@ def test_on_flower_a_request_closes_at_the_replies_that_are_needed(
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     from engines.direct import grid_of, joined, played
 
-    made = replace(timed("flower", None, **spec), rounds=1)
+    quorum = {"min_replies": spec.pop("min_replies", 1)}
+    made = replace(timed("flower", None, **quorum), rounds=1, deployment=DeploymentSpec(**spec))
     parts = joined(made, grid_of(made, tmp_path))
     seen, exchange = [], parts.engine.transport.exchange  # type: ignore[attr-defined]
 

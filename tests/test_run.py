@@ -146,7 +146,7 @@ class Lost(Averaging):
 
 def test_a_merge_without_return_is_told_what_to_return() -> None:
     for ends in (polyfed.run, check):
-        with pytest.raises(RecipeError, match=r"test_run:Lost: a round returned None .*return state\.with_"):
+        with pytest.raises(RecipeError, match=r"Lost: `round` returned NoneType, not a .*return state\.with_"):
             ends(recipe(Lost(train=Train(lr=0.1))))
 
 

@@ -13,6 +13,7 @@ from polyfed.core.request import Request, Send
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.recipes.engine_choice import engine_of
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Answer
@@ -115,6 +116,12 @@ def recipe(method: Algorithm, engine: str | EngineSpec = "sequential", encoders:
     return replace(base, **changes)
 
 
+def on_device(made: Recipe, **terms: Any) -> Assembly:
+    """The parts of a recipe, whose engine is under the terms of a device: `limits`, `required` or `on_device`."""
+    build = engine_of(made)
+    return assemble(made, engine=lambda *parts, **options: build(*parts, **{**options, **terms}))
+
+
 def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
     """Have some clients' replies to a task get lost on the way; the list fills with who was lost."""
     engine, lost = parts.fed.engine, list[int]()
@@ -140,9 +147,7 @@ def played(made: Recipe) -> tuple[Assembly, Any, list[dict[str, Any]]]:
 def through(parts: Assembly, rounds: int) -> Any:
     """The state after these rounds."""
     fed, method = parts.fed, parts.algorithm
-    fed.begin(0)
-    state = method.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
+    state: Any = parts.start()
     for round in range(1, rounds + 1):
         fed.begin(round)
         state = method.round(state, fed)

@@ -13,6 +13,7 @@ from polyfed.core.schema import checked
 from polyfed.data.sources import Memory
 from polyfed.experiment.recipes.from_data import DataOptions, make_recipe, with_data
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
+from polyfed.experiment.recipes.sections import misplaced
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.results.run_result import Run
@@ -65,7 +66,8 @@ def run(
             raise RecipeError(f"'{engine}' is not an engine; {did_you_mean(engine, ENGINES)}")
         engine = {"name": engine}
     changes = {**(engine or {}), **({} if device is None else {"device": device})}
-    recipe = replace(recipe, engine=replace(recipe.engine, **checked("[engine]", EngineSpec, changes)))
+    chosen = checked("[engine]", EngineSpec, changes, advice=misplaced)
+    recipe = replace(recipe, engine=replace(recipe.engine, **chosen))
     if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
         raise RecipeError(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "

@@ -84,8 +84,8 @@ def test_a_resumed_placebo_equals_the_uninterrupted_one(name: str, placebo: str,
     found = checkpoint.load(tmp_path, modules)
     assert found is not None
     again = assemble(made)
-    again.engine.locals, state = found[1]["locals"], found[1]["state"]
-    again.fed.template = getattr(state, "params", again.initial)
+    state = found[1]["state"]
+    again.resume(state, found[1]["locals"], 2)
     again.fed.begin(3)
     assert checkpoint.digest(made.algorithm.round(state, again.fed)) == checkpoint.digest(whole)
 

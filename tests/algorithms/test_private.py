@@ -253,7 +253,7 @@ def test_over_flower_the_clients_keep_their_private_blocks(tmp_path: Path) -> No
         Records(tmp_path / "run", resume=False),
         Emitter([]),
         population=population_of(told),
-        engine=engine_by(transport, told.engine),
+        engine=engine_by(transport, told),
     )
     there = polyfed.run(alone)
     assert run.result["state_sha256"] == there.result["state_sha256"]

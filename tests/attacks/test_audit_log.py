@@ -243,7 +243,7 @@ def test_what_cannot_be_booked_does_not_leave_and_what_did_not_leave_is_not_book
 
     devices.handler = listening  # type: ignore[assignment]
     recipe = devices.app / "recipe.toml"
-    recipe.write_text(recipe.read_text() + "min_replies = 3\n")
+    recipe.write_text(recipe.read_text() + "[engine]\nmin_replies = 3\n")
     AuditLog(folder).prepare()
     module, name = {
         "the ledger": (client_runtime, "book"),

@@ -52,7 +52,7 @@ b = { kind = "mlp", hidden = [8] }
 name = "scaffold"
 [egress.b]
 server = ["parameters", "gradients", "statistic"]
-[engine]
+[deployment]
 enrol_seconds = 2.0
 min_nodes = 2
 message_megabytes = 1
@@ -83,7 +83,7 @@ def said(folder: Path, shape: list[int], capsys: Any, recipe: str = RECIPE) -> s
     [
         (
             [2**24],
-            "it would need a tensor of 536,870,912 bytes ([engine] message_megabytes = 1). If this shape is right",
+            "it would need a tensor of 536,870,912 bytes ([deployment] message_megabytes = 1). If this shape is right",
         ),
         ([25_000], "its parameters would take 800,"),  # it would fit, but SCAFFOLD sends control variates too
     ],
@@ -103,7 +103,7 @@ def test_the_only_holder_of_a_modality_cannot_make_the_server_build_an_enormous_
     told = said(tmp_path, shape, capsys)
     assert "client 3: for samples of 'b' with shape" in told
     assert words in told
-    assert "set [engine] shapes = { b = [...] }" in told
+    assert "set [deployment] shapes = { b = [...] }" in told
     assert "no client that takes part has 'b', so the model has no encoder for it" in told
     assert "starting with 3 of 4 clients" in told
     assert largest[0] < 2**18

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 
 from engines.federations import recipe_for, until
 from polyfed.deploy.credentials import _authority, _secret, _server
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,7 +65,7 @@ def test_a_device_sends_nothing_to_a_server_whose_certificate_has_expired(
     days: int, talks: bool, tmp_path: Path
 ) -> None:
     """With a valid certificate the same device talks, so that the test shows something."""
-    federation = Local(recipe_for("fedavg", tmp_path), tmp_path / "fed")
+    federation = LocalFederation(recipe_for("fedavg", tmp_path), tmp_path / "fed")
     authority, ca = _authority()
     key, certificate = _server(authority, ca, ["127.0.0.1"], days=days)
     folder = federation.credentials

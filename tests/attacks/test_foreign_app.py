@@ -27,7 +27,7 @@ from engines.federations import PATIENCE, Surrounded, recipe_for, until
 from polyfed.core.errors import BadReply, PolyfedError, RecipeError
 from polyfed.deploy.app_folder import CLIENT, RECIPE
 from polyfed.deploy.device.process import KEPT_RECIPES, handler_for
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.engines.flower.device.worker import LONGEST_TEXT
 from polyfed.engines.flower.server.public_port import PUBLIC, FleetOnly
 from polyfed.experiment.recipes.recipe import load_recipe
@@ -204,7 +204,7 @@ def sentinel(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def federation(sentinel: Path, tmp_path_factory: Any) -> Iterator[Local]:
+def federation(sentinel: Path, tmp_path_factory: Any) -> Iterator[LocalFederation]:
     """Only the processes of devices know the sentinel's path, so that nothing on the server can write it."""
     folder = tmp_path_factory.mktemp("federation")
     told = {client: {"SENTINEL": str(sentinel)} for client in range(3)}
@@ -218,7 +218,7 @@ def federation(sentinel: Path, tmp_path_factory: Any) -> Iterator[Local]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("client", ["thief:app", CLIENT])
 def test_a_hostile_server_gets_no_code_onto_a_device(
-    client: str, federation: Local, sentinel: Path, tmp_path: Path
+    client: str, federation: LocalFederation, sentinel: Path, tmp_path: Path
 ) -> None:
     """Submitted on the server's own machine, the worst case. With polyfed's own name the app also shadows polyfed."""
     recipe = "" if client != CLIENT else (federation.app / RECIPE).read_text()
@@ -255,7 +255,7 @@ def call(port: int, path: str, ca: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_stranger_with_the_public_certificate_can_neither_submit_nor_list_nor_register(
-    federation: Local, sentinel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    federation: LocalFederation, sentinel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca = federation.credentials / "ca.pem"
     stranger = tmp_path / "home"
@@ -280,7 +280,7 @@ def test_a_stranger_with_the_public_certificate_can_neither_submit_nor_list_nor_
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc to see who listens where")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_commands_are_taken_on_loopback_only(federation: Local) -> None:
+def test_commands_are_taken_on_loopback_only(federation: LocalFederation) -> None:
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
     where = {port: host for host, port in (entry.split(":") for entry in listening)}
     for port in federation.ports:

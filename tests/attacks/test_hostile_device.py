@@ -120,14 +120,14 @@ def test_clients_without_the_last_classes_stay() -> None:
 
 def test_without_a_majority_the_log_says_what_to_pin() -> None:
     found = Admission.of(blind(), [told(0), told(1, (7,))], 2, Emitter())
-    assert "no shape of 'a' has a majority; set [engine] shapes" in found.left_out[0]
+    assert "no shape of 'a' has a majority; set [deployment] shapes" in found.left_out[0]
     found = Admission.of(blind(), [told(0), told(1, classes=9)], 2, Emitter())
-    assert found.left_out[1] == "two clients report different numbers of classes; set [engine] classes"
+    assert found.left_out[1] == "two clients report different numbers of classes; set [deployment] classes"
 
 
 def test_a_pin_that_contradicts_the_servers_own_rows_is_the_owners_fault(tmp_path: Path) -> None:
-    recipe = load_recipe(Devices(tmp_path).recipe, ["engine.classes=2"])
-    with pytest.raises(DataError, match=r"\[engine\] classes = 2, but the server's own rows have 4"):
+    recipe = load_recipe(Devices(tmp_path).recipe, ["deployment.classes=2"])
+    with pytest.raises(DataError, match=r"\[deployment\] classes = 2, but the server's own rows have 4"):
         Admission.of(recipe, [], 3, Emitter())
 
 
@@ -140,7 +140,7 @@ def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(t
     emit = Emitter([lambda event, **facts: notes.append(facts["text"])])
     known = [told(0, rows=90), told(1, rows=2**40 - 1), told(2, rows=110)]
     assert capped_rows(known, 10.0, emit) == {0: 90, 1: 1100, 2: 110}
-    assert notes == ["WARNING: client 1 reports 1099511627775 rows; 1100 count ([engine] rows_cap = 10)"]
+    assert notes == ["WARNING: client 1 reports 1099511627775 rows; 1100 count ([deployment] rows_cap = 10)"]
     assert capped_rows(known, 0.0, emit)[1] == 2**40 - 1
     assert capped_rows(known[:2], 10.0, emit)[1] == 900, "of two clients the smaller one is the median"
     population = Admission.of(blind(), known, 3, Emitter()).population(Emitter())
@@ -298,7 +298,7 @@ def test_with_silos_the_server_waits_for_every_device_of_every_silo() -> None:
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "hfm-mfeat.toml")
     assert expected(recipe) == 10 * 6
     with pytest.raises(RecipeError, match="10 silos of 6 devices are 60 devices"):
-        expected(replace(recipe, engine=replace(recipe.engine, nodes=1)))
+        expected(replace(recipe, deployment=replace(recipe.deployment, nodes=1)))
 
 
 def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: Any) -> None:

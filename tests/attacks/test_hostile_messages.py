@@ -22,7 +22,7 @@ from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.device.store import STORE, TABLES
 from polyfed.engines.protocol import FAILED, REPLY
 from polyfed.experiment.checks.requirement_checks import release_of
-from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec, Recipe
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.requirements import Requirements
@@ -33,7 +33,7 @@ COUNTED = Limits(max_requests=10**6, max_requests_per_day=10**6, max_runs_per_da
 
 def deployed(made: Recipe) -> Recipe:
     """Two rounds of clients with test rows of their own, behind a transport."""
-    made = replace(made, rounds=2, engine=EngineSpec(name="flower", relay="server-sees"))
+    made = replace(made, rounds=2, engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees"))
     return replace(made, clients=replace(made.clients, personal_test=0.2))
 
 

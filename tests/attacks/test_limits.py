@@ -34,7 +34,7 @@ from polyfed.objective.regression import Regression
 from polyfed.privacy.egress.limits import Limits
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import steps_trained, usable_rows
-from world import algorithm, recipe, through
+from world import algorithm, on_device, recipe, through
 
 FLOOR = Limits(min_batch_size=8, min_steps=3)
 
@@ -42,8 +42,7 @@ FLOOR = Limits(min_batch_size=8, min_steps=3)
 def refused(made: Recipe, limits: Limits, words: str) -> None:
     """Refused under these limits before anything leaves, and let out without them."""
     through(assemble(made), 1)
-    parts = assemble(made)
-    parts.engine.limits = limits
+    parts = on_device(made, limits=limits)
     with pytest.raises(EgressError, match=words):
         through(parts, 1)
     assert parts.ledger.bytes_up == 0
@@ -121,9 +120,9 @@ def test_a_training_above_the_limits_is_what_it_is_without_them(name: str) -> No
     train = Train(lr=0.1, batch_size=8, epochs=3)
     egress = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
     made = recipe(algorithm(name, train=train), rounds=2, egress=egress)
-    free, bound = assemble(made), assemble(made)
-    last = min(int(n) % 8 or 8 for n in bound.engine.registry.num_rows)  # so no batch is left out
-    bound.engine.limits = Limits(min_rows=5, min_batch_size=last, min_steps=3)
+    free = assemble(made)
+    last = min(int(n) % 8 or 8 for n in free.engine.registry.num_rows)  # so no batch is left out
+    bound = on_device(made, limits=Limits(min_rows=5, min_batch_size=last, min_steps=3))
     a, b = through(free, 2).params, through(bound, 2).params
     assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -135,8 +134,7 @@ def test_a_client_with_too_few_rows_takes_no_part() -> None:
 def rows_seen(limits: Limits, train: Train) -> list[int]:
     """The number of rows in every batch that the first client's training used."""
     made = recipe(algorithm("fedavg", train=train), rounds=1)
-    parts, seen = assemble(made), list[int]()
-    parts.engine.limits = limits
+    parts, seen = on_device(made, limits=limits), list[int]()
     loss = parts.model.logits
 
     def counting(w: Any, batch: Any) -> Any:
@@ -323,7 +321,9 @@ STATED = "[limits]\nmin_batch_size = 16\nmax_rounds = 5\nmin_rows = 3\n"
 
 
 def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: Any) -> None:
-    devices = device(tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[engine]", STATED + "[engine]"))
+    devices = device(
+        tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[deployment]", STATED + "[deployment]")
+    )
     place = devices.places[1]
     config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
     with pytest.raises(SystemExit) as stop:
@@ -340,7 +340,9 @@ def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: 
 
 
 def test_a_device_refuses_what_breaks_the_limits_that_the_recipe_states(tmp_path: Path) -> None:
-    devices = device(tmp_path, "min_rows = 2", RECIPE.replace("[engine]", "[limits]\nmin_rows = 1000\n[engine]"))
+    devices = device(
+        tmp_path, "min_rows = 2", RECIPE.replace("[deployment]", "[limits]\nmin_rows = 1000\n[deployment]")
+    )
     words = r"refused to enrol: it has fewer training rows than \[limits\] min_rows = 1000 of the recipe"
     with pytest.raises(EgressError, match=words):
         devices.serve(tmp_path / "run")

@@ -295,7 +295,7 @@ def test_a_message_that_never_left_is_not_booked(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_an_unanswered_request_and_a_dropped_reply_are_no_findings(tmp_path: Path) -> None:
-    devices = Devices(tmp_path, RECIPE + "min_replies = 2\n")
+    devices = Devices(tmp_path, RECIPE + "[engine]\nmin_replies = 2\n")
     handler = devices.handler
 
     def late(packet: Any, config: Any) -> Any:
@@ -313,7 +313,7 @@ def test_an_unanswered_request_and_a_dropped_reply_are_no_findings(tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_a_request_that_never_arrived_does_not_count_as_agreeing(tmp_path: Path) -> None:
-    devices = Devices(tmp_path, RECIPE + "min_replies = 2\n")
+    devices = Devices(tmp_path, RECIPE + "[engine]\nmin_replies = 2\n")
     handler = devices.handler
 
     def deaf(packet: Any, config: Any) -> Any:

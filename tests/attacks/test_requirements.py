@@ -33,7 +33,7 @@ from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.differential.accounting import Accounting, epsilon_of_all
 from polyfed.privacy.egress.requirements import Requirements
-from world import through
+from world import on_device, through
 
 BASE = """
 seed = 3
@@ -58,7 +58,7 @@ lr = 0.1
 [algorithm]
 name = "fedavg"
 aggregation = "uniform"
-[engine]
+[deployment]
 enrol_seconds = 2.0
 """
 LOCAL = '[privacy]\nunit = "client"\nnoise_at = "client"\ndelta = 0.01\nclip_norm = 0.5\n'
@@ -204,8 +204,7 @@ def test_a_field_without_protection_is_refused_unless_the_device_accepts_its_kin
 @pytest.mark.parametrize("name", ["fedavg", "partialfl", "fedproto", "fedgkt", "splitfed", "cmsfed"])
 def test_nothing_without_protection_passes_the_gate(name: str, required: Requirements) -> None:
     """Embeddings, prototypes, gradients, labels and statistics, of methods that send them."""
-    parts = assemble(law_world(name))
-    parts.engine.required = required
+    parts = on_device(law_world(name), required=required)
     listed = parts.engine.announcement(parts.fed.clients.modalities)
     assert not any(row.allowed for row in listed.rows.values())
     with pytest.raises(EgressError, match=r"refused to send .*\[require\] "):
@@ -214,8 +213,7 @@ def test_nothing_without_protection_passes_the_gate(name: str, required: Require
 
 
 def test_only_masked_parts_and_keys_pass_the_gate_of_a_device_that_demands_masks() -> None:
-    parts = assemble(secured(small()))
-    parts.engine.required = Requirements(secure_aggregation=True)
+    parts = on_device(secured(small()), required=Requirements(secure_aggregation=True))
     rows = parts.engine.announcement(parts.fed.clients.modalities).rows.values()
     assert all(row.allowed for row in rows)
     assert {row.message for row in rows if not row.masked} == {"PublicKeys", "EncryptedShares", "RevealedShares"}

@@ -43,7 +43,7 @@ from polyfed.privacy.egress.limit_guard import rows_of_classes
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.policy import ACCEPT, Policy
 from polyfed.privacy.egress.requirements import Requirements
-from world import algorithm, recipe, through
+from world import algorithm, on_device, recipe, through
 
 TEXT = """
 seed = 1
@@ -151,8 +151,7 @@ def test_a_recipe_cannot_open_what_the_device_keeps_shut() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_method_sends_may_come_in_under_its_own_policy(case: str) -> None:
     """The rule stops no method: each runs on a device under the policy that its replies need."""
-    parts = assemble(replace(with_tests(CASES[case]()), rounds=1))
-    parts.engine.on_device = True  # without the allowance for simulations
+    parts = on_device(replace(with_tests(CASES[case]()), rounds=1), on_device=True)  # no allowance for simulations
     through(parts, 1)
 
 
@@ -513,8 +512,7 @@ def test_nothing_else_may_tell_of_a_small_class(rows: bool) -> None:
     made = recipe(Careless(train=algorithm("fedavg").train, rows=rows), rounds=1)
     made = replace(made, egress={"labels": {"server": ["labels"]}})
     through(assemble(made), 1)
-    parts = assemble(made)
-    parts.engine.limits = Limits(min_rows_per_class=500)
+    parts = on_device(made, limits=Limits(min_rows_per_class=500))
     with pytest.raises(
         EgressError, match="min_rows_per_class = 500 of the device, and the reply tells of a class with"
     ):
@@ -526,8 +524,7 @@ def test_nothing_else_may_tell_of_a_small_class(rows: bool) -> None:
 def test_no_method_tells_of_a_small_class(case: str) -> None:
     """Over all methods: what is declared per class is zero for small classes, or the reply is refused."""
     made = with_tests(CASES[case]())
-    parts = assemble(replace(made, rounds=1))
-    parts.engine.limits = Limits(min_rows_per_class=10**6)
+    parts = on_device(replace(made, rounds=1), limits=Limits(min_rows_per_class=10**6))
     told: list[str] = []
     alone = parts.engine.run_received
 

@@ -30,7 +30,7 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
 from polyfed.deploy.launch import _services
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.processes import HOST, ServerPorts, free_ports
 from polyfed.deploy.server import monitor as server_monitor
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
@@ -375,7 +375,7 @@ def test_a_request_that_dawdles_does_not_keep_a_device_from_its_tasks() -> None:
 @pytest.mark.timeout(1200)
 def test_a_federation_tells_its_status_to_those_who_may_know(tmp_path: Path) -> None:
     metrics, remote, device = free_ports(3)
-    with Local(recipe_for("fedavg", tmp_path), tmp_path / "fed") as federation:
+    with LocalFederation(recipe_for("fedavg", tmp_path), tmp_path / "fed") as federation:
         federation.start_link("--metrics-port", str(metrics), "--status-port", str(remote), "--log-format", "json")
         for client in range(3):
             federation.start_node(client, **({"metrics_port": str(device)} if client == 0 else {}))

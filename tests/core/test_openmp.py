@@ -153,10 +153,9 @@ def test_a_server_with_workers_starts_no_threads_for_small_replies(kind: str, mo
     server = ServerOptimiser(optimiser="avgm")
     made = recipe(algorithm("fedavg", server=server), EngineSpec(name=kind, workers=2), wide)  # type: ignore[arg-type]
     parts = assemble(made)
-    parts.fed.watch = ClientUpdates().watch
     try:
         state = through(parts, 1)  # forks the workers
-        with using_threads(3):
+        with using_threads(3), parts.fed.watched(ClientUpdates().watch):
             end_idle_threads()
             before = threads()
             state = parts.algorithm.round(state, parts.fed)

@@ -39,7 +39,7 @@ batch_size = 16
 lr = 0.1
 [algorithm]
 name = "scaffold"
-[engine]
+[deployment]
 enrol_seconds = 2.0
 """
 

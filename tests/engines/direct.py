@@ -24,17 +24,15 @@ def joined(recipe: Recipe, grid: DirectGrid, run: str = "run") -> Assembly:
     transport = GridTransport(grid)
     answers = transport.enrol(grid.clients, 30)
     assert len(answers) == grid.clients
-    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe.engine))
+    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe))
 
 
 def played(recipe: Recipe, parts: Assembly) -> tuple[Any, list[dict[str, Any]]]:
     """All rounds: the final state, and the server's ledger."""
     fed, method = parts.fed, recipe.algorithm
-    fed.begin(0)
-    state = method.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
+    state: Any = parts.start()
     for round in range(1, recipe.rounds + 1):
         fed.begin(round)
         state = method.round(state, fed)
-        parts.engine.kept = round
+        parts.engine.saved(round)
     return state, list(parts.ledger.rows())

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import polyfed
 from polyfed.deploy.app_folder import node_config
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 
 DEMO = Path(__file__).resolve().parents[2] / "recipes" / "federation-demo.toml"
 METHODS = {"fedavg": "", "fedprox": "mu = 0.1", "scaffold": "", "moon": "mu = 1.0\nprojection = 8"}
@@ -19,11 +19,11 @@ PATIENCE = 400.0
 
 
 def recipe_for(method: str, folder: Path, rounds: int = 2, reply_seconds: float = PATIENCE, more: str = "") -> Path:
-    """The demonstration's recipe for another method, without what that method does not have; `more` is of [engine]."""
+    """The demonstration's recipe for another method, without what that method lacks; `more` is of [deployment]."""
     text = DEMO.read_text().replace('name = "fedavg"', f'name = "{method}"\n{METHODS[method]}')
     text = text.replace("rounds = 3", f"rounds = {rounds}").replace("momentum = 0.9\n", "")
     path = folder / f"{method}.toml"
-    path.write_text(text + f"\nreply_seconds = {reply_seconds}\naway_seconds = {reply_seconds}\n{more}\n")
+    path.write_text(text + f"\n[deployment]\nreply_seconds = {reply_seconds}\naway_seconds = {reply_seconds}\n{more}\n")
     return path
 
 
@@ -53,15 +53,15 @@ def until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> Non
         time.sleep(0.2)
 
 
-def said(federation: Local, text: str, times: int = 1) -> Callable[[], bool]:
+def said(federation: LocalFederation, text: str, times: int = 1) -> Callable[[], bool]:
     return lambda: federation.log("run").count(text) >= times
 
 
-class Surrounded(Local):
+class Surrounded(LocalFederation):
     """A local federation in which processes of some nodes have an environment and a place for their state of their own.
 
     Args:
-        recipe_path, folder: see `Local`.
+        recipe_path, folder: see `LocalFederation`.
         environments: variables of a node's processes, by client.
         states: folder for a client's state.
     """
@@ -77,7 +77,7 @@ class Surrounded(Local):
         self.environments, self.states = environments, states
 
     def start_node(self, client: int, **changes: str) -> None:
-        """See `Local`."""
+        """See `LocalFederation`."""
         if client in self.states:
             config = node_config(self.nodes[client], client, self.held[client])
             changes = {"node_config": f'{config} state="{self.states[client]}"'} | changes

@@ -53,7 +53,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
 ) -> None:
     devices = Devices(tmp_path)
     recipe = devices.app / "recipe.toml"
-    recipe.write_text(recipe.read_text() + "min_replies = 3\n")
+    recipe.write_text(recipe.read_text() + "[engine]\nmin_replies = 3\n")
     devices.configs[0]["modalities"] = first
 
     def changing(packet: Packet, config: Mapping[str, Any]) -> Packet:

@@ -86,7 +86,7 @@ def test_an_unknown_modality_is_named_on_the_device_only(tmp_path: Path, capsys:
 def test_a_fault_during_an_ask_answers_that_ask_and_tells_no_path(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     recipe = devices.app / "recipe.toml"
-    recipe.write_text(RECIPE + "min_replies = 3\n")
+    recipe.write_text(RECIPE + "[engine]\nmin_replies = 3\n")
 
     def breaking(packet: Packet, config: Any) -> Packet:
         if packet.header.get("request_id", {}).get("round") == 2:

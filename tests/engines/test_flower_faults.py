@@ -23,7 +23,7 @@ from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.remote import Remote
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
 from polyfed.federation.wire_format import Packet
 from polyfed.selection import Uniform
@@ -31,11 +31,13 @@ from polyfed.selection import Uniform
 VICTIM = 2
 
 
-def recipe(name: str = "fedavg", rounds: int = 2, **engine: Any) -> Recipe:
+def recipe(name: str = "fedavg", rounds: int = 2, min_replies: int = 1, **deployment: Any) -> Recipe:
     """All six clients in every round, so that the victim is always asked."""
     options = {"selector": Uniform(participation=1.0)}
     made = world.recipe(world.algorithm(name, **options), rounds=rounds)
-    return replace(made, engine=EngineSpec(name="flower", **engine))
+    return replace(
+        made, engine=EngineSpec(name="flower", min_replies=min_replies), deployment=DeploymentSpec(**deployment)
+    )
 
 
 def hurt(change: Callable[[Packet, Packet], Packet]) -> Callable[[Any], Any]:
@@ -191,7 +193,7 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
     from engines.test_flower_inprocess import small
 
     made = small("vfl")
-    secret = replace(made, engine=replace(made.engine, relay="refused"))
+    secret = replace(made, deployment=replace(made.deployment, relay="refused"))
     with pytest.raises(RecipeError, match="relay = 'server-sees'"):
         joined(secret, grid_of(secret, tmp_path))
     # the server's recipe says so, the clients' own does not
@@ -218,7 +220,7 @@ def test_a_server_that_died_after_clients_had_answered_gets_the_same_answers_aga
     again = joined(made, grid)
     assert isinstance(again.engine, Remote)
     again.engine.terms = replace(again.engine.terms, session=again.engine.terms.session + 10**6)
-    again.engine.kept = 1
+    again.engine.saved(1)
     state = half
     for round in (2, 3):
         again.fed.begin(round)

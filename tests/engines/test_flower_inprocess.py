@@ -16,7 +16,7 @@ from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS
 from polyfed.deploy.device.state_store import Store
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
 from world import furthest
 
@@ -25,7 +25,7 @@ NAMES = sorted(set(ROWS) & set(ALGORITHMS))
 
 def small(name: str, **options: Any) -> Recipe:
     made = law_world(name, **options)
-    return replace(made, engine=EngineSpec(name="flower", relay="server-sees"))
+    return replace(made, engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees"))
 
 
 def in_one_process(made: Recipe) -> Recipe:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.federations import rows
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.report import reconcile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -36,6 +36,7 @@ name = "fedavg"
 every = 0
 [engine]
 name = "flower"
+[deployment]
 reply_seconds = 1200
 """
 
@@ -46,7 +47,7 @@ MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 def test_three_clients_send_and_receive_more_than_300_megabytes_each(tmp_path: Path) -> None:
     recipe = tmp_path / "large.toml"
     recipe.write_text(RECIPE)
-    with Local(recipe, tmp_path / "fed") as federation:
+    with LocalFederation(recipe, tmp_path / "fed") as federation:
         federation.start()
         federation.run().wait(1500)
         assert not (federation.out / "error.json").exists(), (federation.out / "error.json").read_text()

@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.federations import PATIENCE, recipe_for, reference, said, until
 from polyfed.core.system.stop_signals import handling
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.server import only_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -79,7 +79,7 @@ def test_one_command_goes_on_after_ctrl_c_and_has_nothing_to_do_at_the_end(tmp_p
 
 
 def test_a_server_ends_by_itself_when_its_superlink_is_gone(tmp_path: Path) -> None:
-    with Local(recipe_for("fedavg", tmp_path, rounds=50), tmp_path / "fed") as federation:
+    with LocalFederation(recipe_for("fedavg", tmp_path, rounds=50), tmp_path / "fed") as federation:
         federation.start()
         federation.run()
         until(said(federation, "polyfed: round 1:"), "round 1")
@@ -92,7 +92,7 @@ def test_a_server_ends_by_itself_when_its_superlink_is_gone(tmp_path: Path) -> N
 
 
 def test_a_users_fault_is_the_last_word_and_the_device_says_why(tmp_path: Path) -> None:
-    with Local(recipe_for("fedavg", tmp_path), tmp_path / "fed") as federation:
+    with LocalFederation(recipe_for("fedavg", tmp_path), tmp_path / "fed") as federation:
         (federation.nodes[1] / "policy.toml").write_text("x =\n")
         federation.start()
         federation.run().wait(PATIENCE)

@@ -18,15 +18,15 @@ import polyfed
 from engines.federations import METHODS, PATIENCE, order, outcome, recipe_for, reference, rows, said, until
 from polyfed.deploy import write_app
 from polyfed.deploy.credentials import _authority, _secret, _server, write_credentials
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: Any) -> Iterator[Local]:
+def federation(tmp_path_factory: Any) -> Iterator[LocalFederation]:
     folder = tmp_path_factory.mktemp("federation")
-    with Local(recipe_for("fedavg", folder), folder / "fed") as started:
+    with LocalFederation(recipe_for("fedavg", folder), folder / "fed") as started:
         started.start()
         yield started
 
@@ -42,7 +42,7 @@ def test_ray_equals_sequential(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_three_supernodes_equal_sequential(method: str, federation: Local, tmp_path: Path) -> None:
+def test_three_supernodes_equal_sequential(method: str, federation: LocalFederation, tmp_path: Path) -> None:
     recipe = recipe_for(method, tmp_path)
     app = write_app(recipe, tmp_path / "app")
     federation.run(app).wait(PATIENCE)
@@ -53,7 +53,7 @@ def test_three_supernodes_equal_sequential(method: str, federation: Local, tmp_p
     assert sorted(own, key=order) == sorted(ledger, key=order), "what the clients wrote down themselves"
 
 
-def test_a_clients_own_policy_ends_the_run_with_exit_code_3(federation: Local, tmp_path: Path) -> None:
+def test_a_clients_own_policy_ends_the_run_with_exit_code_3(federation: LocalFederation, tmp_path: Path) -> None:
     policy = federation.nodes[1] / "policy.toml"
     before = policy.read_text()
     policy.write_text('[egress.gray]\nserver = []\n[egress.shared]\nserver = ["parameters", "statistic"]\n')
@@ -68,7 +68,7 @@ def test_a_clients_own_policy_ends_the_run_with_exit_code_3(federation: Local, t
     assert "[egress.gray] server = " in told["text"]
 
 
-def test_a_supernode_killed_in_the_middle_of_a_task_comes_back(federation: Local, tmp_path: Path) -> None:
+def test_a_supernode_killed_in_the_middle_of_a_task_comes_back(federation: LocalFederation, tmp_path: Path) -> None:
     recipe = recipe_for("scaffold", tmp_path)
     app = write_app(recipe, tmp_path / "app")
     seen = federation.log("run").count("polyfed: round 1:")
@@ -96,7 +96,7 @@ checkpoint.save = last_words
 
 
 def test_a_serverapp_killed_before_its_checkpoint_and_a_superlink_killed_go_on(
-    federation: Local, tmp_path: Path
+    federation: LocalFederation, tmp_path: Path
 ) -> None:
     recipe = recipe_for("scaffold", tmp_path, rounds=3)
     app = write_app(recipe, tmp_path / "app")
@@ -121,7 +121,7 @@ def test_a_serverapp_killed_before_its_checkpoint_and_a_superlink_killed_go_on(
     assert outcome(app / "run") == reference(recipe, tmp_path / "one")
 
 
-def refused_node(federation: Local, folder: Path, **changes: str) -> str:
+def refused_node(federation: LocalFederation, folder: Path, **changes: str) -> str:
     """What a fourth SuperNode says that is not let in."""
     place = federation.folder / "node-9.log"
     federation.nodes.append(federation.nodes[0])
@@ -143,14 +143,16 @@ def refused_node(federation: Local, folder: Path, **changes: str) -> str:
     return text
 
 
-def test_a_node_whose_key_is_unknown_stays_out(federation: Local, tmp_path: Path) -> None:
+def test_a_node_whose_key_is_unknown_stays_out(federation: LocalFederation, tmp_path: Path) -> None:
     stranger = write_credentials(tmp_path / "other", 1)
     text = refused_node(federation, tmp_path, auth_supernode_private_key=f"{stranger}/node-0.key")
     assert "SuperNode ID" not in text
     assert "the server refused the key of this device" in text
 
 
-def test_a_node_that_trusts_another_authority_does_not_talk_to_the_server(federation: Local, tmp_path: Path) -> None:
+def test_a_node_that_trusts_another_authority_does_not_talk_to_the_server(
+    federation: LocalFederation, tmp_path: Path
+) -> None:
     other = write_credentials(tmp_path / "other", 1)
     key = f"{federation.credentials}/node-0.key"
     text = refused_node(federation, tmp_path, root_certificates=f"{other}/ca.pem", auth_supernode_private_key=key)
@@ -159,7 +161,7 @@ def test_a_node_that_trusts_another_authority_does_not_talk_to_the_server(federa
 
 def test_a_superlink_does_not_start_with_an_expired_certificate(tmp_path: Path) -> None:
     recipe = recipe_for("fedavg", tmp_path)
-    federation = Local(recipe, tmp_path / "fed")
+    federation = LocalFederation(recipe, tmp_path / "fed")
     authority, ca = _authority()
     key, expired = _server(authority, ca, ["127.0.0.1"], days=-2)
     from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
@@ -179,7 +181,7 @@ def test_an_evaluation_job_on_three_supernodes_equals_the_simulation(tmp_path: P
     recipe = recipe_for("fedavg", tmp_path)
     recipe.write_text(recipe.read_text().replace("num = 3", "num = 3\npersonal_test = 0.3"))
     polyfed.run(recipe, tmp_path / "trained", engine="sequential")
-    with Local(recipe, tmp_path / "fed") as federation:
+    with LocalFederation(recipe, tmp_path / "fed") as federation:
         for place in federation.nodes:
             policy = place / "policy.toml"
             policy.write_text(policy.read_text() + "\n[limits]\nmin_group = 1\n")

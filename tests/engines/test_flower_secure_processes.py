@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import world
 from engines.federations import PATIENCE, recipe_for, rows
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
@@ -57,7 +57,7 @@ def reference(recipe: Path) -> tuple[str, list[dict[str, Any]]]:
 
 def test_the_sum_survives_supernodes_that_are_killed_before_and_after_their_masked_reply(tmp_path: Path) -> None:
     recipe = five(tmp_path)
-    with Local(recipe, tmp_path / "fed") as federation:
+    with LocalFederation(recipe, tmp_path / "fed") as federation:
         federation.start()
         pids = {name: federation.processes[name].pid for name in ("node-1", "node-3")}
         victims = tmp_path / "victims.json"

@@ -42,7 +42,7 @@ silo = ["parameters", "embeddings"]
 [egress.shared]
 server = ["parameters", "statistic"]
 silo = ["parameters", "statistic", "ids"]
-[engine]
+[deployment]
 enrol_seconds = 1.0
 relay = "server-sees"
 """
@@ -128,4 +128,4 @@ def test_a_number_of_devices_that_no_silos_have_is_refused(clients: str, engine:
 def test_without_silos_min_nodes_is_at_most_the_number_of_clients() -> None:
     plain = parse_recipe(tomllib.loads(RECIPE))
     with pytest.raises(RecipeError, match="min_nodes = 4, but the run has 3 devices"):
-        expected(replace(plain, engine=replace(plain.engine, min_nodes=4)))
+        expected(replace(plain, deployment=replace(plain.deployment, min_nodes=4)))

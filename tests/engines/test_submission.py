@@ -21,7 +21,7 @@ from engines.federations import PATIENCE, outcome, recipe_for, reference, until
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy import submission, write_app
 from polyfed.deploy.launch import statuses_of
-from polyfed.deploy.local_federation import Local
+from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.run_log import KILLED, RunStatus
 from polyfed.deploy.submission import Submission
 from polyfed.experiment.running.lock import LOCK, is_locked
@@ -153,9 +153,9 @@ def servers(app: Path) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     folder = tmp_path_factory.mktemp("federation")
-    with Local(recipe_for("fedavg", folder), folder / "fed") as started:
+    with LocalFederation(recipe_for("fedavg", folder), folder / "fed") as started:
         started.start()
         yield started
 
@@ -163,7 +163,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_server_killed_while_devices_receive_ends_with_1_and_the_same_command_goes_on(
-    federation: Local, tmp_path: Path
+    federation: LocalFederation, tmp_path: Path
 ) -> None:
     recipe = recipe_for("fedavg", tmp_path)
     text = recipe.read_text()
@@ -191,7 +191,9 @@ def test_a_server_killed_while_devices_receive_ends_with_1_and_the_same_command_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_device_that_dies_before_it_has_enrolled_is_asked_when_it_is_back(federation: Local, tmp_path: Path) -> None:
+def test_a_device_that_dies_before_it_has_enrolled_is_asked_when_it_is_back(
+    federation: LocalFederation, tmp_path: Path
+) -> None:
     recipe = recipe_for("fedavg", tmp_path)
     app, log = write_app(recipe, tmp_path / "app"), tmp_path / "log"
     federation.kill("node-1")

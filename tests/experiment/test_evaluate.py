@@ -162,11 +162,10 @@ def test_an_evaluation_job_gets_no_more_than_any_other_evaluation(policy: str, w
 
 
 def test_few_test_rows_are_not_scored_even_if_a_server_asks_for_them(sites: Sites) -> None:
-    from polyfed.experiment.running.assembly import assemble
     from polyfed.privacy.egress.limits import Limits
+    from world import on_device
 
-    parts = assemble(job_of(sites.model, None))
-    parts.engine.limits = Limits(min_test_rows=100)
+    parts = on_device(job_of(sites.model, None), limits=Limits(min_test_rows=100))
     parts.fed.begin(1)
     with pytest.raises(EgressError, match="min_test_rows"):
         parts.algorithm.round(parts.algorithm.init(parts.fed, parts.initial), parts.fed)

@@ -15,7 +15,7 @@ from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.sources import CgDigits, Npz
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.from_data import OF_A_RUN, DataOptions, with_data
-from polyfed.experiment.recipes.overrides import SECTIONS
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.federation.attack import Attack
 from polyfed.privacy.differential.section import Privacy
 from polyfed.training.optimisers import Train

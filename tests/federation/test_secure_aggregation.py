@@ -192,13 +192,12 @@ def test_a_method_cannot_read_single_replies_of_a_sum() -> None:
 
 
 def test_two_runs_draw_the_same_secrets_in_a_simulation_and_a_device_draws_new_ones() -> None:
-    def advertised(parts: Assembly, on_device: bool) -> list[bytes]:
-        parts.engine.on_device = on_device
+    def advertised(parts: Assembly) -> list[bytes]:
         parts.fed.begin(1)
         replies = parts.fed.ask(parts.algorithm.secure_aggregation.advertise, [0, 1], sent.Opening(torch.tensor(0)))  # type: ignore[union-attr]
         return [reply.keys.numpy().tobytes() for reply in replies.values()]
 
-    first, again, device = (advertised(assemble(secured(small())), on) for on in (False, False, True))
+    first, again, device = (advertised(world.on_device(secured(small()), on_device=on)) for on in (False, False, True))
     assert first == again
     assert len({*first, *device}) == 4
 
@@ -586,7 +585,7 @@ def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
         r"given up: the clients' weights \(num_rows\) add up to (\d+), and those of the client", summed.missing[0]
     )
     secure.fed.clients = replace(secure.fed.clients, limited=frozenset({3}))
-    with pytest.raises(RecipeError, match=r"where \[engine\] rows_cap limits client 3\. .*: set it to 0") as error:
+    with pytest.raises(RecipeError, match=r"where \[deployment\] rows_cap limits client 3\. .*: set it to 0") as error:
         updates(secure)
     assert error.value.key == ("engine", "rows_cap")
 

@@ -14,8 +14,8 @@ from polyfed.core.schema import choices, ranges
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check_before_run
-from polyfed.experiment.recipes.parts import PARTS
 from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.sections import PARTS
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter

@@ -12,8 +12,9 @@ from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.data import ClientsSpec
-from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build
+from polyfed.experiment.recipes.parts import algorithm_of, build
 from polyfed.experiment.recipes.recipe import read_table
+from polyfed.experiment.recipes.sections import PARTS
 from polyfed.privacy.egress.policy import Policy
 
 MODALITIES = ("a", "b")

@@ -36,7 +36,7 @@ def world(name: str, engine: str = "sequential", encoders: Any = None, **options
 
 
 def params(state: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = getattr(state, "params", {})
+    found: dict[str, torch.Tensor] = state.params
     return found
 
 
@@ -114,8 +114,8 @@ def test_a_run_resumed_after_round_two_equals_the_uninterrupted_one(name: str, e
     found = checkpoint.load(tmp_path, checkpoint.modules_of(made.algorithm))
     assert found is not None
     again = assemble(made)
-    again.engine.locals, state = found[1]["locals"], found[1]["state"]
-    again.fed.template = getattr(state, "params", again.initial)
+    state = found[1]["state"]
+    again.resume(state, found[1]["locals"], 2)
     again.fed.begin(3)
     assert checkpoint.digest(made.algorithm.round(state, again.fed)) == checkpoint.digest(whole)
 
@@ -137,9 +137,7 @@ def test_tasks_draw_from_no_global_generator(name: str, monkeypatch: pytest.Monk
     parts = assemble(world(name, "vectorised", AWKWARD))
     before = torch.default_generator.get_state()
     method, fed = parts.algorithm, parts.fed
-    fed.begin(0)
-    state = method.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
+    state = parts.start()
     fed.begin(1)
     method.round(state, fed)
     assert torch.equal(torch.default_generator.get_state(), before)

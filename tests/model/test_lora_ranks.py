@@ -88,8 +88,8 @@ def recorded(parts: Assembly, rounds: int) -> tuple[list[dict[int, Tree]], list[
         replied.append({client: {n: v.clone() for n, v in reply.params.items()} for client, reply in replies.items()})
         states.append(send.params)
 
-    parts.fed.watch = watch
-    end = through(parts, rounds)
+    with parts.fed.watched(watch):
+        end = through(parts, rounds)
     return replied, [*states[1:], end.params]
 
 
@@ -160,8 +160,8 @@ def test_the_body_of_a_packet_has_the_bytes_that_the_ledger_says(
             assert packet.header["message"] == "Update"
             bodies[client] = len(packet.body)
 
-    parts.fed.watch = watch
-    through(parts, 1)
+    with parts.fed.watched(watch):
+        through(parts, 1)
     booked = dict.fromkeys(range(6), 0)
     for row in parts.ledger.rows():
         booked[row["client"]] += row["bytes"] if row["destination"] == "server" else 0

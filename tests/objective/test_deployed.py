@@ -44,7 +44,7 @@ def test_a_device_with_another_number_of_targets_is_left_out() -> None:
     found = Admission.of(made, [told(0, 3), told(1, 3), told(2, 2)], 3, Emitter())
     assert found.num_classes == 3
     assert found.left_out == {
-        2: "it has labels of 2 targets a row, there are 3 by most clients; [engine] classes decides"
+        2: "it has labels of 2 targets a row, there are 3 by most clients; [deployment] classes decides"
     }
     assert tuple(found.population(Emitter()).columns.label.shape) == (1, 3)
     classes = replace(made, task=None)

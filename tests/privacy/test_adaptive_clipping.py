@@ -42,7 +42,6 @@ def test_a_run_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     made = adaptive(rounds=3, clip_quantile=0.4, clip_lr=0.3)
     parts = assemble(made)
     seen: list[tuple[Any, Any]] = []
-    parts.fed.watch = lambda sent, replies: seen.append((sent, replies))
     state = parts.algorithm.init(parts.fed, parts.initial)
     norm, noise = 0.1, (0.7**-2 - (2 * 0.6) ** -2) ** -0.5
     assert parts.fed.privacy is not None
@@ -52,7 +51,8 @@ def test_a_run_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     for round in (1, 2, 3):
         parts.fed.begin(round)
         before = {name: value.double().numpy() for name, value in state.params.items()}
-        state = parts.algorithm.round(state, parts.fed)
+        with parts.fed.watched(lambda sent, replies: seen.append((sent, replies))):
+            state = parts.algorithm.round(state, parts.fed)
         replies = seen[-1][1]
         sums, count = {name: np.zeros_like(value) for name, value in before.items()}, 0.0
         for reply in replies.values():
@@ -160,9 +160,10 @@ def test_engines_agree_and_the_norm_moves() -> None:
 
 def test_clients_leave_the_clipping_to_the_server() -> None:
     parts, seen = assemble(adaptive(rounds=1)), []
-    parts.fed.watch = lambda sent, replies: seen.append((sent.params, replies))
+    state = parts.start()
     parts.fed.begin(1)
-    parts.algorithm.round(parts.algorithm.init(parts.fed, parts.initial), parts.fed)
+    with parts.fed.watched(lambda sent, replies: seen.append((sent.params, replies))):  # type: ignore[union-attr]
+        parts.algorithm.round(state, parts.fed)
     ((sent, replies),) = seen
     sizes = [math.sqrt(sum(float((v - sent[n]).square().sum()) for n, v in r.params.items())) for r in replies.values()]
     assert max(sizes) > 0.2

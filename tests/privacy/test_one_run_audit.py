@@ -111,10 +111,10 @@ def test_rows_stay_protected_when_replies_are_lost_and_the_run_resumes(engine: s
     for lost in (False, True):
         parts = assemble(private("example", engine, rounds=1))
         seen: list[Any] = []
-        parts.fed.watch = lambda sent, got, seen=seen: seen.append(got)
         if lost:
             gone = losing(parts, "update", *sorted(replies[0])[:1])
-        through(parts, 1)
+        with parts.fed.watched(lambda _, got, seen=seen: seen.append(got)):
+            through(parts, 1)
         replies.append({client: dict(reply.params) for client, reply in seen[0].items()})
     assert gone
     assert set(replies[1]) == set(replies[0]) - set(gone)

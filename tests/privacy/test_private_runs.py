@@ -107,8 +107,8 @@ def test_every_method_that_declares_a_unit_runs_under_it(name: str, unit: str) -
                 apart = [(value - sent.params[key]).flatten() for key, value in reply.params.items()]
                 seen.append(float(torch.cat(apart).norm()))
 
-    parts.fed.watch = watch
-    state = through(parts, 1)
+    with parts.fed.watched(watch):
+        state = through(parts, 1)
     assert all(bool(value.isfinite().all()) for value in state.params.values())
     assert seen
     if unit == "client":

@@ -35,11 +35,12 @@ explains how to write a method.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, Protocol, runtime_checkable
 
 import torch
+from typing_extensions import TypeVar
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, cut, message
@@ -110,8 +111,25 @@ class Broadcast(Message):
     params: Tree = carries("parameters")
 
 
+@runtime_checkable
+class ServerState(Protocol):
+    """What the server keeps between rounds: the fields that the state of every method has."""
+
+    @property
+    def params(self) -> Tree:
+        """The global model, or the common initial model of a method without one. Replies must match its tensors."""
+
+    @property
+    def train_loss(self) -> float:
+        """The mean training loss of the last round; NaN before the first round."""
+
+
+S = TypeVar("S", bound=ServerState, default=Any)
+"""The state of a method."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(ABC):
+class Algorithm(ABC, Generic[S]):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -193,8 +211,8 @@ class Algorithm(ABC):
     # rounds
 
     @abstractmethod
-    def init(self, fed: Federation, params: Tree) -> Any:
-        """Return the server state before the first round: a frozen dataclass with `params` and `train_loss`.
+    def init(self, fed: Federation, params: Tree) -> S:
+        """Return the server state before the first round: a frozen dataclass with the fields of `ServerState`.
 
         Args:
             fed: the federation. The method may already send requests; the ledger lists them as round 0.
@@ -202,7 +220,7 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def round(self, state: Any, fed: Federation) -> Any:
+    def round(self, state: S, fed: Federation) -> S:
         """Run one round and return the next server state.
 
         Args:
@@ -254,11 +272,11 @@ class Algorithm(ABC):
 
     # the log
 
-    def observe(self, state: Any) -> dict[str, float]:
+    def observe(self, state: S) -> dict[str, float]:
         """Return numbers about the state to log after every round, by name; `captions` explains the names."""
         return {}
 
-    def simulated_seconds(self, state: Any, times: Timetable) -> float:
+    def simulated_seconds(self, state: S, times: Timetable) -> float:
         """Return the simulated duration of the round in seconds. By default, each request waits for its slowest client.
 
         Args:
@@ -290,7 +308,7 @@ class Algorithm(ABC):
         """
         return {}
 
-    def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
+    def observe_tables(self, state: S) -> dict[str, list[list[float]]]:
         """Return small matrices to log after every round, by name, such as coefficients or similarities."""
         return {}
 
@@ -417,11 +435,11 @@ class Algorithm(ABC):
         """The predictor for personal models."""
         return Predictor()
 
-    def global_params(self, state: Any) -> Tree | None:
+    def global_params(self, state: S) -> Tree | None:
         """Return the global model for evaluation on the server's rows, or None if the algorithm has no global model."""
         return state.params if self.own_models == "none" else None
 
-    def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: S, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
 
         Args:
@@ -445,7 +463,7 @@ class Algorithm(ABC):
         """Return the modalities that a client's model reads. By default, these are the client's modalities."""
         return fed.clients.owned(client)
 
-    def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
+    def client_model(self, client: int, state: S, fed: Federation, local: Callable[[int], Tree]) -> Tree:
         """Return the model for a client's personal evaluation, computed from the client's local state.
 
         This works only in a simulation, where all local states are available.
@@ -475,21 +493,22 @@ class Algorithm(ABC):
         """Whether `evaluate` does more after the last round, so that it runs again if [stop] ends the run."""
         return False
 
-    def evaluate(self, state: Any, fed: Federation) -> Measured:
+    def evaluate(self, state: S, fed: Federation) -> Measured:
         """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
         params = self.global_params(state) if fed.evaluation_clients else None
-        measured = {} if params is None else self.evaluate_globally(params, fed)
+        found = Measured({}) if params is None else self.evaluate_globally(params, fed)
+        own: dict[str, dict[str, float]] = {}
         accuracies: dict[int, float] = {}
         if self.evaluation.personal and fed.clients.tested:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
-            measured["personal"], accuracies = self.evaluate_personally(fed, send)
-            measured["personal"] |= self.evaluate_subsets(fed, send)
+            own["personal"], accuracies = self.evaluate_personally(fed, send)
+            own["personal"] |= self.evaluate_subsets(fed, send)
         if self.evaluation.own_validation and fed.clients.validated:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
-            measured["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
-        return Measured(measured, accuracies)
+            own["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
+        return replace(found, metrics=found.metrics | own, personal=accuracies)
 
-    def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
+    def evaluate_globally(self, params: Tree, fed: Federation) -> Measured:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
         measured: dict[str, dict[str, float]] = {}
         near = self.class_prototypes(params, fed) if TEST in fed.evaluation_clients else {}
@@ -497,26 +516,18 @@ class Algorithm(ABC):
         replies = fed.ask(self.score, fed.evaluation_clients, send)
         for evaluation_client, group in ((TEST, "global"), (VALIDATION, "validation")):
             if evaluation_client in replies:
-                measured[group] = self.measured(replies[evaluation_client], fed, tell=evaluation_client == TEST)
-        if TEST in replies:
-            objective = fed.context.objective
-            alone = {m: objective.measured(sums) for m, sums in replies[TEST].unimodal.items()}
-            if not objective.BY_MODALITY:
-                measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
-        return measured
-
-    def measured(self, scores: Scores, fed: Federation, *, tell: bool) -> dict[str, float]:
-        """Compute the metrics from the scores of an evaluation client.
-
-        Args:
-            scores: the reply of the evaluation client.
-            fed: the federation.
-            tell: whether to emit the confusion matrix, if the objective has one.
-        """
+                measured[group] = self.measured(replies[evaluation_client], fed)
+        if TEST not in replies:
+            return Measured(measured)
         objective = fed.context.objective
-        matrix = objective.confusion(scores.sums)
-        if tell and matrix is not None:
-            fed.emit("evaluated", round=fed.round, confusion=matrix)
+        alone = {m: objective.measured(sums) for m, sums in replies[TEST].unimodal.items()}
+        if not objective.BY_MODALITY:
+            measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
+        return Measured(measured, confusion=objective.confusion(replies[TEST].sums))
+
+    def measured(self, scores: Scores, fed: Federation) -> dict[str, float]:
+        """Compute the metrics from the scores of an evaluation client."""
+        objective = fed.context.objective
         exact = zip(objective.exact, scores.exact.tolist(), strict=True)
         found = objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
         return found | global_metrics(self.evaluation.subsets, fed.context.model, objective, scores.subsets)

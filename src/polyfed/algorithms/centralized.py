@@ -70,7 +70,7 @@ class Pool(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Centralized(Algorithm):
+class Centralized(Algorithm[Pool]):
     """The server trains on the pooled rows of all clients.
 
     Attributes:

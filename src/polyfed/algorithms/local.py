@@ -11,7 +11,7 @@ Page: docs/algorithms/local.md.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores
+from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores, total
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -59,7 +59,7 @@ class Trained(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(Algorithm):
+class Local(Algorithm[State]):
     """Clients train alone.
 
     Attributes:
@@ -133,20 +133,23 @@ class Local(Algorithm):
         """Evaluate every client's own model on the client's own test rows and on the server's test rows."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
-        measured = self._evaluate_on_server(fed) if now and possible else {}
+        found = self._evaluate_on_server(fed) if now and possible else Measured({})
         own = super().evaluate(state, fed)
-        return Measured(measured | own.metrics, own.personal)
+        return replace(found, metrics=found.metrics | own.metrics, personal=own.personal)
 
-    def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
+    def _evaluate_on_server(self, fed: Federation) -> Measured:
         """Evaluate, on the server's test rows, the model of every client that answers; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
+        matrices: list[Tensor | None] = []
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):
             uploads = fed.ask(self.upload, everyone[first : first + MODELS_AT_ONCE], Start(), quorum=False)
             for client, upload in uploads.items():
                 sums: Scores = fed.ask(self.score, [TEST], ModelToEvaluate(upload.params, {}, {}))[TEST]
-                scores[client] = self.measured(sums, fed, tell=True)
-        return over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
+                scores[client] = self.measured(sums, fed)
+                matrices.append(fed.context.objective.confusion(sums.sums))
+        groups = over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
+        return Measured(groups, confusion=total(matrices))
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """Return the client's own model, with which the client is evaluated."""

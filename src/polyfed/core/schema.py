@@ -153,32 +153,44 @@ def choices(cls: type) -> dict[str, tuple[Any, ...]]:
     return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
 
-def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Check the values of a section against the types of a dataclass.
+Advice = Callable[[str, str], str | None]
+"""Gives a hint for an unknown key, from the key and its section, or None."""
 
-    If options of a dataclass were renamed, the dataclass lists them in a class variable:
-    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, which maps each old name to the new name.
+
+def checked(
+    where: str,
+    cls: type,
+    table: Mapping[str, Any],
+    elsewhere: frozenset[str] = frozenset(),
+    advice: Advice = advice_for,
+) -> dict[str, Any]:
+    """Check the values of a section against the types of a dataclass.
 
     Args:
         where: the section, such as `[train]`; empty for keys above the first section.
         cls: the dataclass.
         table: keys and values as they are in the recipe.
         elsewhere: fields of the dataclass that belong to another section of the recipe.
+        advice: gives a hint for an unknown key that means something elsewhere.
 
     Returns:
         The values by key, converted to their types.
 
     Raises:
         RecipeError: keys are unknown or values are wrong. For each of them, the text gives section, key, value and the
-            allowed values. For a renamed option, it also gives the new name.
+            allowed values.
     """
-    values, problems = sifted(where, cls, table, elsewhere)
+    values, problems = sifted(where, cls, table, elsewhere, advice)
     problems.raise_all()
     return values
 
 
 def sifted(
-    where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
+    where: str,
+    cls: type,
+    table: Mapping[str, Any],
+    elsewhere: frozenset[str] = frozenset(),
+    advice: Advice = advice_for,
 ) -> tuple[dict[str, Any], Problems]:
     """Return the correct values of a section by key, and the faults of the other values; see `checked`."""
     hints, limits = get_type_hints(cls), ranges(cls)
@@ -187,9 +199,8 @@ def sifted(
     problems = Problems()
     for key, value in table.items():
         if key not in allowed:
-            new = getattr(cls, "renamed", {}).get(key)
-            hint = f": it is now called '{new}'" if new else f"; {_suggestion(where, key, allowed)}"
-            problems.add(RecipeError(f"{where} has no option '{key}'{hint}", key_of(where, key)))
+            hint = _suggestion(where, key, allowed, advice)
+            problems.add(RecipeError(f"{where} has no option '{key}'; {hint}", key_of(where, key)))
             continue
         try:
             # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
@@ -215,13 +226,13 @@ def _written(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
+def _suggestion(where: str, key: str, allowed: Sequence[str], advice: Advice) -> str:
     """Return the hint with which the error message about an unknown key ends.
 
     The hint suggests an allowed key that has the same meaning as the unknown key. If there is none, it suggests an
     allowed key with a similar spelling. The hint also lists the allowed keys.
     """
-    meant = advice_for(key, where.strip("[]"))
+    meant = advice(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
 

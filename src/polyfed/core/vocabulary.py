@@ -59,7 +59,7 @@ MEANINGS: dict[str, str] = {
     "engine.device": "gpu cuda use_gpu use_cuda accelerator",
     "engine.threads": "num_threads num_workers n_threads",
     "engine.min_replies": "min_available_clients min_replies_required min_completed_clients",
-    "engine.reply_seconds": "round_timeout timeout task_timeout",
+    "deployment.reply_seconds": "round_timeout timeout task_timeout",
     "checkpoint.every": "save_every checkpoint_every checkpoint_frequency save_interval save_freq",
     "tracking.name": "logger wandb mlflow tensorboard tracker report_to",
     "network.bandwidth_hz": "bandwidth",

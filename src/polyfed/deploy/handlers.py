@@ -179,9 +179,9 @@ class Deployed:
                 relay=relay,
                 limits=limits,
                 required=required,
+                conditions=conditions,
                 app=self.recipe_path.parent,
             )
-            runtime.conditions = conditions
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
@@ -224,6 +224,7 @@ def runtime_of(
     relay: bool | None = None,
     limits: Limits = NO_LIMITS,
     required: Requirements = NO_REQUIREMENTS,
+    conditions: str = "",
     app: Path | None = None,
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
@@ -238,23 +239,35 @@ def runtime_of(
             simulation, the recipe's setting applies.
         limits: the limits that a device sets.
         required: the protection that a device demands.
+        conditions: see `ClientRuntime`.
         app: the folder of the recipe's app, which may hold the values of a warm start.
     """
     recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     given = given_of(recipe, app)
     model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
-    own = relay is not None
-    emit = Emitter([log_event] if own else [])
-    parts = (population, model, recipe.algorithm, initial_of(recipe, model, given))
-    objective, ledger = task_of(recipe), Ledger("none")
-    engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
-    engine.limits, engine.required, engine.on_device = limits, required, own
-    if recipe.privacy is not None:
-        engine.protect(mechanism_of(recipe, model, parts[-1], None, secure=own))
-    relay = relay if relay is not None else recipe.engine.relay == "server-sees"
-    limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
-    release = release_of(required, recipe)
-    runtime = ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)
-    runtime.rounds, runtime.ranks = recipe.rounds, client_ranks(recipe, model, None)
-    return runtime
+    own, initial = relay is not None, initial_of(recipe, model, given)
+    mechanism = None if recipe.privacy is None else mechanism_of(recipe, model, initial, None, secure=own)
+    terms: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
+    engine = Sequential(
+        *(population, model, recipe.algorithm, initial),
+        policy=policy,
+        ledger=Ledger("none"),
+        device=device_of(recipe),
+        emit=Emitter([log_event] if own else []),
+        objective=task_of(recipe),
+        privacy=mechanism,
+        **terms,
+    )
+    return ClientRuntime(
+        engine,
+        folder,
+        relay if relay is not None else recipe.deployment.relay == "server-sees",
+        recipe.deployment.message_megabytes * MEGABYTE,
+        discreet=own,
+        audit=AuditLog(folder) if own else None,
+        release=release_of(required, recipe),
+        conditions=conditions,
+        rounds=recipe.rounds,
+        ranks=client_ranks(recipe, model, None),
+    )

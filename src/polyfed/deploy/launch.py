@@ -24,7 +24,7 @@ from polyfed.engines.flower.device import supernode_process
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
 from polyfed.engines.flower.device.supernode_process import CONTACT
 from polyfed.engines.flower.device.supernode_process import WORKER as WORKER_ID
-from polyfed.experiment.recipes.settings import EngineSpec
+from polyfed.experiment.recipes.settings import DeploymentSpec
 
 WORKER = "polyfed.deploy.device.process"
 
@@ -117,7 +117,7 @@ def supernode(
     node_config: str,
     port: int,
     metrics_port: int = 0,
-    message_megabytes: int = EngineSpec.message_megabytes,
+    message_megabytes: int = DeploymentSpec.message_megabytes,
 ) -> NoReturn:
     """Turn this process into a device's SuperNode. Only installed code runs the SuperNode's tasks.
 

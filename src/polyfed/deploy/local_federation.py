@@ -40,7 +40,7 @@ START_SECONDS, STOP_SECONDS = 120.0, 5.0
 """Most seconds until a process listens (a long time, for busy machines), and until a process has ended."""
 
 
-class Local:
+class LocalFederation:
     """The server and the clients of a recipe as processes of this machine, each client with its own folder.
 
     Args:
@@ -166,7 +166,7 @@ class Local:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def __enter__(self) -> "Local":
+    def __enter__(self) -> "LocalFederation":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,7 +213,7 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
         if finished(load_recipe(recipe_path), out):
             _say(f"the run in {out} is at its end: nothing to do. Another folder begins another run")
             return out
-        with Local(recipe_path, folder) as federation:
+        with LocalFederation(recipe_path, folder) as federation:
             _say(f"starting a SuperLink and {len(federation.nodes)} SuperNodes; their logs: {federation.folder}/*.log")
             federation.start()
             _show(federation)
@@ -228,7 +228,7 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
 
 
 def finished(recipe: Recipe, out: Path) -> bool:
-    """Return whether a folder holds the result of this recipe. Engine and checkpoint settings may differ."""
+    """Return whether a folder holds the result of this recipe. How it ran and wrote checkpoints may differ."""
     if (out / ERROR).exists() or not (out / RESULT).exists():
         return False
     if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
@@ -236,10 +236,10 @@ def finished(recipe: Recipe, out: Path) -> bool:
     before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
     if "task" not in now:  # a run adds the [task] section that it infers from the data
         before.pop("task", None)
-    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "checkpoint"})
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
-def _show(federation: Local) -> None:
+def _show(federation: LocalFederation) -> None:
     """Print the server's log until the run has ended."""
     path = federation.folder / "run.log"
     before = path.stat().st_size if path.exists() else 0

@@ -3,17 +3,18 @@
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from copy import copy
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import HeldOut, Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
-from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
 from polyfed.data import Population, Shards
 from polyfed.engines.machine.allocator import keep_freed_memory
@@ -22,7 +23,7 @@ from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import MeteredClientData, given_work
 from polyfed.evaluation.scores import Evaluation
-from polyfed.federation.client_registry import TEST, VALIDATION, registry_of
+from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer
@@ -30,28 +31,25 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.differential.mechanism import Mechanism
-from polyfed.privacy.egress.announcement import Announcement, Asking, Holder, PrivateNames
+from polyfed.privacy.egress.announcement import Announcement, Announcer, Asking
 from polyfed.privacy.egress.gate import EgressGate
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.limit_guard import LimitGuard
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
-from polyfed.privacy.egress.mixing import mixing
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
-from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample
 
 Emit = Callable[..., None]
 
+Evaluates = Callable[[str], EgressError | None]
+"""Counts a task that reads the test rows of a device in its budget. Returns a refusal if the budget is spent."""
+
 
 class Method(Asking, Protocol):
     """The part of an algorithm that an engine uses."""
-
-    @property
-    def train(self) -> Train:
-        """The [train] section: how clients train."""
 
     @property
     def evaluation(self) -> Evaluation:
@@ -65,18 +63,11 @@ class Method(Asking, Protocol):
     def handles_missing_rows(self) -> bool:
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
 
-    @property
-    def mixing(self) -> str:
-        """Why the method itself mixes modalities, or an empty text."""
-
     def received_template(self, task: str, model: Model) -> Tree:
         """Return the names, shapes and types of the parameters that a task receives."""
 
     def may_lack(self, task: str) -> bool:
         """Return whether a task may receive parameters without blocks that the client has."""
-
-    def private_names(self, model: Model) -> frozenset[str]:
-        """Return the names of tensors that clients keep."""
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state. `key` seeds the random numbers."""
@@ -97,23 +88,15 @@ class Engine(ABC):
         debug: whether a client's exception ends the run. Otherwise the engine drops the client from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
         objective: what the model learns to predict.
+        privacy: how replies are protected under [privacy].
+        limits: resource limits of the device on which this engine runs its client.
+        required: the protection that this device demands.
+        on_device: whether this engine runs on a device of a deployment; see `ClientContext.on_device`.
     """
 
     name: str
     keeps_locals: ClassVar[bool] = True
     """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
-    limits: Limits = NO_LIMITS
-    """Resource limits of the device on which this engine runs its client."""
-    required: Requirements = NO_REQUIREMENTS
-    """The protection demanded by the device on which this engine runs its client."""
-    evaluates: Callable[[str], EgressError | None] | None = None
-    """Counts a task that reads the test rows of a device in its budget. Returns a refusal if the budget is spent."""
-    on_device: bool = False
-    """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
-    privacy: Mechanism | None = None
-    """How replies are protected under [privacy]."""
-    deployed: bool = False
-    """Whether this is the server of a deployment. Noise then comes from the operating system's generator."""
 
     def __init__(
         self,
@@ -129,21 +112,26 @@ class Engine(ABC):
         debug: bool = False,
         clock: Clock | None = None,
         objective: Objective = CLASSES,
+        privacy: Mechanism | None = None,
+        limits: Limits = NO_LIMITS,
+        required: Requirements = NO_REQUIREMENTS,
+        on_device: bool = False,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm = population, model, algorithm
         self.initial = clone(initial)  # the algorithm may change its first state, which holds the same tensors
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
+        self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device
         self.columns = placed(population.columns, self.device, emit)
         self.registry = registry_of(population)
-        # computed once: later tasks of the class are missing from the announcement, so the gate refuses their replies
-        self.answers = answers_of(algorithm)
-        self._announcements: dict[tuple[str, ...], Announcement] = {}
+        asked = asks_own(algorithm, self.registry)
+        self.announcer = Announcer(algorithm, model, objective, policy, asked, required, privacy)
         self.locals: dict[int, Tree] = {}
         self._start_empty: set[int] = set()  # clients whose first local state is empty, so that it is made only once
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
+        self._evaluates: Evaluates | None = None
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
 
     @property
@@ -169,6 +157,26 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the processes that the engine has started. The engine starts them again if it gets another request."""
+
+    def saved(self, round: int) -> None:
+        """Note that the run will not repeat this round or an earlier one."""
+        self.kept = round
+
+    def resume(self, locals: Mapping[int, Tree], round: int) -> None:
+        """Continue after a round, with the local states that the clients had then."""
+        self.locals, self.kept = dict(locals), round
+
+    def for_request(self, ledger: Ledger, locals: Mapping[int, Tree], evaluates: Evaluates | None) -> Self:
+        """Return this engine for a single request to a device, whose local state and ledger come from its disk.
+
+        Args:
+            ledger: records the messages of the request.
+            locals: the local state of the client, if it has one.
+            evaluates: counts the request in the budget of evaluations; None without such a budget.
+        """
+        one = copy(self)
+        one.ledger, one.locals, one._evaluates = ledger, dict(locals), evaluates
+        return one
 
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on. Local states stay where they are."""
@@ -229,37 +237,13 @@ class Engine(ABC):
         announcement = self.announcement(context.modalities)
         return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client, self.on_device)
 
-    def with_model(self, policy: Policy) -> Policy:
-        """Return a policy with what the model of this run can reveal; see `Policy.for_model`."""
-        return policy.for_model(
-            self.model.modalities,
-            lambda own: mixing(self.algorithm, self.objective, self.model, own, self.privacy),
-        )
-
-    def protect(self, mechanism: Mechanism) -> None:
-        """Set how replies are protected under [privacy]. What clients announce depends on it."""
-        self.privacy = mechanism
-        self._announcements.clear()
-
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
         """Return the announcement for clients with these modalities: everything that their replies can hold."""
-        if modalities not in self._announcements:
-            holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
-            policy = self.with_model(self.policy.for_client(modalities))
-            parts = policy, self._asks_own, PrivateNames.of(self.algorithm, self.model)
-            demand = self.required, self.privacy
-            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
-        return self._announcements[modalities]
-
-    @property
-    def _asks_own(self) -> bool:
-        """Whether the server may ask for scores on own test rows or on own validation rows of a client."""
-        asks = self.algorithm.evaluation.reads_validation
-        return bool(self.registry.tested) or (asks and bool(self.registry.validated))
+        return self.announcer.of(modalities)
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
         """Pass the message through the client's gate, then run the task on this client alone; see `run_received`."""
-        msg = self._to_device(send if isinstance(send, Message) else send[client])
+        msg = self.to_device(send if isinstance(send, Message) else send[client])
         got = self.node((client,), self.context(client)).receive(request, msg)
         return self.run_received(request, client, got, missing)
 
@@ -273,13 +257,19 @@ class Engine(ABC):
             PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
             Exception: the task raised this exception, and `debug` is set.
         """
-        context = self.context(client)
-        node = self.node((client,), context)
-        rows, tests = self.rows(client), self.own_rows(client, request.held_out)
-        view = SingleClientData(
-            columns=with_rows(self.columns, [rows, tests], context.modalities, self.device),
+        return ClientExchange(self, request, client, got, missing).run()
+
+    def view(self, request: Request, client: int) -> SingleClientData:
+        """Return the dataset on which this client runs a task alone."""
+        rows, tests, modalities = (
+            self.rows(client),
+            self.own_rows(client, request.held_out),
+            self.context(client).modalities,
+        )
+        return SingleClientData(
+            columns=with_rows(self.columns, [rows, tests], modalities, self.device),
             index=rows.to(self.device),
-            modalities=context.modalities,
+            modalities=modalities,
             model=self.model,
             key=client_key(request, client),
             round=request.round,
@@ -288,40 +278,13 @@ class Engine(ABC):
             privacy=self.per_sample(request, client),
             smallest=self.limits.min_batch_size if client >= 0 else 0,
         )
-        try:
-            limits, evaluates = (self.limits, self.evaluates) if client >= 0 else (NO_LIMITS, None)
-            guard = LimitGuard(limits, client, request.name, self.objective, evaluates)
-            metered = self.metered(request, (client,), view)
-            watched = guard.watch(metered, self.model)
-            # the task may change its dicts, so it gets dicts of its own
-            fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
-            own, secrets = secrets_apart(request, dict(self.local(request, client)))
-            inputs = Inputs(request, context, fields, own)
-            with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
-                returned = request.task(context, watched, own, type(got)(**fields))
-            reply, local = reply_and_local(request, returned)
-            self.count_given(request, (client,), given_work(metered).reshape(1))
-            guard.check_reply(reply, view, context.num_classes)
-            reply = self.required.with_noise(reply, self.objective, client)
-            if self.privacy is not None and client >= 0:
-                reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
-            reply, local = masked(request, reply, local, secrets)
-            released = node.release(request, inputs.apart(reply), stacked=False)
-            if any(tensor.requires_grad for _, _, tensor in tensors(released)):
-                released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
-        except PolyfedError:
-            raise
-        except Exception as error:
-            if self.debug:
-                error.add_note(describe_failure(request, (client,), got))
-                raise
-            self._failed(request, client, error, missing)
-            return None
-        if not same_tensors(local, self.locals.get(client, {})):
-            self.keep({client: clone(local)})
-        return released
 
-    def _failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
+    def guard(self, request: Request, client: int) -> LimitGuard:
+        """Return what holds a task of this client to the limits of the device. Evaluation clients have no limits."""
+        limits, evaluates = (self.limits, self._evaluates) if client >= 0 else (NO_LIMITS, None)
+        return LimitGuard(limits, client, request.name, self.objective, evaluates)
+
+    def failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
         """Put the reason for a client's failure into `missing`, and emit the event `client-failed`."""
         reason = missing[client] = reason_of(error)
         trace = "".join(traceback.format_exception(error))
@@ -344,8 +307,123 @@ class Engine(ABC):
         if self.clock is not None and clients[0] >= 0:
             self.clock.counter(request.number, clients)(1.0, work.tolist())
 
-    def _to_device(self, msg: Any) -> Any:
+    def to_device(self, msg: Any) -> Any:
+        """Return a message with its tensors on the device of this engine."""
         return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
+
+
+def asks_own(method: Method, clients: ClientRegistry) -> bool:
+    """Return whether the server may ask for scores on own test rows or on own validation rows of a client."""
+    return bool(clients.tested) or (method.evaluation.reads_validation and bool(clients.validated))
+
+
+class Exchange(ABC):
+    """One request to clients that run together: the task, the protection of its reply, and the egress gate.
+
+    A subclass runs the task for one client, or for a stack of clients.
+
+    Args:
+        engine: the engine.
+        request: the request.
+        clients: the clients, which have the same modalities.
+        got: the message of the clients. In a stack it is the message of the first one, for the text of an error.
+    """
+
+    stacked: ClassVar[bool]
+
+    def __init__(self, engine: Engine, request: Request, clients: Sequence[int], got: Any) -> None:
+        self.engine, self.request, self.clients, self.got = engine, request, clients, got
+        self.context = engine.context(clients[0])
+        self.gate = engine.node(tuple(clients), self.context)
+
+    def run(self) -> Message | None:
+        """Return what the gate lets pass, or None after a failure.
+
+        Raises:
+            PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
+            Exception: the task raised this exception, and `debug` is set.
+        """
+        try:
+            leaving = self.compute()
+        except PolyfedError:
+            raise
+        except Exception as error:
+            if self.engine.debug:
+                error.add_note(describe_failure(self.request, self.clients, self.got))
+                raise
+            self.failed(error)
+            return None
+        self.arrived()
+        reply = self.gate.release(self.request, leaving, stacked=self.stacked)
+        self.keep()
+        if any(tensor.requires_grad for _, _, tensor in tensors(reply)):
+            reply = map_tensors(reply, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
+        return reply
+
+    @abstractmethod
+    def compute(self) -> Message:
+        """Run the task, and return the reply with its clipping, noise and mask."""
+
+    @abstractmethod
+    def failed(self, error: Exception) -> None:
+        """Note that the task failed."""
+
+    def arrived(self) -> None:  # noqa: B027
+        """Book what the clients received, if nobody has booked it before the task."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Store the clients' new local states. The gate has then let their reply pass."""
+
+
+class ClientExchange(Exchange):
+    """The exchange with one client, whose message the gate has already received.
+
+    Args:
+        engine: the engine.
+        request: the request.
+        client: the client.
+        got: the message that the gate let pass.
+        missing: gets the reason if the client fails.
+    """
+
+    stacked = False
+
+    def __init__(self, engine: Engine, request: Request, client: int, got: Any, missing: dict[int, str]) -> None:
+        super().__init__(engine, request, (client,), got)
+        self.client, self.missing = client, missing
+        self.view, self.guard = engine.view(request, client), engine.guard(request, client)
+        self.left: Tree = {}
+
+    @override
+    def compute(self) -> Message:
+        engine, request, client, got = self.engine, self.request, self.client, self.got
+        view, guard = self.view, self.guard
+        metered = engine.metered(request, (client,), view)
+        watched = guard.watch(metered, engine.model)
+        # the task may change its dicts, so it gets dicts of its own
+        fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
+        own, secrets = secrets_apart(request, dict(engine.local(request, client)))
+        inputs = Inputs(request, self.context, fields, own)
+        with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
+            returned = request.task(self.context, watched, own, type(got)(**fields))
+        reply, local = reply_and_local(request, returned)
+        engine.count_given(request, (client,), given_work(metered).reshape(1))
+        guard.check_reply(reply, view, self.context.num_classes)
+        reply = engine.required.with_noise(reply, engine.objective, client)
+        if engine.privacy is not None and client >= 0:
+            reply = engine.privacy.of_one(request.name, got, reply, noise_key(request, client))
+        reply, self.left = masked(request, reply, local, secrets)
+        return inputs.apart(reply)  # type: ignore[no-any-return]
+
+    @override
+    def failed(self, error: Exception) -> None:
+        self.engine.failed(self.request, self.client, error, self.missing)
+
+    @override
+    def keep(self) -> None:
+        if not same_tensors(self.left, self.engine.locals.get(self.client, {})):
+            self.engine.keep({self.client: clone(self.left)})
 
 
 def held_out_of(population: Population, held_out: HeldOut) -> Shards | None:

@@ -3,7 +3,8 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -13,7 +14,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
-from polyfed.engines.base import Engine, Method
+from polyfed.engines.base import Emit, Engine, Method
 from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
@@ -21,6 +22,7 @@ from polyfed.engines.workers.process import Unit
 from polyfed.federation.clock import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
+from polyfed.privacy.egress.ledger import Ledger
 from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.step_plan import steps_trained
 
@@ -81,6 +83,16 @@ class InProcess(Engine):
         self._unit_seconds: dict[str, list[float]] = {}  # by task: seconds of a unit here, in the last two requests
         self.pool = Workers(self, workers, threads, gpus, cluster) if workers > 1 or cluster is not None else None
         _refuse_missing_rows(population, algorithm)
+
+    def in_worker(self, emit: Emit) -> Self:
+        """Return this engine for a worker process, which starts no workers and books nothing that is booked already.
+
+        Args:
+            emit: receives the events of the worker.
+        """
+        one = copy(self)
+        one.pool, one.emit, one.ledger = None, emit, Ledger(self.ledger.run, hashing=self.ledger.hashing)
+        return one
 
     @property
     def trains_on(self) -> torch.device:
@@ -177,7 +189,7 @@ class InProcess(Engine):
             if self.debug:
                 error.add_note(f"in client {client}, round {request.round}, when its first local state was made")
                 raise
-            self._failed(request, client, error, missing)
+            self.failed(request, client, error, missing)
             return False
         return True
 
@@ -223,13 +235,13 @@ class InProcess(Engine):
         """
         if not isinstance(send, Message):
             nodes = {client: self.node((client,), self.context(client)) for client in clients}
-            return {client: node.receive(request, self._to_device(send[client])) for client, node in nodes.items()}
+            return {client: node.receive(request, self.to_device(send[client])) for client, node in nodes.items()}
         alike: dict[int, list[int]] = {}
         for client in clients:
             alike.setdefault(id(self.context(client)), []).append(client)
         found: dict[int, Any] = {}
         for group in alike.values():
-            got = self.node(tuple(group), self.context(group[0])).receive(request, self._to_device(send))
+            got = self.node(tuple(group), self.context(group[0])).receive(request, self.to_device(send))
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
 

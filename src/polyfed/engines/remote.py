@@ -97,7 +97,7 @@ class Remote(Engine):
         if inner and not self.terms.relay:
             raise RecipeError(
                 f"task {inner[0]} sends within silos, and on the flower engine that passes through the server. "
-                "If the server may see it, say [engine] relay = 'server-sees' (each client must agree in its own "
+                "If the server may see it, say [deployment] relay = 'server-sees' (each client must agree in its own "
                 "configuration); otherwise use the sequential or vectorised engine"
             )
 
@@ -127,7 +127,7 @@ class Remote(Engine):
                 refused = refused or error
                 continue
             if reply is not None:
-                replies[client] = self._to_device(reply)
+                replies[client] = self.to_device(reply)
         if refused is not None:  # raised only now, so that the ledger also records the replies of the other clients
             raise refused
         return replies
@@ -181,7 +181,7 @@ class Remote(Engine):
             if len(content.body) > self.terms.limit:
                 raise RecipeError(
                     f"the message of task '{request.name}' to client {client} takes {len(content.body):,} bytes, and "
-                    f"[engine] message_megabytes allows {self.terms.limit:,}. Raise it, or take a smaller model"
+                    f"[deployment] message_megabytes allows {self.terms.limit:,}. Raise it, or take a smaller model"
                 )
             held = list(self.registry.owned(client))
             packets[client] = request_packet(

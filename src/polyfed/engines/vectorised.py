@@ -8,7 +8,7 @@ engine emits the event `looped`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
+from typing_extensions import override
 
-from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, cut, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
-from polyfed.engines.base import held_out_of
+from polyfed.engines.base import Exchange, held_out_of
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
-from polyfed.engines.task_results import Inputs, describe_failure, only_the_gate_refuses, reason_of, reply_and_local
+from polyfed.engines.task_results import Inputs, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
 from polyfed.federation.replies import ReplyStack
@@ -86,7 +87,7 @@ class Vectorised(InProcess):
         if not loop_because and self.limits != NO_LIMITS:
             loop_because = LIMITED
         if loop_because:
-            self._note(request, loop_because)
+            self.looped(request, loop_because)
             yield from ([client] for client in clients)
             return
         alike: dict[Any, list[int]] = {}
@@ -144,57 +145,10 @@ class Vectorised(InProcess):
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
         """Run these clients' task under one `vmap`. If it raises, return None; the clients then run one by one."""
-        context = self.context(group[0])
-        node = self.node(tuple(group), context)
-        messages = [send] if isinstance(send, Message) else [send[client] for client in group]
-        owned = [secrets_apart(request, self.local(request, client)) for client in group]
-        locals_, local_dims = _stack_trees([own for own, _ in owned])
-        received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
-        fields, field_dims = _stack_messages(received)
-        kind = type(received[0])
-        reply_type: list[type[Message]] = []
-        view, inputs = self._view(request, group), Inputs(request, context, fields, locals_)
+        reply = StackExchange(self, request, group, send).run()
+        return None if reply is None else ReplyStack(tuple(group), reply)
 
-        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree, Tensor]:
-            data = self.metered(request, group, view(lane=lane))
-            returned = request.task(context, data, local, kind(**got))
-            reply, after = reply_and_local(request, returned)
-            reply_type.append(type(reply))
-            return {name: getattr(reply, name) for name in reply.kinds}, after, given_work(data)
-
-        try:
-            with only_the_gate_refuses(request), inputs.unchanged():
-                lanes = torch.arange(len(group), device=self.device)
-                values, after, work = vmap(one, in_dims=(0, local_dims, field_dims))(lanes, locals_, fields)
-            self.count_given(request, group, work)
-            made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
-            leaving, left = made, None
-            if request.reply.masks is not None or not same_tensors(after, locals_):
-                leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
-        except PolyfedError:
-            raise
-        except Exception as error:
-            if self.debug:
-                error.add_note(describe_failure(request, group, received[0]))
-                raise
-            self._note(request, reason_of(error))
-            if self.clock is not None:
-                self.clock.forget(request.number, group)
-            return None
-        if kind.counts and len(received) > 1:
-            for client, msg in zip(group, received, strict=True):
-                self.node((client,), context).receive(request, msg)
-        else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
-            node.receive(request, received[0])
-        counts = tuple(self.registry.rows_of(group).values())
-        _refuse_padding(request, made, counts)
-        _refuse_kept_padding(request, after, locals_, counts, self.model)
-        reply = node.release(request, inputs.apart(leaving), stacked=True)
-        if left is not None:
-            self.keep(dict(zip(group, left, strict=True)))
-        return ReplyStack(tuple(group), reply)
-
-    def _view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
+    def stacked_view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
         """Return a constructor of the clients' datasets under `vmap`. It lacks only the argument `lane`."""
         train, tests = self.population.train, held_out_of(self.population, request.held_out)
         rows, own = Rows.of(train, group), None if tests is None else Rows.of(tests, group)
@@ -215,17 +169,81 @@ class Vectorised(InProcess):
             privacy=self.per_sample(request, group[0]),
         )
 
-    def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
-        """Return the stacked replies with the clipping and the noise of [privacy]."""
-        if self.privacy is None:
-            return made
-        return self.privacy.of_stack(request.name, sent, made, [noise_key(request, client) for client in group])
-
-    def _note(self, request: Request, reason: str) -> None:
+    def looped(self, request: Request, reason: str) -> None:
         """Emit the event `looped`, once for each task and reason."""
         if (text := f"{request.name}: {reason}") not in self._noted:
             self._noted.add(text)
             self.emit("looped", task=request.name, reason=reason)
+
+
+class StackExchange(Exchange):
+    """The exchange with a stack of clients, whose task runs once under `vmap`."""
+
+    stacked = True
+
+    def __init__(self, engine: Vectorised, request: Request, group: Unit, send: Send) -> None:
+        messages = [send] if isinstance(send, Message) else [send[client] for client in group]
+        blocks = engine.context(group[0]).blocks
+        self.received = [engine.to_device(cut(msg, blocks)) for msg in messages]
+        super().__init__(engine, request, group, self.received[0])
+        self.stack, self.group = engine, group
+        owned = [secrets_apart(request, engine.local(request, client)) for client in group]
+        self.secrets = [secrets for _, secrets in owned]
+        self.before, self.local_dims = _stack_trees([own for own, _ in owned])
+        self.fields, self.field_dims = _stack_messages(self.received)
+        self.view = engine.stacked_view(request, group)
+        self.left: list[Tree] | None = None
+
+    @override
+    def compute(self) -> Message:
+        engine, request, kind = self.stack, self.request, type(self.got)
+        reply_type: list[type[Message]] = []
+        inputs = Inputs(request, self.context, self.fields, self.before)
+
+        def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree, Tensor]:
+            data = engine.metered(request, self.group, self.view(lane=lane))
+            returned = request.task(self.context, data, local, kind(**got))
+            reply, after = reply_and_local(request, returned)
+            reply_type.append(type(reply))
+            return {name: getattr(reply, name) for name in reply.kinds}, after, given_work(data)
+
+        with only_the_gate_refuses(request), inputs.unchanged():
+            lanes = torch.arange(len(self.group), device=engine.device)
+            dims = 0, self.local_dims, self.field_dims
+            values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
+        engine.count_given(request, self.group, work)
+        made = _without_padding(reply_type[0](**values))
+        if engine.privacy is not None:
+            noise = [noise_key(request, client) for client in self.group]
+            made = engine.privacy.of_stack(request.name, self.fields, made, noise)
+        leaving = made
+        if request.reply.masks is not None or not same_tensors(after, self.before):
+            leaving, self.left = masked_stack(request, made, after, self.secrets)
+        counts = tuple(engine.registry.rows_of(self.group).values())
+        _refuse_padding(request, made, counts)
+        _refuse_kept_padding(request, after, self.before, counts, engine.model)
+        return inputs.apart(leaving)  # type: ignore[no-any-return]
+
+    @override
+    def failed(self, error: Exception) -> None:
+        self.stack.looped(self.request, reason_of(error))
+        if self.engine.clock is not None:
+            self.engine.clock.forget(self.request.number, self.group)
+
+    @override
+    def arrived(self) -> None:
+        # Only now: if the stack fails, its clients run one by one, each of them books what it received, and the ledger
+        # would list the message twice.
+        if type(self.got).counts and len(self.received) > 1:
+            for client, msg in zip(self.group, self.received, strict=True):
+                self.engine.node((client,), self.context).receive(self.request, msg)
+        else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
+            self.gate.receive(self.request, self.got)
+
+    @override
+    def keep(self) -> None:
+        if self.left is not None:
+            self.engine.keep(dict(zip(self.group, self.left, strict=True)))
 
 
 def _form(msg: Message) -> Any:

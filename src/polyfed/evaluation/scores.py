@@ -6,7 +6,7 @@ rows. Both messages contain sums, and the objective computes metrics from them. 
 with which a method says which models they score stand in `Algorithm` (`algorithms/base.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -165,10 +165,19 @@ class Measured:
     Attributes:
         metrics: group -> metric -> value, as in result.json.
         personal: client -> the objective's `SCORE`, such as accuracy, on the client's own test rows.
+        confusion: the confusion matrix (C, C) of the server's test rows, or None. A method that evaluates several
+            models there adds their matrices.
     """
 
     metrics: dict[str, dict[str, float]]
     personal: dict[int, float] = field(default_factory=dict)
+    confusion: Tensor | None = None
+
+
+def total(matrices: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the sum of the confusion matrices of several models, or None if there is none."""
+    there = [matrix for matrix in matrices if matrix is not None]
+    return torch.stack(there).sum(0) if there else None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ run. The server validates each reply, drops a bad one with a reason, and continu
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -39,6 +40,10 @@ from polyfed.training.optimisers import Moments
 HUGE = 1e8
 """Largest absolute value of a healthy model. If the server sends larger values and a client replies with NaN or
 infinity, the error text names the model as the cause."""
+
+
+Watch = Callable[[Send, Replies], None]
+"""Called after a request, with the messages that were sent and the usable replies."""
 
 
 class Answering(Protocol):
@@ -76,7 +81,6 @@ class Federation:
         round: the current round, from 1; 0 before the first.
         evaluating: whether requests now evaluate the models. Simulated attackers answer such requests truthfully.
         asked: number of requests so far in this round.
-        watch: called after every request, with the messages that were sent and the usable replies.
     """
 
     clients: ClientRegistry
@@ -97,7 +101,7 @@ class Federation:
     round: int = 0
     evaluating: bool = False
     asked: int = 0
-    watch: Callable[[Send, Replies], None] = lambda *_: None
+    _watching: list[Watch] = field(default_factory=list, init=False, repr=False)
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
     _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
 
@@ -121,6 +125,27 @@ class Federation:
         self.round, self.asked, self.evaluating = round, 0, False
         if self.clock is not None:
             self.clock.begin(round)
+
+    def end_after(self, round: int) -> None:
+        """Make this round the last one of the run."""
+        self.rounds = round
+
+    def begin_evaluation(self) -> None:
+        """Start the evaluation after a round. The count of requests goes on."""
+        self.evaluating = True
+
+    def expect(self, model: Tree) -> None:
+        """Require replies to match this model: a method's `init` may add tensors to the model or remove some."""
+        self.template = model
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Call `watch` after every request of the `with` block."""
+        self._watching.append(watch)
+        try:
+            yield
+        finally:
+            self._watching.remove(watch)
 
     def ask(
         self,
@@ -179,10 +204,15 @@ class Federation:
         parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
         replies = Replies(parts, self._missing(request, missing, peak))
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
+        self._report(request, send, replies, quorum=quorum)
+        return replies
+
+    def _report(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> None:
+        """Require the quorum, and show the replies to those who watch."""
         if quorum:
             self.require_quorum(replies, request.name)
-        self.watch(send, replies)
-        return replies
+        for watch in self._watching:
+            watch(send, replies)
 
     def _missing(self, request: Request, missing: dict[int, str], peak: float) -> dict[int, str]:
         """Emit an event for each client without a usable reply, and return the clients with the reasons."""

@@ -242,10 +242,10 @@ def masked(z: Features, present: Features) -> dict[str, Tensor]:
     """Return the embeddings with zeros in rows that lack the modality."""
     if not present:
         return dict(z)
-    return {name: _where(present[name], value) if name in present else value for name, value in z.items()}
+    return {name: _zeros_unless(present[name], value) if name in present else value for name, value in z.items()}
 
 
-def _where(there: Tensor, value: Tensor) -> Tensor:
+def _zeros_unless(there: Tensor, value: Tensor) -> Tensor:
     return torch.where(there.view(-1, *(1,) * (value.dim() - 1)), value, value.new_zeros(()))
 
 

@@ -16,6 +16,7 @@ from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import check_ranges
 from polyfed.core.tree import Tree
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 
@@ -47,19 +48,19 @@ class Selector(ABC):
                 "1 (1.0 is all clients, 1 is one client)"
             )
 
-    def size(self, fed: Federation) -> int:
+    def size(self, clients: ClientRegistry) -> int:
         """Return the cohort size including `overselect`: how many of the clients with training rows the server asks.
 
         Raises:
             RecipeError: see `needed`.
         """
-        return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
+        return min(math.ceil(self.needed(clients) * (1 + (self.overselect or 0.0)) - 1e-9), len(clients.eligible))
 
-    def enough(self, fed: Federation) -> int | None:
+    def enough(self, clients: ClientRegistry) -> int | None:
         """Return the number of replies after which the server stops waiting; None if it waits for the whole cohort."""
-        return None if self.overselect is None else self.needed(fed)
+        return None if self.overselect is None else self.needed(clients)
 
-    def needed(self, fed: Federation) -> int:
+    def needed(self, clients: ClientRegistry) -> int:
         """Return the cohort size: a count, or `max(1, round(participation * K))`, where K clients have training rows.
 
         If `participation` is a count above K, the cohort has K clients. In a deployment, a device that the server has
@@ -68,7 +69,7 @@ class Selector(ABC):
         Raises:
             RecipeError: `participation` is a count above the number of clients.
         """
-        value, total, able = self.participation, len(fed.clients), len(fed.clients.eligible)
+        value, total, able = self.participation, len(clients), len(clients.eligible)
         if isinstance(value, int) and value > total:
             raise RecipeError(
                 f"[clients] participation = {value}, but there are {total} clients: set a count of at most {total}"
@@ -130,7 +131,7 @@ class Uniform(Selector):
         """Draw the cohort uniformly."""
         eligible = fed.clients.eligible
         key = keys.key(fed.seed, "cohort", fed.round)
-        return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed))], memory
+        return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed.clients))], memory
 
 
 def must_be_uniform(selector: Selector, method: str) -> None:

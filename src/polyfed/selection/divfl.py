@@ -135,7 +135,7 @@ class DivFl(Selector):
         return dict(zip(answered, map(float, sizes), strict=True))
 
     def _greedy(self, similarity: Similarity, fed: Federation) -> list[int]:
-        size, pool = self.size(fed), list(fed.clients.eligible)
+        size, pool = self.size(fed.clients), list(fed.clients.eligible)
         if self.greedy != "stochastic":
             return (lazy_greedy if self.greedy == "lazy" else greedy)(similarity, size, pool)
         of, key = sample_size(size, len(pool)), keys.key(fed.seed, "greedy", fed.round)

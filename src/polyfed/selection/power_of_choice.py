@@ -79,7 +79,7 @@ class PowD(Selector):
         Raises:
             RecipeError: `d` is out of range, or clients hold different modalities.
         """
-        size, pool = self.size(fed), fed.clients.eligible
+        size, pool = self.size(fed.clients), fed.clients.eligible
         if not size <= self.d <= len(pool):
             raise RecipeError(
                 f"[selection] d = {self.d}: must be at least the cohort's size, {size}, and at most the number of "

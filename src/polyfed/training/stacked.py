@@ -117,7 +117,7 @@ class StackedClientData(ClientData):
     def ids(self) -> Tensor:
         """Return the sample ids of the client's rows, padded to the largest number of rows; see `ClientData.ids`."""
         rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
-        return self.columns.ids.to(self.lane.device)[self._where(rows)]
+        return self.columns.ids.to(self.lane.device)[self._places(rows)]
 
     @property
     def test(self) -> "StackedClientData":
@@ -218,7 +218,7 @@ class StackedClientData(ClientData):
         slot = hit.to(torch.int8).argmax().unsqueeze(0)
         rows, ok = plan.rows[self.lane, slot].squeeze(0), plan.ok[self.lane, slot].squeeze(0)
         dropout_key = stream_key(self.key, DROPOUT, stream)
-        return with_dropout(self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1)), train)
+        return with_dropout(self._batch(rows, self._places(rows), ok, keys.fold_in(dropout_key, number - 1)), train)
 
     def _steps(self, plan: Plan, done: Tensor | int, stream: int) -> tuple[Tensor, ...]:
         """Return the inputs of all steps, tensors (T, ...).
@@ -235,7 +235,7 @@ class StackedClientData(ClientData):
             assert isinstance(key, Tensor)
         else:
             key = plan.key[self.lane]
-        return rows, self._where(rows), ok, key, alive, number
+        return rows, self._places(rows), ok, key, alive, number
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
@@ -245,7 +245,7 @@ class StackedClientData(ClientData):
             end = min(start + batch_size, longest)
             rows = torch.arange(start, end, device=self.lane.device)
             ok = None if end <= shortest else rows < self.num_rows
-            after = step(carry, self._batch(rows, self._where(rows), ok, None))
+            after = step(carry, self._batch(rows, self._places(rows), ok, None))
             carry = after if start < shortest else _where_alike(start < self.num_rows, after, carry)
         return carry
 
@@ -256,7 +256,7 @@ class StackedClientData(ClientData):
         """
         return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
 
-    def _where(self, rows: Tensor) -> Tensor:
+    def _places(self, rows: Tensor) -> Tensor:
         """Convert positions among the client's own rows to positions in the table."""
         return self.stack.index[self.lane, rows if self.chosen is None else self.chosen[rows]]
 
@@ -300,12 +300,12 @@ def _step_of(
         after = (w, moments, kept)
         if before is None:
             return after, value
-        return _where(alive, after, before), torch.where(alive, value, 0.0)
+        return _unless_done(alive, after, before), torch.where(alive, value, 0.0)
 
     return step
 
 
-def _where(alive: Tensor, new: Any, old: Any) -> Any:
+def _unless_done(alive: Tensor, new: Any, old: Any) -> Any:
     return pytree.tree_map(lambda a, b: torch.where(alive, a, b), new, old)
 
 
@@ -317,4 +317,4 @@ def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
     (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
     if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
         return new
-    return _where(alive, new, old) if [a.shape for a in after] == [b.shape for b in before] else new
+    return _unless_done(alive, new, old) if [a.shape for a in after] == [b.shape for b in before] else new

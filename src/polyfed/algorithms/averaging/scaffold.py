@@ -65,7 +65,7 @@ class ScaffoldState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(Averaging):
+class Scaffold(Averaging[ScaffoldState]):
     """Federated averaging with control variates. The mean is uniform by default, as in the paper."""
 
     aggregation: Literal["weighted", "uniform"] = "uniform"

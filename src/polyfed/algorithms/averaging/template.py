@@ -28,7 +28,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import TypeVar, override
 
 from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
@@ -86,8 +86,12 @@ class State:
         return replace(self, **changes)
 
 
+A = TypeVar("A", bound=State, default=Any)
+"""The state of a method that extends `Averaging`."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Averaging(Algorithm):
+class Averaging(Algorithm[A]):
     """The template: send parameters, train locally, average each block over the clients that trained it.
 
     Subclasses override the hooks that the module's docstring lists.
@@ -161,7 +165,9 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
+        replies = fed.ask(
+            self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed.clients)
+        )
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)

@@ -104,7 +104,7 @@ class CmsFedState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmsFed(Averaging):
+class CmsFed(Averaging[CmsFedState]):
     """CMSFed and its ablations.
 
     `prototypes = "local"` gives the ablation CMSFed-local. If `modality_selection = false` is also set, the method is
@@ -181,7 +181,6 @@ class CmsFed(Averaging):
         "share": "The share of each modality among the selected pairs of client and modality.",
         "picked": "Clients that train all modalities, one alone, the weak one, or the weak one due to the ratio rule.",
     }
-    renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True
@@ -261,7 +260,7 @@ class CmsFed(Averaging):
 
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
         """Choose the sets S_M and S_w of this round (Eq. 13-14), and return them with the selector's memory."""
-        ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients.eligible)
+        ratios, size, num = state.ratios, self.selector.size(fed.clients), len(fed.clients.eligible)
         weak = ratios.weak(state.choice.weak)
         if weak and self.placebo == "random-modality":
             own = keys.key(fed.seed, "placebo", fed.round)

@@ -7,7 +7,7 @@ heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -115,14 +115,14 @@ class Hfm(Vertical):
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         """Evaluate the global model on the server's rows, and on each silo's test rows across the silo's devices."""
-        measured = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else {}
+        found = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
-            return Measured(measured)
+            return found
         head = set(fed.context.model.head())
         encoders = {name: value for name, value in state.params.items() if name not in head}
         heads = {silo: self._head(fed, members, state.params) for silo, members in self.devices(fed).items()}
         group, scores = self.evaluated_in_silos(fed, heads, encoders)
-        return Measured(measured | ({"personal": group} if group else {}), scores)
+        return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=scores)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow the personal evaluation of silos. Devices are not evaluated alone."""

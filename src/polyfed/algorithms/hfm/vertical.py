@@ -78,7 +78,7 @@ from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vertical(Algorithm):
+class Vertical(Algorithm[SiloState]):
     """The base class of the methods that train inside silos.
 
     Attributes:
@@ -197,8 +197,7 @@ class Vertical(Algorithm):
         if self.local_unit == "step":
             found["inner_batch"] = "local_unit = 'step'"
         if self.overlap != "all" and round(self.batch_fraction * int(fed.clients.num_rows.max())) <= self.inner_batch:
-            few = f"mini-batches of at most inner_batch = {self.inner_batch} rows"
-            found |= {"inner_batch": few, "local_unit": few}
+            found["inner_batch"] = f"batches of at most {self.inner_batch} rows"
         if not fed.context.model.has_modes:
             found["eval_embeddings"] = "a model without dropout and BatchNorm"
         return found

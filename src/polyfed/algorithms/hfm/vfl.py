@@ -7,7 +7,7 @@ it towards the head that the edge sent last. See docs/algorithms/vfl.md.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
@@ -16,7 +16,7 @@ from polyfed.algorithms.hfm.vertical import Vertical, may_report
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured
+from polyfed.evaluation.scores import Measured, total
 from polyfed.federation.federation import Federation
 from polyfed.privacy.egress.policy import Policy
 
@@ -65,13 +65,12 @@ class Vfl(Vertical):
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         """Evaluate every silo's model on its own test rows and, if the policy allows it, on the server's rows."""
         policy = fed.context.policy
-        measured = (
-            self._evaluated_by_server(state, fed) if fed.evaluation_clients and policy.allows_models("server") else {}
-        )
+        possible = fed.evaluation_clients and policy.allows_models("server")
+        found = self._evaluated_by_server(state, fed) if possible else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(policy)):
-            return Measured(measured)
+            return found
         group, accuracies = self.evaluated_in_silos(fed, state.heads, {})
-        return Measured(measured | ({"personal": group} if group else {}), accuracies)
+        return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=accuracies)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Allow model uploads only for evaluation. The server does not ask for what the policy forbids."""
@@ -97,7 +96,7 @@ class Vfl(Vertical):
         encoders = {name: v for member in members_of(fed.clients, client) for name, v in local(member).items()}
         return encoders | state.heads[silo]
 
-    def _evaluated_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
+    def _evaluated_by_server(self, state: SiloState, fed: Federation) -> Measured:
         """Return the mean of the metrics over silos. Encoders and heads are uploaded only for this evaluation.
 
         A silo's model is evaluated with the modalities that the silo has. A silo is left out if one of its devices does
@@ -110,4 +109,5 @@ class Vfl(Vertical):
                 continue
             own = {name: value for client in members for name, value in uploads[client].params.items()}
             measured.append(self.evaluate_globally(own, fed))
-        return client_statistics.mean_groups(measured)
+        groups = client_statistics.mean_groups([one.metrics for one in measured])
+        return Measured(groups, confusion=total(one.confusion for one in measured))

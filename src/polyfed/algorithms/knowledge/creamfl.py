@@ -120,7 +120,7 @@ class CreamState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreamFL(Algorithm):
+class CreamFL(Algorithm[CreamState]):
     """Contrastive representation ensemble. The default weights of the loss terms come from the authors' code.
 
     Attributes:

@@ -106,7 +106,7 @@ class ServerOnTop(Predictor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedGKT(Algorithm):
+class FedGKT(Algorithm[GktState]):
     """Group knowledge transfer.
 
     Attributes:

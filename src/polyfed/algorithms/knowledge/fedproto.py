@@ -107,7 +107,7 @@ class NearestPrototype(Predictor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProto(Averaging):
+class FedProto(Averaging[ProtoState]):
     """Local training with class prototypes.
 
     Attributes:

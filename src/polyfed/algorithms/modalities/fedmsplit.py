@@ -45,7 +45,7 @@ class SplitState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMSplit(Averaging):
+class FedMSplit(Averaging[SplitState]):
     """Personal models that are mixed by attention.
 
     Attributes:

@@ -79,7 +79,7 @@ class PartialState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialFL(Averaging):
+class PartialFL(Averaging[PartialState]):
     """PartialFL. The mean over clients is uniform by default, as in the paper's Algorithm 1.
 
     Attributes:

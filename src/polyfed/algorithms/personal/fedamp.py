@@ -95,7 +95,7 @@ class FedAmpState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAmp(Algorithm):
+class FedAmp(Algorithm[FedAmpState]):
     """Attentive message passing between personal models.
 
     Attributes:

@@ -82,7 +82,7 @@ class FedFomoState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(Algorithm):
+class FedFomo(Algorithm[FedFomoState]):
     """Personal models as mixtures of other clients' models.
 
     Attributes:

@@ -84,7 +84,7 @@ class PfmmlState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pfmml(Algorithm):
+class Pfmml(Algorithm[PfmmlState]):
     """Personalised aggregation.
 
     Without a [network] section, messages take no time, and the score of a device is 1 - xi.
@@ -138,7 +138,6 @@ class Pfmml(Algorithm):
     placebo: Literal["none", "uniform", "shuffled"] = "none"
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"scale": "raw", "coefficient_lr": 0.01}}
-    renamed: ClassVar[Mapping[str, str]] = {"alpha": "price_per_second"}
 
     def __post_init__(self) -> None:
         """Refuse options that are out of range, and a value of `uploads` that is neither a share nor a count."""
@@ -189,7 +188,7 @@ class Pfmml(Algorithm):
         if "personal" not in own.metrics:
             return own
         trained, _ = self.evaluate_personally(fed, Broadcast({}))
-        return Measured(own.metrics | {"trained": trained}, own.personal)
+        return replace(own, metrics=own.metrics | {"trained": trained})
 
     def evaluation_message(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the copies that the server still has to send."""

@@ -60,7 +60,7 @@ def shuffled(cohort: list[int], fed: Federation) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitLearning(Algorithm):
+class SplitLearning(Algorithm[SplitState]):
     """Clients train in turn.
 
     Attributes:

@@ -26,7 +26,7 @@ from polyfed.selection import Selector, Uniform, must_be_uniform
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitFed(Algorithm):
+class SplitFed(Algorithm[SplitState]):
     """Clients train in parallel.
 
     Attributes:

@@ -20,7 +20,7 @@ from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
 from polyfed.experiment.checks.privacy_support import can_send, privacy_in_words, secure_in_words
-from polyfed.experiment.recipes.parts import PARTS
+from polyfed.experiment.recipes.sections import PARTS
 from polyfed.privacy.egress.announcement import Holder
 
 ALL = Holder(("modalities",), ("modalities",), ("modalities",))

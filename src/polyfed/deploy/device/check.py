@@ -188,7 +188,7 @@ def _planned(
             raise
         return unbuilt, (), f"the recipe's data cannot be read here ({error})"
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
-    policy = assembly.engine.with_model(policy)
+    policy = assembly.engine.announcer.with_model(policy)
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
     listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))

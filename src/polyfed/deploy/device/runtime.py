@@ -28,6 +28,7 @@ from polyfed.deploy.device.state_store import Store
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
+from polyfed.engines.base import first_local
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.evaluation.subsets import subsets_of
@@ -35,7 +36,7 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.reply_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger, lines
+from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.requirements import Release
 
 LEDGER = "egress.jsonl"
@@ -96,7 +97,6 @@ class ClientRuntime:
             return reason(FAILED, request_id, f"{type(error).__name__}: {error}")
 
     def _work(self, packet: Packet, request_id: RequestId) -> Packet:
-        engine = self.engine
         check_versions(packet.header, f"client {request_id.client}")
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
@@ -111,7 +111,7 @@ class ClientRuntime:
             use, noisy = digest_of_use(request, local or {}, packet, self.conditions), self._adds_noise(request)
             device = DeviceStore(self.folder)
             with device.transaction(request_id.run, request_id.client) as memory:
-                admit(memory, engine.limits, request)
+                admit(memory, self.engine.limits, request)
                 known = kept_reply(memory, request_id, use) if noisy else None
                 if known is None:
                     forget_replies(memory, request_id)
@@ -119,26 +119,26 @@ class ClientRuntime:
                 admit_secrets(memory, request, local, packet, self.conditions)
             store.prune()
             store.begin(request_id, again=known is not None)
-            engine.evaluates = self._evaluations(device, request_id)
-            engine.locals = {} if local is None else {request_id.client: local}
-            engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
+            ledger = Ledger(request_id.run, hashing=self.audit is not None)
+            before = {} if local is None else {request_id.client: local}
+            engine = self.engine.for_request(ledger, before, self._evaluations(device, request_id))
             missing: dict[int, str] = {}
             content: Packet | None = None
             sent, seal = False, ""
             try:
                 if known is not None:
-                    content = self._released_again(request, request_id.client, got, known)
+                    content = self._released_again(engine, request, request_id.client, got, known)
                 elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
                     content = encode(reply)
                     kept = int(packet.header.get("kept", 0))
-                    self._keep(store, request_id, local, kept)
+                    self._keep(store, request_id, local, engine.locals.get(request_id.client, {}), kept)
                     with device.transaction(request_id.run, request_id.client) as memory:
                         bind_secrets(memory, request, engine.locals.get(request_id.client, {}), self.conditions)
                         if noisy:
                             keep_reply(memory, request_id, use, content, kept)
                 sent = content is not None
             finally:
-                seal = self._book(store, request_id, sent, again=known is not None)
+                seal = self._book(store, request_id, ledger.drain(), sent, again=known is not None)
             if content is None and self.discreet:
                 raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
             if content is None:
@@ -189,9 +189,9 @@ class ClientRuntime:
         subsets = len(subsets_of(engine.algorithm.evaluation.subsets, engine.model.modalities))
         spend(memory, required, required.score_release(request.reply, subsets))
 
-    def _released_again(self, request: Request, client: int, got: Message, known: Packet) -> Packet:
+    def _released_again(self, engine: Sequential, request: Request, client: int, got: Message, known: Packet) -> Packet:
         """Pass a message, and the reply that has already been sent, through the client's gate. Return the reply."""
-        gate = self.engine.node((client,), self.engine.context(client))
+        gate = engine.node((client,), engine.context(client))
         gate.receive(request, got)
         again = encode(gate.release(request, decode(known, request.reply, limit=self.limit), stacked=False))
         assert (again.header, again.body) == (known.header, known.body), "a reply is sent again bit for bit"
@@ -220,13 +220,12 @@ class ClientRuntime:
         validator.check_received(got, request.got, receiver)
         return got
 
-    def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
+    def _keep(self, store: Store, request_id: RequestId, before: Tree | None, left: Tree, kept: int) -> None:
         """Write the client's local state if the task has replaced it."""
-        left = self.engine.locals.get(request_id.client, {})
         if left is not before:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
 
-    def _book(self, store: Store, request_id: RequestId, sent: bool, *, again: bool) -> str:
+    def _book(self, store: Store, request_id: RequestId, entries: list[Entry], sent: bool, *, again: bool) -> str:
         """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
 
         Returns:
@@ -235,6 +234,7 @@ class ClientRuntime:
         Args:
             store: the client's store.
             request_id: id of the request.
+            entries: the ledger's entries of this request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
             again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the
                 reply is not kept.
@@ -243,7 +243,6 @@ class ClientRuntime:
             OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
                 may leave the client.
         """
-        entries = self.engine.ledger.drain()
         if not sent:
             entries = [entry for entry in entries if entry.destination == TO_CLIENT or not any(entry.allowed)]
         path = store.folder / LEDGER
@@ -269,8 +268,9 @@ class ClientRuntime:
         found = store.before(request_id)
         if found is None or found[1] == self.engine.registry[request_id.client].modalities:
             return None if found is None else found[0]
-        self.engine.locals, before = {}, found[0]
-        first = self.engine.local(request, request_id.client)
+        engine, before = self.engine, found[0]
+        context = engine.context(request_id.client)
+        first = first_local(engine.algorithm, context, request.seed, request_id.client, engine.device)
         fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
         return {name: before[name] if name in fits else value for name, value in first.items()}
 

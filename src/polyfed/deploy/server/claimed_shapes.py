@@ -1,7 +1,7 @@
 """Bounds the size of the encoders that a server builds for sample shapes that clients claim.
 
-With `[engine] shapes`, or with rows of its own, the server knows the shape of a sample. Otherwise it takes the shape
-from the clients that have the modality. If only one client has the modality, this client alone determines the shape.
+With `[deployment] shapes`, or with rows of its own, the server knows the shape of a sample. Otherwise it takes the
+shape from the clients that have the modality. If only one client has it, this client alone determines the shape.
 The server therefore first tries the encoder on PyTorch's device `meta`, where tensors have a shape but no memory.
 """
 
@@ -75,8 +75,8 @@ class _Bounded(SeesOperations):
 def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     """Return modality -> reason, for each modality whose encoder the server does not build.
 
-    No tensor may be larger than `[engine] message_megabytes`. The parameters of all these encoders together may take at
-    most `message_megabytes / SHARE`, because a message of some methods holds several copies of the parameters. An
+    No tensor may be larger than `[deployment] message_megabytes`. The parameters of all these encoders together may
+    take at most `message_megabytes / SHARE`, because a message of some methods holds several copies of them. An
     encoder that does not run on the device `meta`, such as some encoders of the user, is not limited, but it must be
     able to read such samples. A model that is one module of the user is neither limited nor tried.
 
@@ -85,7 +85,7 @@ def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> d
         claims: modalities with the shape of a sample that clients claim. Earlier modalities use up the limit first.
     """
     flaws: dict[str, str] = {}
-    room = recipe.engine.message_megabytes * MEGABYTE // SHARE
+    room = recipe.deployment.message_megabytes * MEGABYTE // SHARE
     for name, shape in claims:
         if recipe.model.module is None and name in recipe.model.encoders:
             try:
@@ -93,7 +93,7 @@ def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> d
             except BadReply as error:
                 flaws[name] = (
                     f"for samples of '{name}' with shape {shape}, the encoder is not built: {error}. If this shape is "
-                    f"right, set [engine] shapes = {{ {name} = [...] }}"
+                    f"right, set [deployment] shapes = {{ {name} = [...] }}"
                 )
     return flaws
 
@@ -104,12 +104,12 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
     Raises:
         BadReply: the encoder cannot read such samples, or is too large.
     """
-    encoder, megabytes = recipe.model.encoders[name], recipe.engine.message_megabytes
+    encoder, megabytes = recipe.model.encoders[name], recipe.deployment.message_megabytes
     try:
         with torch.device("meta"), _Bounded(megabytes * MEGABYTE), _OneStep():
             net = _tried(recipe, name, shape)
     except (ModelError, BadReply) as error:
-        raise BadReply(f"{str(error).rstrip('.')} ([engine] message_megabytes = {megabytes})") from None
+        raise BadReply(f"{str(error).rstrip('.')} ([deployment] message_megabytes = {megabytes})") from None
     except Exception as error:
         _refuse_unreadable(recipe, name, shape, None if isinstance(encoder, Custom | HuggingFace) else error)
         return 0
@@ -117,7 +117,7 @@ def _size_of(recipe: Recipe, name: str, shape: tuple[int, ...], room: int) -> in
     if size > room:
         raise BadReply(
             f"its parameters would take {size:,} bytes, but encoders whose shapes only clients report may take "
-            f"{room:,} bytes more ([engine] message_megabytes = {megabytes})"
+            f"{room:,} bytes more ([deployment] message_megabytes = {megabytes})"
         )
     return size
 

@@ -54,8 +54,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         TooFewReplies: fewer than `min_nodes` or fewer than `min_replies` clients take part.
         EgressError: the policy of a client refused to enrol, and the recipe's `on_refusal` is "stop".
     """
-    spec, wanted, out = recipe.engine, expected(recipe), {} if left_out is None else left_out
-    least, stop = max(spec.min_nodes or wanted, spec.min_replies, 1), spec.on_refusal == "stop"
+    spec, wanted, out = recipe.deployment, expected(recipe), {} if left_out is None else left_out
+    least, stop = max(spec.min_nodes or wanted, recipe.engine.min_replies, 1), spec.on_refusal == "stop"
     answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, least, emit, stop))
     known: list[Enrolment] = []
     absent: list[str] = []
@@ -70,8 +70,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
     count, why = len(admission.clients), f"Not enrolled: {'; '.join(absent)}" if absent else "No other node answered"
     if count < least:
         raise TooFewReplies(
-            f"{count} of {wanted} clients enrolled ([engine] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
-            f"{why}. To start without some of them, set [engine] min_nodes"
+            f"{count} of {wanted} clients enrolled ([deployment] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
+            f"{why}. To start without some of them, set [deployment] min_nodes"
         )
     if count < wanted or admission.left_out:
         emit("note", text=f"WARNING: starting with {count} of {wanted} clients. {why}")
@@ -178,7 +178,7 @@ class Admission:
         rows, tested, validated = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
         holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
         silo = torch.full((size,), -1)
-        counted = capped_rows(self.clients, self.recipe.engine.rows_cap, emit)
+        counted = capped_rows(self.clients, self.recipe.deployment.rows_cap, emit)
         for told in self.clients:
             rows[told.client], tested[told.client] = counted[told.client], int(told.tested)
             validated[told.client] = int(told.validated)
@@ -221,8 +221,8 @@ def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict
     most = int(cap * statistics.median_low(reported)) if cap and reported else max(reported, default=0)
     for told in clients:
         if told.rows > most:
-            text = f"WARNING: client {told.client} reports {told.rows} rows; {most} count ([engine] rows_cap = {cap:g})"
-            emit("note", text=text)
+            counted = f"{most} count ([deployment] rows_cap = {cap:g})"
+            emit("note", text=f"WARNING: client {told.client} reports {told.rows} rows; {counted}")
     return {told.client: min(told.rows, most) for told in clients}
 
 
@@ -239,12 +239,12 @@ def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
 
 def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> Shapes:
     """Return the shape of a sample of every modality, and add clients with another shape to `out`."""
-    pinned = {name: tuple(shape) for name, shape in recipe.engine.shapes.items()}
-    source = dict.fromkeys(pinned, "[engine] shapes")
+    pinned = {name: tuple(shape) for name, shape in recipe.deployment.shapes.items()}
+    source = dict.fromkeys(pinned, "[deployment] shapes")
     for name, column in {} if own is None else own.modalities.items():
         if pinned.setdefault(name, column.shape) != column.shape:
             raise DataError(
-                f"[engine] shapes: samples of '{name}' have shape {pinned[name]}, those of the server's own rows "
+                f"[deployment] shapes: samples of '{name}' have shape {pinned[name]}, those of the server's own rows "
                 f"{column.shape}. Correct one of them"
             )
         source.setdefault(name, "the server's own rows")
@@ -266,7 +266,7 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
             if shape is None and own is not None:
                 out.setdefault(told.client, f"the server's own rows have no modality '{name}'")
             elif shape is None:
-                fix = f"no shape of '{name}' has a majority; set [engine] shapes = {{ {name} = [...] }}"
+                fix = f"no shape of '{name}' has a majority; set [deployment] shapes = {{ {name} = [...] }}"
                 out.setdefault(told.client, fix)
             elif told.shapes[name] != shape:
                 out.setdefault(
@@ -285,17 +285,17 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
     here = 0 if own is None else own.num_classes
     most = _classes_of_most([told.num_classes for told in known])
     agreed, by = max(here, most), "most clients" if most > here else "the server's own rows"
-    if recipe.engine.classes:
-        agreed, by = recipe.engine.classes, "[engine] classes"
+    if recipe.deployment.classes:
+        agreed, by = recipe.deployment.classes, "[deployment] classes"
         if here > agreed:
-            raise DataError(f"[engine] classes = {agreed}, but the server's own rows have {here}. Raise it")
+            raise DataError(f"[deployment] classes = {agreed}, but the server's own rows have {here}. Raise it")
     for told in known:
         if not agreed:
-            out[told.client] = "two clients report different numbers of classes; set [engine] classes"
+            out[told.client] = "two clients report different numbers of classes; set [deployment] classes"
         elif told.num_classes > agreed or (told.num_classes != agreed and not of_classes):
             what = "classes" if of_classes else "targets a row"
             out[told.client] = (
-                f"it has labels of {told.num_classes} {what}, there are {agreed} by {by}; [engine] classes decides"
+                f"it has labels of {told.num_classes} {what}, there are {agreed} by {by}; [deployment] classes decides"
             )
     return agreed
 

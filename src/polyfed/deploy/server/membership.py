@@ -39,31 +39,34 @@ def expected(recipe: Recipe) -> int:
     With silos, each silo has one device for each entry of `holdings`, or for each modality.
 
     Raises:
-        RecipeError: `[engine] nodes` contradicts the number of devices of the silos, or is missing although only the
-            data decides the number of silos, or `min_nodes` is larger than the number of devices.
+        RecipeError: `[deployment] nodes` contradicts the number of devices of the silos, or is missing although only
+            the data decides the number of silos, or `min_nodes` is larger than the number of devices.
     """
     wanted = _expected(recipe)
-    if recipe.engine.min_nodes > wanted:
-        raise RecipeError(f"[engine] min_nodes = {recipe.engine.min_nodes}, but the run has {wanted} devices. Lower it")
+    if recipe.deployment.min_nodes > wanted:
+        raise RecipeError(
+            f"[deployment] min_nodes = {recipe.deployment.min_nodes}, but the run has {wanted} devices. Lower it"
+        )
     return wanted
 
 
 def _expected(recipe: Recipe) -> int:
-    nodes, clients = recipe.engine.nodes, recipe.clients
+    nodes, clients = recipe.deployment.nodes, recipe.clients
     if clients.partition != "silos":
         return nodes or clients.num or 1
     each, silos = devices_per_silo(clients, recipe.model.modalities), clients.num_silos()
     if silos is None and (nodes == 0 or nodes % each):
         raise RecipeError(
-            f"[engine] nodes = {nodes}: with [clients] silo_partition = '{clients.silo_partition}' the data decides "
-            f"the number of silos, which the server does not see. Set nodes to the number of devices, {each} a silo"
+            f"[deployment] nodes = {nodes}: with [clients] silo_partition = '{clients.silo_partition}' the data "
+            f"decides the number of silos, which the server does not see. Set nodes to the number of devices, "
+            f"{each} a silo"
         )
     if silos is None:
         return nodes
     if nodes not in (0, silos * each):
         raise RecipeError(
-            f"[engine] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove nodes, "
-            "or set [clients] silos to the number of silos that take part"
+            f"[deployment] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove "
+            "nodes, or set [clients] silos to the number of silos that take part"
         )
     return silos * each
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
-from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.checkpoint import newest
@@ -31,25 +31,25 @@ from polyfed.experiment.running.events import INTERRUPTED, Emitter
 from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.attack import refuse_deployed
 from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.ledger import Ledger
 
 ERROR = "error.json"
 """The file in a run folder with the error that ended the run. It is removed when the run resumes."""
 
 
-def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
-    """Make the reply terms from the [engine] section.
+def reply_terms_of(recipe: Recipe, session: int | None = None) -> ReplyTerms:
+    """Make the reply terms from a recipe.
 
     Args:
-        spec: the section.
+        recipe: the recipe.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
     """
+    spec = recipe.deployment
     return ReplyTerms(
         session=int(time.time() * 1000) if session is None else session,
         reply_seconds=spec.reply_seconds,
         close_at=spec.close_at,
-        min_replies=spec.min_replies,
+        min_replies=recipe.engine.min_replies,
         away_seconds=spec.away_seconds,
         stop_on_refusal=spec.on_refusal == "stop",
         relay=spec.relay == "server-sees",
@@ -57,28 +57,16 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
     )
 
 
-def engine_by(
-    transport: Any, spec: EngineSpec, session: int | None = None, *, deployed: bool = False
-) -> Callable[..., Engine]:
+def engine_by(transport: Any, recipe: Recipe, session: int | None = None) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
     Args:
         transport: carries packets.
-        spec: the section [engine].
+        recipe: the recipe.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
-        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
-            for the audit log, and noise comes from the operating system's generator.
     """
-    terms = reply_terms_of(spec, session)
-
-    def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
-        ledger.hashing = deployed
-        engine = Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
-        engine.deployed = deployed
-        return engine
-
-    return build
+    return partial(Remote, transport=transport, terms=reply_terms_of(recipe, session))
 
 
 _T = TypeVar("_T")
@@ -112,10 +100,10 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
         def main(transport: flower.GridTransport) -> None:
             meet(recipe, population, transport)
             folder.mkdir(parents=True, exist_ok=True)
-            engine = engine_by(transport, recipe.engine, Membership(folder).session)
+            engine = engine_by(transport, recipe, Membership(folder).session)
             finished.append(execute(recipe, records, emit, population=population, engine=engine))
 
-        cpus = recipe.engine.client_cpus
+        cpus = recipe.deployment.client_cpus
         flower.simulate(main, Simulated(recipe, folder), population.num_clients, cpus)
     return finished[0]
 
@@ -126,12 +114,12 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
     Raises:
         TooFewReplies: not all clients started within `enrol_seconds`.
     """
-    answers = transport.enrol(population.num_clients, recipe.engine.enrol_seconds)
+    answers = transport.enrol(population.num_clients, recipe.deployment.enrol_seconds)
     started = len([enrolment_in(answer) for answer in answers])
     if started < population.num_clients:
         raise TooFewReplies(
             f"{started} of {population.num_clients} simulated clients started within "
-            f"{recipe.engine.enrol_seconds:g} seconds; raise [engine] enrol_seconds"
+            f"{recipe.deployment.enrol_seconds:g} seconds; raise [deployment] enrol_seconds"
         )
 
 
@@ -158,15 +146,23 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         emit = Emitter(listeners)
         with only_server(out):
             members = Membership(out)
-            transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
+            transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
             population = enrolled(recipe, transport, emit, members.left_out)
             recipe = without_absent(recipe, population.columns.modalities)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
-            engine = engine_by(transport, recipe.engine, members.session, deployed=True)
+            engine = engine_by(transport, recipe, members.session)
             with naming_the_option():
-                execute(recipe, records, emit, population=population, engine=engine, app=recipe_path.parent)
+                execute(
+                    recipe,
+                    records,
+                    emit,
+                    population=population,
+                    engine=engine,
+                    app=recipe_path.parent,
+                    deployed=True,
+                )
 
 
 @contextmanager

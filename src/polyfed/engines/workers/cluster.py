@@ -5,7 +5,6 @@ object store there, and all actors of the node read them in place. Ray starts th
 moves messages; `pool.py` decides which clients run where, and what happens with the clients of a lost worker.
 """
 
-import copy
 import logging
 import os
 import platform
@@ -282,8 +281,9 @@ class Actor:
     def __init__(self, engine: Served, threads: int, device: str) -> None:
         if threads:
             torch.set_num_threads(threads)
-        engine.ledger.drain()  # the server's process writes its entries itself
-        self._engine, self._device = engine, torch.device(device)
+        self._events: list[tuple[str, dict[str, Any]]] = []
+        self._engine = engine.in_worker(lambda name, **facts: self._events.append((name, facts)))
+        self._device = torch.device(device)
         self._held: dict[int, Any] = {}
 
     def node(self) -> str:
@@ -299,7 +299,8 @@ class Actor:
         up = Packed()
         shared, own = (Packed() if given is None else Packed(np.array(given)) for given in (broadcast, down))
         with deterministic(self._device):
-            done = run(self._engine, job, shared, own, up, self._device, self._held)
+            self._events.clear()
+            done = run(self._engine, job, shared, own, up, self._device, self._held, self._events)
         return done, up.content
 
 
@@ -320,9 +321,9 @@ def _exists(path: str) -> bool:
 
 def copy_of(engine: Served) -> Served:
     """Return a copy of the engine for the nodes, without local states and without what belongs to this process."""
-    sent = copy.copy(engine)
+    sent = engine.in_worker(_silent)
     sent.__dict__.pop("answer", None)  # the server's process may have replaced it, to watch requests
-    sent.locals, sent.pool, sent.emit = {}, None, _silent
+    sent.resume({}, sent.kept)
     return sent
 
 

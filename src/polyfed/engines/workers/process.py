@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar, Protocol, TextIO, cast
+from typing import Any, ClassVar, Protocol, Self, TextIO, cast
 
 import torch
 
@@ -52,8 +52,16 @@ class Served(Protocol):
     locals: dict[int, Tree]
     ledger: Ledger
     clock: Clock | None
+    kept: int
     emit: Callable[..., None]
-    pool: Any
+
+    def in_worker(self, emit: Callable[..., None]) -> Self:
+        """Return this engine for a worker process."""
+        ...
+
+    def resume(self, locals: Mapping[int, Tree], round: int) -> None:
+        """Take these local states of clients."""
+        ...
 
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
@@ -136,14 +144,15 @@ def serve(
         other.close()
     if threads:
         torch.set_num_threads(threads)
-    engine.pool = None
-    engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
+    events: list[tuple[str, dict[str, Any]]] = []
+    engine = engine.in_worker(lambda name, **facts: events.append((name, facts)))
     own_streams()
     with deterministic(device):
         while True:
             try:
                 job = connection.recv()
-                connection.send(run(engine, job, *memory, device, {}))
+                events.clear()
+                connection.send(run(engine, job, *memory, device, {}, events))
             except (EOFError, ConnectionError):
                 return
 
@@ -156,20 +165,20 @@ def run(
     up: Memory,
     device: torch.device,
     held: dict[int, Tree],
+    events: list[tuple[str, dict[str, Any]]],
 ) -> Done:
     """Run a job with the worker's copy of the engine, on this device.
 
     Args:
-        engine: the copy.
+        engine: the copy, made by `in_worker`.
         job: the job.
         broadcast: the memory of a message for all workers.
         down: the memory of the job's other tensors.
         up: the memory for the results.
         device: the device that trains.
         held: the local states that the worker holds from earlier jobs; this function updates it.
+        events: the list that gets the events of the copy. It is empty when the job starts.
     """
-    events: list[tuple[str, dict[str, Any]]] = []
-    engine.emit = lambda name, **facts: events.append((name, facts))
     try:
         _move(engine, device)
         return _done(engine, job, broadcast, down, up, events, held)
@@ -224,7 +233,7 @@ def _done(
     } | {c: held[c] for c in job.held}
     for client in job.stale:
         held.pop(client, None)
-    engine.locals = dict(before)
+    engine.resume(before, engine.kept)
     error: BaseException | None = None
     answer = Answer([], {})
     try:

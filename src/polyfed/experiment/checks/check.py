@@ -225,7 +225,7 @@ def refuse_idle_metric(assembly: Assembly) -> None:
     if not (recipe.stop.metric or recipe.stop.patience):
         return
     choice = Choice.of(recipe.stop, fed.context.objective)
-    if assembly.engine.deployed:
+    if assembly.deployed:
         has = VALIDATION in fed.evaluation_clients if choice.group == "validation" else bool(fed.clients.validated)
         refuse_unmeasured(recipe.stop, choice, {choice.group: {choice.name}} if has else {})
         return
@@ -261,13 +261,13 @@ def refuse_forbidden(assembly: Assembly) -> None:
 
 
 def refuse_large(assembly: Assembly) -> None:
-    """Refuse a run if one of its replies is larger than `[engine] message_megabytes` allows.
+    """Refuse a run if one of its replies is larger than `[deployment] message_megabytes` allows.
 
     Raises:
         RecipeError: a reply of one of the tasks is too large. Only parts whose sizes are known before the run are
             counted.
     """
-    megabytes = assembly.recipe.engine.message_megabytes
+    megabytes = assembly.recipe.deployment.message_megabytes
     once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in plan(assembly)}
     sizes = Counter[str]()
     for (task, *_), size in once.items():
@@ -275,9 +275,9 @@ def refuse_large(assembly: Assembly) -> None:
     for task, size in sizes.most_common(1):
         if size > megabytes * MEGABYTE:
             raise RecipeError(
-                f"a reply of task '{task}' takes {size:,} bytes, and [engine] message_megabytes = {megabytes} allows "
-                f"{megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the server "
-                "and the devices have the memory, or take a smaller model"
+                f"a reply of task '{task}' takes {size:,} bytes, and [deployment] message_megabytes = {megabytes} "
+                f"allows {megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the "
+                "server and the devices have the memory, or take a smaller model"
             )
 
 

@@ -16,8 +16,8 @@ from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import LABELS
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import tasks_of, types_of
-from polyfed.experiment.recipes.parts import PARTS
 from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.recipes.sections import PARTS
 from polyfed.experiment.running.assembly import Assembly
 from polyfed.privacy.egress.limits import NO_LIMITS
 

@@ -14,11 +14,11 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.tree import Tree
-from polyfed.engines.base import Engine
+from polyfed.data import Population
 from polyfed.experiment.checks.privacy_support import methods_that_honour
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
-from polyfed.federation.federation import Federation
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import Model
 from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Selector, Uniform
@@ -119,14 +119,14 @@ def _read_by(selector: Selector, protected: Collection[str]) -> str:
     return f"[selection] {kind.__name__} reads {read[0]} of single clients" if read else ""
 
 
-def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
+def share_rows(clients: ClientRegistry, population: Population, *, deployed: bool) -> bool:
     """Return whether several clients hold the same rows.
 
     In a deployment, the server does not know the rows. It assumes that the clients share rows if they are in silos.
     """
     if deployed:
-        return fed.clients.silo is not None
-    rows = engine.population.train.rows
+        return clients.silo is not None
+    rows = population.train.rows
     return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
 
 

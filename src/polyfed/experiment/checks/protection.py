@@ -11,7 +11,6 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.tree import SHARED, Tree, block_of, blocks
 from polyfed.data import Population
-from polyfed.engines.base import Engine
 from polyfed.experiment.checks.privacy_faults import (
     faults_of_mean,
     faults_of_method,
@@ -22,7 +21,7 @@ from polyfed.experiment.checks.privacy_faults import (
 )
 from polyfed.experiment.checks.privacy_support import withheld_of
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.federation.federation import Federation
+from polyfed.federation.client_registry import ClientRegistry, registry_of
 from polyfed.federation.private_mean import CLIP_NORM
 from polyfed.model import Model
 from polyfed.privacy.differential.accounting import Accounting
@@ -30,16 +29,27 @@ from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential.guarantee import UNPROTECTED, Guarantee, in_words, states_of
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.privacy.differential.section import Privacy
+from polyfed.privacy.egress.announcement import Announcer
 from polyfed.selection import Selector
 
 
-def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device: bool = False) -> Guarantee | None:
+def guarantee_of(
+    recipe: Recipe,
+    population: Population,
+    announcer: Announcer,
+    initial: Tree,
+    *,
+    deployed: bool = False,
+    one_device: bool = False,
+) -> Guarantee | None:
     """Return the guarantee of a run, or None if the recipe has no section [privacy].
 
     Args:
         recipe: the recipe, with its task.
-        fed: the federation, for facts about the clients.
-        engine: the engine; an engine of a deployment draws noise from the operating system.
+        population: the clients.
+        announcer: what replies can hold, before anything is protected.
+        initial: the model's initial parameters.
+        deployed: whether this is the server of a deployment, where noise comes from the operating system.
         one_device: whether a single device checks the recipe. Its registry holds no other client. The denominators,
             adaptive clipping and the check of delta depend on the other clients, so a device leaves them out.
 
@@ -50,17 +60,18 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
     spec = recipe.privacy
     if spec is None:
         return None
-    model = engine.model
-    _refuse(recipe, spec, fed, engine, deployed=engine.deployed or one_device)
-    _refuse_own_test_rows(recipe, spec, engine.population)
-    accounting = accounting_of(recipe, spec, fed)
+    model, clients = announcer.model, registry_of(population)
+    shared = share_rows(clients, population, deployed=deployed or one_device)
+    _refuse(recipe, spec, model, initial, shared=shared, deployed=deployed or one_device)
+    _refuse_own_test_rows(recipe, spec, population)
+    accounting = accounting_of(recipe, spec, clients)
     noise, rounds = noise_and_rounds(recipe, spec, accounting)
-    mechanism = mechanism_of(recipe, model, engine.initial, noise, secure=engine.deployed)
+    mechanism = mechanism_of(recipe, model, initial, noise, secure=deployed)
     if not one_device:
-        _refuse_delta(spec, fed)
-        mechanism = _of_server(recipe, spec, mechanism, fed)
-        _refuse_coarse_grid(recipe, mechanism, engine.initial)
-    parts = states_of(engine.announcement(fed.clients.modalities).rows, mechanism)
+        _refuse_delta(spec, clients)
+        mechanism = _of_server(recipe, spec, mechanism, clients)
+        _refuse_coarse_grid(recipe, mechanism, initial)
+    parts = states_of(announcer.of(clients.modalities).rows, mechanism)
     open_parts = [part for part, state in parts if state == UNPROTECTED and part.kind not in spec.unprotected]
     if open_parts:
         kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys([*spec.unprotected, *(p.kind for p in open_parts)]))
@@ -69,8 +80,8 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device:
             f"that these parts do not cross, or accept that they cross unprotected: unprotected = [{kinds}]",
             ("privacy", "unprotected"),
         )
-    outside = tuple(_not_covered(recipe, engine.population))
-    noise_norm = None if one_device else _noise_norm(mechanism, engine.initial)
+    outside = tuple(_not_covered(recipe, population))
+    noise_norm = None if one_device else _noise_norm(mechanism, initial)
     return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds, outside, noise_norm)
 
 
@@ -99,7 +110,7 @@ def _noise_norm(mechanism: Mechanism, initial: Tree) -> float | None:
     return mechanism.update_noise * math.sqrt(total)
 
 
-def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federation) -> Mechanism:
+def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, clients: ClientRegistry) -> Mechanism:
     """Return the server's mechanism: the clients' mechanism, with the denominators and adaptive clipping added.
 
     Raises:
@@ -108,7 +119,7 @@ def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federat
             `count_noise` is the standard deviation of this noise.
     """
     if spec.unit == "client":
-        mechanism = replace(mechanism, denominators=_denominators(recipe, fed))
+        mechanism = replace(mechanism, denominators=_denominators(recipe, clients))
     if not spec.adaptive:
         return mechanism
     options = spec.clip_quantile, spec.clip_lr, spec.count_noise
@@ -202,15 +213,15 @@ def _by_task(fields: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-def accounting_of(recipe: Recipe, spec: Privacy, fed: Federation | None) -> Accounting:
-    """Return what the accountant has to know about the run. `fed` is needed only for `amplification`."""
+def accounting_of(recipe: Recipe, spec: Privacy, clients: ClientRegistry | None) -> Accounting:
+    """Return what the accountant has to know about the run. `clients` is needed only for `amplification`."""
     method: Any = recipe.algorithm
     if spec.unit == "example":
         return Accounting(spec.accountant, spec.delta, uses=method.train.epochs + getattr(method, "private_epochs", 0))
     cohort = None
     if spec.amplification:
-        assert fed is not None, "noise at the server is counted at the server"
-        cohort = (method.selector.needed(fed), len(fed.clients.eligible))
+        assert clients is not None, "noise at the server is counted at the server"
+        cohort = (method.selector.needed(clients), len(clients.eligible))
     return Accounting(spec.accountant, spec.delta, swing=2.0 if cohort or not spec.central else 1.0, cohort=cohort)
 
 
@@ -232,25 +243,25 @@ def noise_and_rounds(recipe: Recipe, spec: Privacy, accounting: Accounting) -> t
     return spec.noise_multiplier, rounds
 
 
-def _denominators(recipe: Recipe, fed: Federation) -> dict[str, float]:
+def _denominators(recipe: Recipe, clients: ClientRegistry) -> dict[str, float]:
     """Return the denominator of each block: the expected number of clients in a cohort that hold the block.
 
     A denominator is at least 1. It depends on the client registry and the selector, never on the replies.
     """
     selector: Any = getattr(recipe.algorithm, "selector", None)
-    clients, num = fed.clients, len(fed.clients.eligible)
-    share = selector.needed(fed) / num if isinstance(selector, Selector) and num else 1.0
+    num = len(clients.eligible)
+    share = selector.needed(clients) / num if isinstance(selector, Selector) and num else 1.0
     counts = clients.holds[clients.num_rows > 0].sum(0).tolist()
     holders = dict(zip(clients.modalities, counts, strict=True)) | {SHARED: num}
     return {block: max(share * count, 1.0) for block, count in holders.items() if count}
 
 
-def _refuse_delta(spec: Privacy, fed: Federation) -> None:
+def _refuse_delta(spec: Privacy, clients: ClientRegistry) -> None:
     """Refuse a delta that is not below 1 / (number of clients or rows).
 
     With a larger delta, a run that publishes all data of one random client or row would count as private.
     """
-    units = len(fed.clients.eligible) if spec.unit == "client" else int(fed.clients.num_rows.sum())
+    units = len(clients.eligible) if spec.unit == "client" else int(clients.num_rows.sum())
     if units and spec.delta * units >= 1:
         what = "clients with training rows" if spec.unit == "client" else "training rows of all clients together"
         raise RecipeError(
@@ -276,16 +287,16 @@ def _refuse_coarse_grid(recipe: Recipe, mechanism: Mechanism, initial: Tree) -> 
         )
 
 
-def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, deployed: bool) -> None:
+def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree, *, shared: bool, deployed: bool) -> None:
     """Refuse a recipe that cannot be run with its [privacy] section, with all reasons in one error.
 
     If the method does not support the `unit` of the section, the model and the other options are not checked.
     """
     reasons = [*faults_of_method(recipe, spec)]
     if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
-        reasons += faults_of_model(engine.model, engine.initial)
+        reasons += faults_of_model(model, initial)
         if spec.unit == "client":
             reasons += faults_of_mean(recipe, spec, deployed=deployed)
         else:
-            reasons += faults_of_rows(recipe, engine.model, shared=share_rows(fed, engine, deployed=deployed))
+            reasons += faults_of_rows(recipe, model, shared=shared)
     refuse(spec, reasons)

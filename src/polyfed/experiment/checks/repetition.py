@@ -31,7 +31,7 @@ class Repetitions:
     """
 
     def __init__(self, records: Records | None, assembly: Assembly) -> None:
-        counts = records is not None and assembly.guarantee is not None and assembly.engine.deployed
+        counts = records is not None and assembly.guarantee is not None and assembly.deployed
         self._path = records.folder / REPEATED if records is not None and counts else None
         self.rounds, self._records, self._ledger = 0, records, assembly.ledger
 

@@ -12,7 +12,7 @@ from polyfed.data import Population
 from polyfed.experiment.checks.privacy_support import read_singly, sent, withheld_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.aggregation import shortfall, tolerance
-from polyfed.federation.federation import Federation
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Selector
 
@@ -89,7 +89,7 @@ def _advice(task: str) -> str:
     return {"class_means": "; [evaluate] unimodal = 'auto' does without"}.get(task, "")
 
 
-def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
+def refuse_small_cohorts(recipe: Recipe, clients: ClientRegistry) -> None:
     """Refuse secure aggregation if the cohort of a round has fewer clients than a sum needs.
 
     Only the server can call this function, because a device that checks a recipe does not know the other clients.
@@ -100,7 +100,7 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
     secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
     if secure is None or not isinstance(selector, Selector):
         return
-    if (size := selector.size(fed)) < secure.min_clients:
+    if (size := selector.size(clients)) < secure.min_clients:
         raise RecipeError(
             f"[secure_aggregation] min_clients = {secure.min_clients}: a round asks {size} clients only, so no sum "
             f"would ever be read. Set min_clients to at most {size}, or raise [clients] participation",
@@ -108,7 +108,7 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
         )
 
 
-def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
+def refuse_few_replies(recipe: Recipe, clients: ClientRegistry) -> None:
     """Refuse a robust rule that needs more replies for a block than a round can have.
 
     Only the server can call this function; see `refuse_small_cohorts`.
@@ -120,7 +120,7 @@ def refuse_few_replies(recipe: Recipe, fed: Federation) -> None:
     selector = getattr(method, "selector", None)
     if not isinstance(method, Averaging) or not isinstance(selector, Selector) or not tolerance(method.server, 1)[1]:
         return
-    size, clients = selector.size(fed), fed.clients
+    size = selector.size(clients)
     holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
     for block, held in [(SHARED, size), *zip(clients.modalities, holders, strict=True)]:
         num = min(size, held)

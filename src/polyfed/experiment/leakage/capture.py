@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ class Capture:
         return None if silo is None else dict(enumerate(silo.tolist()))
 
     def watch(self, send: Send, replies: Replies) -> None:
-        """Keep the replies to one request; `Federation.watch` calls this method."""
+        """Keep the replies to one request; see `Federation.watched`."""
         fed, seen_by = self.assembly.fed, self._destination()
         if isinstance(send, Message) and (model := tree_of(send, "parameters")):
             self.model, self.trained = {name: value.clone() for name, value in model.items()}, set(self._returned)
@@ -201,16 +200,13 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
 def _captured(assembly: Assembly, rounds: int, limit: int) -> Capture:
     fed, algorithm = assembly.fed, assembly.algorithm
     found = Capture(assembly, limit)
-    fed.watch = found.watch
-    fed.begin(0)
-    state: Any = algorithm.init(fed, assembly.initial)
-    fed.template = getattr(state, "params", assembly.initial)
-    last = min(rounds, assembly.recipe.rounds)
-    for round in range(1, last + 1):
-        assembly.ledger.drain()
-        fed.begin(round)
-        state = algorithm.round(state, fed)
-        if round == last or algorithm.evaluation.due(round, assembly.recipe.rounds):
-            algorithm.evaluate(state, fed)
-    fed.watch = lambda *_: None
+    with fed.watched(found.watch):
+        state = assembly.start()
+        last = min(rounds, assembly.recipe.rounds)
+        for round in range(1, last + 1):
+            assembly.ledger.drain()
+            fed.begin(round)
+            state = algorithm.round(state, fed)
+            if round == last or algorithm.evaluation.due(round, assembly.recipe.rounds):
+                algorithm.evaluate(state, fed)
     return found

@@ -20,9 +20,8 @@ from polyfed.data.reading.given import Given
 from polyfed.data.reading.objects import table_of
 from polyfed.data.sources.own.memory import Memory
 from polyfed.experiment.recipes.file_reading import read_file
-from polyfed.experiment.recipes.overrides import SECTIONS, homes
-from polyfed.experiment.recipes.parts import PARTS
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.recipes.sections import PARTS, SECTIONS, homes, misplaced
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective, Regression
 from polyfed.objective.targets import doubtful_targets
@@ -57,7 +56,7 @@ class DataOptions(TypedDict, total=False):
             `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
         train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
             `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `checkpoint`, `stop`,
-            `tracking`, `task`.
+            `tracking`, `task`, `deployment`.
     """
 
     labels: Any
@@ -94,6 +93,7 @@ class DataOptions(TypedDict, total=False):
     stop: Mapping[str, Any]
     tracking: Mapping[str, Any]
     task: Mapping[str, Any]
+    deployment: Mapping[str, Any]
 
 
 OF_TEXT_FILES = ("separator", "decimal", "comment", "encoding", "empty")
@@ -237,7 +237,7 @@ def _section(name: str, value: Any) -> Any:
     if name != "model" or not objects:
         return dict(value)
     rest = {key: option for key, option in value.items() if key not in objects}
-    return ModelSpec(**checked("[model]", ModelSpec, rest), **objects)
+    return ModelSpec(**checked("[model]", ModelSpec, rest, advice=misplaced), **objects)
 
 
 def _named_encoder(modality: str, entry: Any) -> Any:

@@ -1,50 +1,14 @@
-"""The sections of a recipe, and overrides: `--set section.key=value` on the command line."""
+"""Overrides of a recipe: `--set section.key=value` on the command line."""
 
 import re
 import shlex
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.vocabulary import advice_for
-from polyfed.data import ClientsSpec
-from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec, StopSpec
-from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.attack import Attack
-from polyfed.federation.network import Network
-from polyfed.federation.secure_aggregation.client import SecureAggregation
-from polyfed.model import ModelSpec
-from polyfed.privacy.differential.section import Privacy
-from polyfed.privacy.egress.limits import Limits
-from polyfed.training.optimisers import Train
-
-SECTIONS: Mapping[str, type | tuple[str, ...]] = {
-    "data": ("name",),
-    "clients": ClientsSpec,
-    "model": ModelSpec,
-    "train": Train,
-    "algorithm": ("name",),
-    "selection": ("name",),
-    "server": ServerOptimiser,
-    "evaluate": Evaluation,
-    "network": Network,
-    "attack": Attack,
-    "secure_aggregation": SecureAggregation,
-    "privacy": Privacy,
-    "egress": (),
-    "limits": Limits,
-    "engine": EngineSpec,
-    "checkpoint": CheckpointSpec,
-    "stop": StopSpec,
-    "tracking": ("name",),
-    "task": ("name",),
-}
-"""A map from each section to the dataclass whose fields are its keys, or to the keys that it has for every class.
-`seed` and `rounds` come before the sections."""
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.recipes.sections import SECTIONS
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:
@@ -55,32 +19,6 @@ def set_options(overrides: Sequence[str]) -> list[str]:
 def called(path: Path, overrides: Sequence[str]) -> str:
     """Return the name of a recipe in error messages: its path and its overrides, as the mistake may be in either."""
     return shlex.join(["recipe", str(path), *set_options(overrides)])
-
-
-def refuse_unknown(key: str) -> None:
-    """Refuse a top-level key that is not a section.
-
-    Raises:
-        RecipeError: the key is not a section. The text lists the sections that have an option of this name, or else the
-            nearest section.
-    """
-    if key in SECTIONS:
-        return
-    if sections := homes(key):
-        places = " or ".join(f"{section}.{key}" for section in sections)
-        raise RecipeError(f"'{key}' belongs in a section: write {places}", (key,))
-    if meant := advice_for(key):
-        raise RecipeError(f"no section or key '{key}'; {meant} Sections: {', '.join(SECTIONS)}", (key,))
-    raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}", (key,))
-
-
-def homes(key: str) -> list[str]:
-    """The sections that have an option of this name."""
-    return [section for section, options in SECTIONS.items() if key in _names(options)]
-
-
-def _names(options: type | tuple[str, ...]) -> Collection[str]:
-    return options if isinstance(options, tuple) else {f.name for f in fields(options)}
 
 
 def apply(table: dict[str, Any], override: str) -> None:

@@ -13,24 +13,10 @@ from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.core.schema import checked, choices, key_of, ranges, sifted
 from polyfed.data import ClientsSpec
-from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.presets import with_preset
-from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.experiment.recipes.sections import PARTS, SECTIONS, misplaced
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import Train
-
-PARTS = {
-    "train": "train",
-    "evaluation": "evaluate",
-    "selector": "selection",
-    "server": "server",
-    "secure_aggregation": "secure_aggregation",
-}
-"""A map from each field of an algorithm to the section of the recipe that contains it."""
-
-OPTIONAL = ("secure_aggregation",)
-"""Parts that an algorithm has only if the recipe has their section."""
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
@@ -45,7 +31,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     Raises:
         RecipeError: an option is unknown or has a wrong value, or a required option is missing.
     """
-    values, problems = sifted(where, cls, table, frozenset(given))
+    values, problems = sifted(where, cls, table, frozenset(given), misplaced)
     if problems.found:
         try:
             cls(**values, **given)
@@ -61,10 +47,9 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
 
 def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:
     """Return a fault for each required option that is missing, with its range or its allowed words."""
-    old = {new for name, new in getattr(cls, "renamed", {}).items() if name in given}
     required = (f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING)
     found = []
-    for name in (f.name for f in required if f.name not in given and f.name not in old):
+    for name in (f.name for f in required if f.name not in given):
         words = [ranges(cls)[name].words] if name in ranges(cls) else []
         words += [" or ".join(map(json.dumps, choices(cls)[name]))] if name in choices(cls) else []
         found.append(RecipeError(f"{where} needs {name}{''.join(f': {text}' for text in words)}", key_of(where, name)))
@@ -83,7 +68,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
-        if part in OPTIONAL and section not in sections:
+        if SECTIONS[section].optional and section not in sections:
             continue
         if part in own:
             entry = sections.get(section, {})
@@ -94,7 +79,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     if cls is None:
         return None
     if None in given.values():  # the algorithm cannot be built, but its keys can be checked
-        problems.attempt(lambda: checked("[algorithm]", cls, table, frozenset(given)))
+        problems.attempt(lambda: checked("[algorithm]", cls, table, frozenset(given), misplaced))
         return None
     made: Algorithm | None = problems.attempt(lambda: build("[algorithm]", cls, table, **given))
     return made
@@ -102,23 +87,15 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
 
 def _part(part: str, entry: Mapping[str, Any], given: Mapping[str, Any], clients: ClientsSpec) -> Any:
     """Build a part of the algorithm from its section. `given` holds the parts that were built before."""
-    where = f"[{PARTS[part]}]"
+    where, kind = f"[{PARTS[part]}]", SECTIONS[PARTS[part]].cls
     if part != "selector":
-        return build(where, _KINDS[part], entry)
+        assert kind is not None
+        return build(where, kind, entry)
     cls, rest = class_of(where, SELECTORS, Selector, {"name": "uniform"} | dict(entry))
     taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
     if "train" in {f.name for f in fields(cls)}:
         taken["train"] = given["train"] or Train()  # a selector that trains clients uses the algorithm's [train]
     return build(where, cls, rest, **taken)
-
-
-_KINDS: Mapping[str, type] = {
-    "train": Train,
-    "evaluation": Evaluation,
-    "server": ServerOptimiser,
-    "secure_aggregation": SecureAggregation,
-}
-"""The classes of the parts that have only one class."""
 
 
 def class_of(

@@ -6,34 +6,34 @@ key. Pydantic checks each value against the field's type in strict mode.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from polyfed.algorithms import ALGORITHMS, NAMED
+from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.core.schema import NOT_NEGATIVE, checked
 from polyfed.core.system.json_and_toml import parse_toml
-from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
+from polyfed.data import PARTITIONS, ClientsSpec
 from polyfed.experiment.recipes.line_numbers import in_file
-from polyfed.experiment.recipes.overrides import apply, refuse_unknown
-from polyfed.experiment.recipes.parts import PARTS, algorithm_of, build, class_of, egress_of
+from polyfed.experiment.recipes.overrides import apply
+from polyfed.experiment.recipes.parts import algorithm_of, build, class_of, egress_of
 from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_idle_stop, refuse_no_training
-from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec, StopSpec
+from polyfed.experiment.recipes.sections import PARTS, SECTIONS, refuse_unknown
+from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.display import recipe_html, recipe_line
-from polyfed.experiment.results.tracking import TRACKERS, Tracker
+from polyfed.experiment.results.tracking import Tracker
 from polyfed.federation.attack import Attack
-from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders.catalogue import entry_of
-from polyfed.objective import OBJECTIVES, Objective
+from polyfed.objective import Objective
 from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
-from polyfed.selection import SELECTORS
+from polyfed.selection import Selector
 
 ELSEWHERE = ("participation", "overselect", "train")
 """Fields of a selector that are written in other sections than [selection]."""
@@ -54,6 +54,7 @@ class Recipe:
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
+        deployment: the section [deployment].
         checkpoint: the section [checkpoint].
         stop: the section [stop].
         egress: the policy table, `{block: {destination: [kinds]}}`.
@@ -75,6 +76,7 @@ class Recipe:
     seed: Annotated[int, NOT_NEGATIVE] = 1
     rounds: Annotated[int, NOT_NEGATIVE] = 10
     engine: EngineSpec = EngineSpec()
+    deployment: DeploymentSpec = DeploymentSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     stop: StopSpec = StopSpec()
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
@@ -110,34 +112,18 @@ class Recipe:
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe as a table in the layout of the file, with every default written out."""
-        algorithm = as_table(self.algorithm)
         table: dict[str, Any] = {"seed": self.seed, "rounds": self.rounds}
-        table["data"] = {"name": name_of(self.data, SOURCES)} | as_table(self.data)
+        for name, section in SECTIONS.items():
+            value = getattr(self.algorithm if section.of_algorithm else self, section.field, None)
+            hidden = section.hides_defaults and section.cls is not None and value == section.cls()
+            if value is not None and not hidden:
+                named = {} if section.classes is None else {"name": name_of(value, section.classes)}
+                table[name] = named | _WRITTEN.get(name, as_table)(value)
         if self.stack:
             table["data"]["stack"] = _toml(self.stack)
-        table["clients"] = as_table(self.clients)
-        if not isinstance(self.clients.partition, str):
-            table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
-        table["model"] = model_table(self.model)
-        for part, section in PARTS.items():
-            if part in algorithm:
-                table[section] = algorithm.pop(part)
         if "selection" in table:  # the selector decides, also where Python gave [clients] another participation
-            table["clients"] |= {key: table["selection"][key] for key in ELSEWHERE[:2] if key in table["selection"]}
-            own = {key: entry for key, entry in table["selection"].items() if key not in ELSEWHERE}
-            table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
-        table["algorithm"] = {"name": name_of(self.algorithm, NAMED)} | algorithm
-        table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
-        if self.stop != StopSpec():
-            table["stop"] = as_table(self.stop)
-        optional = {"network": self.network, "attack": self.attack, "privacy": self.privacy}
-        table |= {name: as_table(held) for name, held in optional.items() if held is not None}
-        for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
-            if held is not None:
-                table[name] = {"name": name_of(held, registry)} | as_table(held)
-        if self.limits != NO_LIMITS:
-            table["limits"] = as_table(self.limits)
-        table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
+            selector = as_table(getattr(self.algorithm, "selector", None))
+            table["clients"] |= {key: selector[key] for key in ELSEWHERE[:2] if key in selector}
         return table
 
 
@@ -227,17 +213,11 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     problems = Problems()
     top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}
     sections = _sections(table, top, problems)
-    for section, example in (("data", "cg-digits"), ("algorithm", "fedavg")):
-        if section not in table:
+    for section, example in ((name, section.required) for name, section in SECTIONS.items()):
+        if example and section not in table:
             problems.add(RecipeError(f'section [{section}] is missing. Add it with its name, as in name = "{example}"'))
     with problems.noting():
         refuse_no_training(top, sections.get("train", {}))
-
-    def built(section: str, cls: type | None) -> Any:
-        """Build a section's object, of the class `cls`. With None, the section's key `name` gives the class."""
-        entry = sections[section] if cls is None else sections.get(section, {})
-        made, rest = (cls, entry) if cls is not None else class_of(f"[{section}]", *_NAMED[section], entry)
-        return build(f"[{section}]", made, rest)
 
     given: dict[str, Any] = {"name": name}
     data = dict(sections.get("data", {}))
@@ -247,40 +227,28 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         given |= checked("", Recipe, top)
     with problems.noting():
         given |= checked("[data]", Recipe, stack)
-    wanted = dict.fromkeys(section for section in _FIXED if section in sections or section in _ALWAYS)
-    wanted |= dict.fromkeys(section for section in _NAMED if section in table and section in sections)
-    for section in wanted:
-        given[section] = problems.attempt(lambda section=section: built(section, _FIXED.get(section)))  # type: ignore[misc]
+    for section, entry in SECTIONS.items():
+        named = entry.classes is not None or entry.optional
+        if entry.of_algorithm or section == "algorithm" or (named and not (section in table and section in sections)):
+            continue
+        given[entry.field] = problems.attempt(lambda section=section: _built(section, sections.get(section, {})))  # type: ignore[misc]
     given["algorithm"] = algorithm_of(sections, given["clients"] or ClientsSpec(), problems)
-    given["egress"] = problems.attempt(lambda: egress_of(sections.get("egress", {})))
     made = None if problems.found else problems.attempt(lambda: Recipe(**given))
     problems.raise_all()
     assert made is not None
     return made
 
 
-_FIXED: Mapping[str, type] = {
-    "clients": ClientsSpec,
-    "model": ModelSpec,
-    "engine": EngineSpec,
-    "checkpoint": CheckpointSpec,
-    "stop": StopSpec,
-    "limits": Limits,
-    "network": Network,
-    "attack": Attack,
-    "privacy": Privacy,
-}
-"""Sections with one class each, which are fields of `Recipe`."""
-
-_ALWAYS = ("clients", "model", "engine", "checkpoint", "limits")
-"""Sections that have defaults if a recipe leaves them out."""
-
-_NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {
-    "data": (SOURCES, Source),
-    "task": (OBJECTIVES, Objective),
-    "tracking": (TRACKERS, Tracker),
-}
-"""Sections that name their class, with the registry of the classes and the base class of user-defined ones."""
+def _built(name: str, entry: Mapping[str, Any]) -> Any:
+    """Build a section that is a field of `Recipe`."""
+    section = SECTIONS[name]
+    if section.cls is None:
+        return egress_of(entry)
+    where = f"[{name}]"
+    if section.classes is None:
+        return build(where, section.cls, entry)
+    cls, rest = class_of(where, section.classes, section.cls, entry)
+    return build(where, cls, rest)
 
 
 def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
@@ -308,6 +276,33 @@ def model_table(spec: ModelSpec) -> dict[str, Any]:
     """The section [model] that describes this specification."""
     encoders = {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}
     return as_table(spec) | spec.classes() | {"encoders": encoders}
+
+
+def _clients_table(spec: ClientsSpec) -> dict[str, Any]:
+    own = {} if isinstance(spec.partition, str) else {"partition": name_of(spec.partition, PARTITIONS)}
+    return as_table(spec) | own
+
+
+def _algorithm_table(method: Algorithm) -> dict[str, Any]:
+    return {key: entry for key, entry in as_table(method).items() if key not in PARTS}
+
+
+def _selection_table(selector: Selector) -> dict[str, Any]:
+    return {key: entry for key, entry in as_table(selector).items() if key not in ELSEWHERE}
+
+
+def _egress_table(rows: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
+    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}
+
+
+_WRITTEN: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "clients": _clients_table,
+    "model": model_table,
+    "algorithm": _algorithm_table,
+    "selection": _selection_table,
+    "egress": _egress_table,
+}
+"""How sections that are not only the fields of their dataclass are written."""
 
 
 def _toml(value: Any) -> Any:

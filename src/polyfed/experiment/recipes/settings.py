@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how a run is executed and when it ends: [engine], [checkpoint] and [stop]."""
+"""The sections of a recipe that say how a run is executed and when it ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,41 +45,6 @@ class EngineSpec:
             of the replies (docs/robustness.md); 0 keeps replies of any size. Raise it if honest clients are dropped.
         debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
             Otherwise, the run continues, and the round leaves this client out.
-        nodes: (`flower` only) the number of clients to wait for before the first round of a deployment; 0 means
-            [clients] num.
-        min_nodes: (`flower` only) if fewer clients have connected after `enrol_seconds`, the run ends before its first
-            round with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too
-            many classes) is left out. Set `min_nodes` if the run may go on without such a client.
-        enrol_seconds: (`flower` only) how many seconds the server waits for clients before the first round. If
-            `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
-            have enrolled.
-        classes: (`flower` only) the number of classes of a deployment. Valid labels are smaller than this number; a
-            client with other labels is left out. With 0, the server chooses the smallest number of classes that meets
-            two conditions: all labels of the server's own rows are valid, and more than half of the clients have only
-            valid labels. Set the number if some clients lack classes.
-        shapes: (`flower` only) modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
-            shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
-            no rows, such a modality has the shape that more than half of the clients with this modality report.
-        rows_cap: (`flower` only) the limit on the number of rows that a client reports, as a multiple of the median
-            over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
-            server cannot check them; 0 removes the limit.
-        reply_seconds: (`flower` only) how many seconds a client has for its reply. The server ignores a later reply. A
-            client that missed a deadline still receives later requests. In its next 2 requests, however, the server
-            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row
-            doubles the number of these requests, up to 64.
-        close_at: (`flower` only) the server closes a request as soon as this share of the asked clients has replied. If
-            the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
-            clients than needed.
-        away_seconds: (`flower` only) how many seconds the server waits for a client to come back after its node signed
-            off or went offline. The wait never exceeds `reply_seconds`.
-        on_refusal: (`flower` only) if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
-            leaves the client out of the request.
-        relay: (`flower` only) `server-sees` lets messages between clients of a silo pass through the server, which can
-            read them; `refused` refuses algorithms that send such messages.
-        message_megabytes: (`flower` only) the largest message that the server sends or reads, in units of 2**20 bytes.
-            Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
-        client_cpus: (`flower` only) the number of CPUs for each client in a simulation. The more CPUs a client gets,
-            the fewer clients run at the same time on the machine.
     """
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
@@ -94,19 +59,6 @@ class EngineSpec:
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
     outlier_factor: Annotated[float, NOT_NEGATIVE] = 100.0
     debug: bool = False
-    nodes: Annotated[int, NOT_NEGATIVE] = 0
-    min_nodes: Annotated[int, NOT_NEGATIVE] = 0
-    enrol_seconds: Annotated[float, POSITIVE] = 120.0
-    classes: Annotated[int, NOT_NEGATIVE] = 0
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    rows_cap: Annotated[float, NOT_NEGATIVE] = 10.0
-    reply_seconds: Annotated[float, POSITIVE] = 600.0
-    close_at: Annotated[float, FRACTION] = 1.0
-    away_seconds: Annotated[float, NOT_NEGATIVE] = 30.0
-    on_refusal: Literal["stop", "drop"] = "stop"
-    relay: Literal["refused", "server-sees"] = "refused"
-    message_megabytes: Annotated[int, POSITIVE] = 512
-    client_cpus: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
         """Check types and ranges of the options.
@@ -140,6 +92,67 @@ class EngineSpec:
         found = [text for text, wrong in faults.items() if wrong and self.cluster]
         if found:
             raise RecipeError(f"[engine] cluster = 'ray' with {'; and with '.join(found)}", ("engine", "cluster"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """The [deployment] section: how the server of the engine `flower` deals with the devices.
+
+    Attributes:
+        nodes: the number of clients to wait for before the first round of a deployment; 0 means
+            [clients] num.
+        min_nodes: if fewer clients have connected after `enrol_seconds`, the run ends before its first
+            round with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too
+            many classes) is left out. Set `min_nodes` if the run may go on without such a client.
+        enrol_seconds: how many seconds the server waits for clients before the first round. If
+            `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
+            have enrolled.
+        classes: the number of classes of a deployment. Valid labels are smaller than this number; a
+            client with other labels is left out. With 0, the server chooses the smallest number of classes that meets
+            two conditions: all labels of the server's own rows are valid, and more than half of the clients have only
+            valid labels. Set the number if some clients lack classes.
+        shapes: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
+            shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
+            no rows, such a modality has the shape that more than half of the clients with this modality report.
+        rows_cap: the limit on the number of rows that a client reports, as a multiple of the median
+            over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
+            server cannot check them; 0 removes the limit.
+        reply_seconds: how many seconds a client has for its reply. The server ignores a later reply. A
+            client that missed a deadline still receives later requests. In its next 2 requests, however, the server
+            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row
+            doubles the number of these requests, up to 64.
+        close_at: the server closes a request as soon as this share of the asked clients has replied. If
+            the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
+            clients than needed.
+        away_seconds: how many seconds the server waits for a client to come back after its node signed
+            off or went offline. The wait never exceeds `reply_seconds`.
+        on_refusal: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
+            leaves the client out of the request.
+        relay: `server-sees` lets messages between clients of a silo pass through the server, which can
+            read them; `refused` refuses algorithms that send such messages.
+        message_megabytes: the largest message that the server sends or reads, in units of 2**20 bytes.
+            Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
+        client_cpus: the number of CPUs for each client in a simulation. The more CPUs a client gets,
+            the fewer clients run at the same time on the machine.
+    """
+
+    nodes: Annotated[int, NOT_NEGATIVE] = 0
+    min_nodes: Annotated[int, NOT_NEGATIVE] = 0
+    enrol_seconds: Annotated[float, POSITIVE] = 120.0
+    classes: Annotated[int, NOT_NEGATIVE] = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows_cap: Annotated[float, NOT_NEGATIVE] = 10.0
+    reply_seconds: Annotated[float, POSITIVE] = 600.0
+    close_at: Annotated[float, FRACTION] = 1.0
+    away_seconds: Annotated[float, NOT_NEGATIVE] = 30.0
+    on_refusal: Literal["stop", "drop"] = "stop"
+    relay: Literal["refused", "server-sees"] = "refused"
+    message_megabytes: Annotated[int, POSITIVE] = 512
+    client_cpus: Annotated[float, POSITIVE] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the options."""
+        check_ranges("[deployment]", self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ Watch = Callable[[Send, Replies], None]
 
 
 def together(watchers: Sequence[Watch]) -> Watch:
-    """Return a function that calls all of these, for `Federation.watch`."""
+    """Return a function that calls all of these, for `Federation.watched`."""
 
     def watch(send: Send, replies: Replies) -> None:
         for one in watchers:

@@ -28,7 +28,7 @@ FLOWER = "flower"
 CLASSES = {"name": "classification", "class_weights": [], "ranking": False}
 """The section [task] that is assumed for a run whose recipe.toml has none."""
 
-MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking", "stop")
+MAY_CHANGE = ("rounds", "engine", "deployment", "checkpoint", "tracking", "stop")
 """The parts of a recipe that may change when a run is resumed. They do not change the results of rounds."""
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.data.row_groups import group_codes
-from polyfed.engines.base import Engine
+from polyfed.engines.base import Engine, asks_own
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
@@ -26,13 +26,15 @@ from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.run_state import checked_state
 from polyfed.experiment.running.stopping import refuse_spent
 from polyfed.experiment.running.warm_start import given_of, warmed
-from polyfed.federation.client_registry import TEST
+from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
 from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
+from polyfed.privacy.egress.announcement import Announcer
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training.optimisers import Train
@@ -56,6 +58,7 @@ class Assembly:
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
         given: the values of a warm start, by name.
+        deployed: whether this is the server of a deployment.
     """
 
     recipe: Recipe
@@ -70,11 +73,24 @@ class Assembly:
     guesses: tuple[str, ...] = ()
     guarantee: Guarantee | None = None
     given: Tree = field(default_factory=dict)
+    deployed: bool = False
 
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm of the recipe."""
         return self.recipe.algorithm
+
+    def start(self) -> ServerState:
+        """Run the method's `init` as round 0, and return the state before round 1."""
+        self.fed.begin(0)
+        state = checked_state(self.algorithm, self.algorithm.init(self.fed, self.initial), "init")
+        self.fed.expect(state.params)
+        return state
+
+    def resume(self, state: ServerState, locals: Mapping[int, Tree], round: int) -> None:
+        """Continue after a round, with the state and the local states that the run had then."""
+        self.engine.resume(locals, round)
+        self.fed.expect(state.params)
 
 
 ENGINES = ("sequential", "vectorised", "flower")
@@ -132,6 +148,7 @@ def assemble(
     engine: Callable[..., Engine] | None = None,
     one_device: bool = False,
     folder: Path | None = None,
+    deployed: bool = False,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -143,6 +160,8 @@ def assemble(
         engine: the engine's constructor. By default, the recipe names the engine.
         one_device: whether `population` has only one device. Checks that need all clients are then skipped.
         folder: the folder of a run or of an app that may hold a copy of the warm start's values.
+        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
+            for the audit log, and noise comes from the operating system's generator.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -155,9 +174,14 @@ def assemble(
     check_model(recipe.algorithm, model)
     if not one_device and isinstance(train := getattr(recipe.algorithm, "train", None), Train):
         refuse_idle_batches(train, model, torch.unique(population.train.sizes).tolist())
-    initial, ledger = initial_of(recipe, model, given), Ledger(run)
+    initial, objective = initial_of(recipe, model, given), task_of(recipe)
+    asked = asks_own(recipe.algorithm, registry_of(population))
+    announcer = Announcer(recipe.algorithm, model, objective, policy, asked)
+    recipe, guarantee = _protected(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
+    mechanism = None if guarantee is None else guarantee.mechanism
+    ledger = Ledger(run, hashing=deployed)
     clock = clock_of(recipe, population.num_clients, ledger)
-    held = (engine or engine_of(recipe))(
+    built = (engine or engine_of(recipe))(
         population,
         model,
         recipe.algorithm,
@@ -168,23 +192,24 @@ def assemble(
         emit=emit,
         debug=recipe.engine.debug,
         clock=clock,
-        objective=task_of(recipe),
+        objective=objective,
+        privacy=mechanism,
+        limits=recipe.limits,
     )
-    fed = _federation(recipe, held, initial, None if one_device else population.num_clients)
-    recipe, guarantee = _protected(recipe, fed, held, one_device)
-    policy = held.with_model(policy)
-    parts = (recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee, given)
-    return Assembly(*parts)
+    fed = _federation(recipe, built, None if one_device else population.num_clients)
+    policy = built.announcer.with_model(policy)
+    parts = population, model, policy, initial, ledger, built, fed
+    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed)
 
 
-def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int | None) -> Federation:
+def _federation(recipe: Recipe, engine: Engine, num_clients: int | None) -> Federation:
     """Return the federation of a run. The number of clients is None if only one of them is known."""
     return Federation(
         clients=engine.registry,
         engine=engine,
         owner=recipe.algorithm,
         context=engine.context(TEST),
-        template=initial,
+        template=engine.initial,
         seed=recipe.seed,
         rounds=recipe.rounds,
         evaluation_clients=engine.evaluation_clients,
@@ -194,21 +219,21 @@ def _federation(recipe: Recipe, engine: Engine, initial: Tree, num_clients: int 
         clock=engine.clock,
         attack=recipe.attack,
         ranks=client_ranks(recipe, engine.model, num_clients),
+        privacy=engine.privacy,
     )
 
 
-def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts, and apply [limits] and [privacy]. The returned recipe has only rounds within the budget."""
-    engine.limits = recipe.limits
+def _protected(
+    recipe: Recipe, population: Population, announcer: Announcer, initial: Tree, *, deployed: bool, one_device: bool
+) -> tuple[Recipe, Guarantee | None]:
+    """Check the cohorts and derive the guarantee. The returned recipe has no more rounds than its budget allows."""
     if not one_device:
-        refuse_small_cohorts(recipe, fed)
-        refuse_few_replies(recipe, fed)
-    guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
+        clients = registry_of(population)
+        refuse_small_cohorts(recipe, clients)
+        refuse_few_replies(recipe, clients)
+    guarantee = guarantee_of(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
     if guarantee is None:
         return recipe, None
-    fed.privacy = guarantee.mechanism
-    engine.protect(guarantee.mechanism)
-    fed.rounds = guarantee.rounds
     refuse_spent(recipe.stop, guarantee)
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 

@@ -25,7 +25,7 @@ from polyfed.evaluation.scores import Measured
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter, Listener
-from polyfed.experiment.running.run_state import returned_state
+from polyfed.experiment.running.run_state import checked_state
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.egress.gate import EgressGate
@@ -224,13 +224,11 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
 def _evaluated(parts: Assembly, rounds: int) -> Measured:
     """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round."""
     fed, algorithm = parts.fed, parts.algorithm
-    fed.begin(0)
-    state = algorithm.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
+    state = parts.start()
     fed.begin(1)
     for _ in range(rounds):
-        state = returned_state(algorithm, algorithm.round(state, fed))
-    fed.rounds = 1  # so that requests after the last round are sent here as well
+        state = checked_state(algorithm, algorithm.round(state, fed))
+    fed.begin(max(fed.rounds, 1))  # so that requests after the last round are sent here as well
     return algorithm.evaluate(state, fed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from polyfed.algorithms import NAMED
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
@@ -45,12 +45,12 @@ from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.run_state import (
     TOTALS,
     best_folder,
+    checked_state,
     forget_bests,
     kept_best,
     kept_facts,
     load_content,
     num_kept,
-    returned_state,
 )
 from polyfed.experiment.running.stopping import Choice, Stop, best_round, best_row, out_of_budget, out_of_patience
 from polyfed.experiment.running.warm_start import write_copy
@@ -66,6 +66,7 @@ def execute(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
     app: Path | None = None,
+    deployed: bool = False,
 ) -> Run:
     """Run a recipe to its last round. The run starts at the first round or continues from a checkpoint.
 
@@ -76,6 +77,7 @@ def execute(
         population: the clients, if they are not those of the recipe's data; see `assemble`.
         engine: the engine's constructor, if it is not the recipe's; see `assemble`.
         app: the folder of the app of a deployment, which may hold the values of a warm start.
+        deployed: whether this is the server of a deployment; see `assemble`.
 
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
@@ -84,7 +86,8 @@ def execute(
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
     with pytorch_settings(recipe), ExitStack() as stack:
         kept = records.folder if records is not None and records.begun else app
-        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine, folder=kept)
+        parts: dict[str, Any] = {"population": population, "engine": engine, "folder": kept, "deployed": deployed}
+        assembly = assemble(recipe, run_id(recipe.seed), emit, **parts)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
         for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
@@ -111,7 +114,6 @@ class _Loop:
         self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
-        self.confusion: torch.Tensor | None = None
         self.updates = ClientUpdates()
         self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
         emit.listeners.append(self._note)
@@ -132,7 +134,7 @@ class _Loop:
             self._book(round)
             raise
 
-    def finish(self, state: Any) -> Run:
+    def finish(self, state: ServerState) -> Run:
         """Write the result and the report, and return the finished run."""
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
@@ -164,25 +166,23 @@ class _Loop:
             again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
             self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
 
-    def start(self) -> tuple[int, Any]:
+    def start(self) -> tuple[int, ServerState]:
         """The first round to run and the state before it.
 
         A folder that holds a run is changed only after everything in it has been checked.
         """
-        algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
+        records = self.records
         table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
         if records is not None and records.begun:
             facts = records.check(table, facts)
-            self.ledger.run = facts["run"]  # a resumed run continues the ledger under the same name
+            self.ledger.resume(facts["run"])
         checkpointed = self._checkpointed()
         if records is None or checkpointed is None:
             if records is not None and records.resume:
                 records.refuse_lost_checkpoint()
                 self.emit("note", text=f"{records.folder} has no checkpoint to resume from: the run starts at round 1")
-            self.fed.begin(0)
             with self.repeated.set_up():
-                state = algorithm.init(self.fed, self.assembly.initial)
-            self.fed.template = getattr(state, "params", self.assembly.initial)
+                state = self.assembly.start()
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
                 write_copy(self.assembly.given, records.folder)
@@ -194,10 +194,9 @@ class _Loop:
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
-        engine.locals, state = content["locals"], content["state"]
-        engine.kept = round
-        self.fed.template = getattr(state, "params", self.assembly.initial)
-        self.best = kept_best(records.checkpoints, content.get("best"), algorithm, engine.device)
+        state, engine = content["state"], self.assembly.engine
+        self.assembly.resume(state, content["locals"], round)
+        self.best = kept_best(records.checkpoints, content.get("best"), self.recipe.algorithm, engine.device)
         self.emit("note", text=f"resumed after round {round}")
         self._stop(self._ended(self.rounds))
         self._announce(round + 1)
@@ -220,7 +219,7 @@ class _Loop:
             raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
         return found
 
-    def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
+    def train(self, round: int, state: ServerState) -> tuple[ServerState, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.repeated.begin(round)
         self.fed.begin(round)
@@ -228,11 +227,11 @@ class _Loop:
         before = algorithm.global_params(state)
         recorder = self._recorder()
         measuring = algorithm.evaluation.due(round, self.recipe.rounds)
-        self.fed.watch = together([self.updates.watch] * measuring + ([recorder.watch] if recorder else []))
+        watches = [self.updates.watch] * measuring + ([recorder.watch] if recorder else [])
         started = time.perf_counter()
-        state = returned_state(algorithm, algorithm.round(state, self.fed))
+        with self.fed.watched(together(watches)):
+            state = checked_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
-        self.fed.watch = lambda *_: None
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
@@ -249,10 +248,10 @@ class _Loop:
             return None
         return UpdateRecorder(self.records.folder, summed=self.recipe.algorithm.secure_aggregation is not None)
 
-    def summarise(self, row: dict[str, Any], state: Any) -> None:
+    def summarise(self, row: dict[str, Any], state: ServerState) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
-        row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
+        row |= {"train_loss": state.train_loss, "logged": algorithm.observe(state)}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
         self._stop(self._spent([*self.rounds, row]))
         if tables := algorithm.observe_tables(state):
@@ -263,7 +262,7 @@ class _Loop:
             for text in row["concerns"]:
                 self.emit("note", text=f"WARNING: {text}")
 
-    def evaluate(self, row: dict[str, Any], state: Any) -> None:
+    def evaluate(self, row: dict[str, Any], state: ServerState) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
         algorithm: Algorithm = self.recipe.algorithm
         if not algorithm.evaluation.due(row["round"], self._last):
@@ -276,8 +275,8 @@ class _Loop:
         if best_row(rows, self.choice) is row:
             self.best = {"round": row["round"], "state": state, "locals": dict(self.assembly.engine.locals)}
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
-        if self.confusion is not None and row["round"] == self._last:
-            row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if measured.confusion is not None and row["round"] == self._last:
+            row["confusion"] = measured.confusion.to(torch.int64).tolist()
         if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
             row["conformal"] = sets.facts()
         if measured.personal:
@@ -287,9 +286,9 @@ class _Loop:
         booked = self._book(row["round"], counted=False)
         row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
 
-    def _measured(self, row: dict[str, Any], state: Any) -> Measured:
+    def _measured(self, row: dict[str, Any], state: ServerState) -> Measured:
         """Evaluate the state, and add the metrics to the row."""
-        self.fed.evaluating, self.confusion = True, None
+        self.fed.begin_evaluation()
         measured = self.recipe.algorithm.evaluate(state, self.fed)
         row["metrics"] = measured.metrics
         return measured
@@ -303,7 +302,8 @@ class _Loop:
         """End the run, if there is a reason to. Return whether there is."""
         if stop is None or stop.round >= self.recipe.rounds:  # the run ends there anyway
             return False
-        self.stop, self.fed.rounds = stop, stop.round
+        self.stop = stop
+        self.fed.end_after(stop.round)
         self.emit("note", text=f"the run ends after round {stop.round} of {self.recipe.rounds}: {stop.why}")
         return True
 
@@ -319,7 +319,7 @@ class _Loop:
         """Return the end of a resumed run whose rounds so far give a reason to end it."""
         return self._spent(rows) or out_of_patience(self.recipe.stop, rows, self.choice)
 
-    def save(self, row: dict[str, Any], state: Any) -> None:
+    def save(self, row: dict[str, Any], state: ServerState) -> None:
         """Write the round's row, and a checkpoint if one is due."""
         self.totals["seconds"] += time.perf_counter() - self._started
         self._write(row["round"], state, row)
@@ -345,11 +345,11 @@ class _Loop:
             self.totals["bytes_down"] += row["bytes_down"]
         return row
 
-    def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
+    def _write(self, round: int, state: ServerState, row: dict[str, Any]) -> None:
         """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
         self.rounds.append(row)
         if self.records is None:
-            self.assembly.engine.kept = round
+            self.assembly.engine.saved(round)
             return
         self.records.append(row)
         if self.recipe.checkpoint.due(round, self._last):
@@ -369,15 +369,12 @@ class _Loop:
             }
             checkpoint.save(self.records.checkpoints, round, content, modules)
             forget_bests(self.records.checkpoints, number)
-            self.assembly.engine.kept = round
+            self.assembly.engine.saved(round)
 
     def _note(self, event: str, **facts: Any) -> None:
         """Collect facts from an event for this round's row in rounds.jsonl."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
-        if event == "evaluated":  # an algorithm without a global model evaluates several models: add their matrices
-            more = facts["confusion"]
-            self.confusion = more if self.confusion is None else self.confusion + more
 
     def _headline(self) -> dict[str, Any]:
         """The facts that the progress display shows first."""
@@ -392,7 +389,7 @@ class _Loop:
             "task": headline_of(self.recipe),
         }
 
-    def _result(self, state: Any, models: Models) -> dict[str, Any]:
+    def _result(self, state: ServerState, models: Models) -> dict[str, Any]:
         """The content of `result.json`."""
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyfed.algorithms import NAMED
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.scaling import Scaling
@@ -232,15 +232,16 @@ def num_kept(state: Any, engine: Engine) -> dict[str, int]:
     return kept
 
 
-def returned_state(algorithm: Algorithm, state: Any) -> Any:
-    """Return the state that `round` returned.
+def checked_state(algorithm: Algorithm, state: Any, hook: str = "round") -> ServerState:
+    """Return the state that `init` or `round` returned.
 
     Raises:
-        RecipeError: `round` returned None, because it or `merge` has no `return`.
+        RecipeError: it is no state, for example None, because `round` or `merge` has no `return`.
     """
-    if state is None:
-        raise RecipeError(
-            f"{name_of(algorithm, NAMED)}: a round returned None instead of the new state. The last line of "
-            "`merge` (or of `round`) must return it, as in: return state.with_(params=...)"
-        )
-    return state
+    if isinstance(state, ServerState):
+        return state
+    raise RecipeError(
+        f"{name_of(algorithm, NAMED)}: `{hook}` returned {type(state).__name__}, not a state with the fields "
+        "`params` and `train_loss`. The last line of `init`, `round` or `merge` must return one, as in: "
+        "return state.with_(params=...)"
+    )

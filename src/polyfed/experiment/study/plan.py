@@ -18,6 +18,7 @@ from polyfed.data import Columns
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.study.conditions import holds, unknown_keys
 from polyfed.experiment.study.metric_checks import (
@@ -35,7 +36,7 @@ from polyfed.experiment.study.study_schema import Study
 
 T = TypeVar("T")
 
-WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
+WITHOUT_EFFECT = (*(name for name, section in SECTIONS.items() if not section.result), "versions")
 """Sections of a recipe that do not change a result."""
 
 
@@ -130,9 +131,9 @@ class Planner:
                     found.append(cell)
                     self._check(cell, errors)
                 for error in dict.fromkeys(errors):
-                    faults.setdefault(error, []).append(_where(method, scenario, values))
+                    faults.setdefault(error, []).append(_cell_text(method, scenario, values))
         for cell, error in _without_settings(found):
-            faults.setdefault(error, []).append(_where(cell.method, cell.scenario, cell.values))
+            faults.setdefault(error, []).append(_cell_text(cell.method, cell.scenario, cell.values))
         problems += [f"{_all(where)}: {error}" for error, where in faults.items()]
         problems += unknown_keys(self.study.when, [cell.table for cell in found])
         for scenario in self.study.scenarios:
@@ -264,7 +265,7 @@ def _without_settings(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
             )
 
 
-def _where(method: str, scenario: str, values: Mapping[str, Any]) -> str:
+def _cell_text(method: str, scenario: str, values: Mapping[str, Any]) -> str:
     """Name a cell for the text of an error: its method, its scenario and its values of the grid."""
     words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
     return f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")

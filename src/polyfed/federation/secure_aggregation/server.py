@@ -307,7 +307,7 @@ class SecureSum:
         registry.
 
         Raises:
-            RecipeError: the clients' sum is larger than the registry's sum, because [engine] rows_cap has lowered a
+            RecipeError: the clients' sum is larger than the registry's sum, because [deployment] rows_cap has lowered a
                 weight in the registry.
             Abandoned: the two sums differ, but not because of rows_cap. One client can cause this.
         """
@@ -316,9 +316,9 @@ class SecureSum:
             text = f"the clients' weights ({by}) add up to {told}, and those of the client registry to {known}"
             if told > known and limited:
                 raise RecipeError(
-                    f"{text}, where [engine] rows_cap limits client {min(limited)}. It cannot limit weights that the "
-                    "server does not see: set it to 0, or leave out this client",
-                    ("engine", "rows_cap"),
+                    f"{text}, where [deployment] rows_cap limits client {min(limited)}. It cannot limit weights that "
+                    "the server does not see: set it to 0, or leave out this client",
+                    ("deployment", "rows_cap"),
                 )
             if told != known:
                 raise Abandoned(f"{text}. A client lies, or its data has changed since it enrolled: start again")

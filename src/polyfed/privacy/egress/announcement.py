@@ -12,14 +12,17 @@ from typing import Protocol
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import LABELS, MODALITIES, OF_THE_MODEL, READ, Crossing, Declared, Message, tensors
+from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, block_of
 from polyfed.model import Model
+from polyfed.objective import Objective
 from polyfed.privacy.differential.mechanism import Mechanism
+from polyfed.privacy.egress.mixing import Trained, mixing
 from polyfed.privacy.egress.policy import Policy, refusal
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 
-class Asking(Protocol):
+class Asking(Trained, Protocol):
     """The part of `polyfed.algorithms.Algorithm` that an announcement uses."""
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
@@ -273,3 +276,51 @@ class Announcement:
         known = (*self.holder.everyone, SHARED, LABELS)
         if said.of is not None and said.of not in known:
             raise RecipeError(f"{where}: of = '{said.of}' is no modality here; {did_you_mean(said.of, known)}")
+
+
+@dataclass(frozen=True)
+class Announcer:
+    """Makes the announcements of a run, one for all clients with the same modalities.
+
+    Attributes:
+        algorithm: the method.
+        model: the model.
+        objective: what the model learns to predict.
+        policy: the egress policy of the run, or of the device.
+        tested: whether any client has test rows of its own.
+        required: the protection that the device demands.
+        mechanism: the mechanism of [privacy] on the clients, or None.
+    """
+
+    algorithm: Asking
+    model: Model
+    objective: Objective
+    policy: Policy
+    tested: bool
+    required: Requirements = NO_REQUIREMENTS
+    mechanism: Mechanism | None = None
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, ...], Announcement]:
+        return {}
+
+    @cached_property
+    def answers(self) -> dict[str, tuple[type[Message], str]]:
+        """The replies of the method's tasks. A task that the class gets later is missing, so the gate refuses it."""
+        return answers_of(self.algorithm)
+
+    def with_model(self, policy: Policy) -> Policy:
+        """Return a policy with what the model of this run can reveal; see `Policy.for_model`."""
+        return policy.for_model(
+            self.model.modalities, lambda own: mixing(self.algorithm, self.objective, self.model, own, self.mechanism)
+        )
+
+    def of(self, modalities: tuple[str, ...]) -> Announcement:
+        """Return the announcement for clients with these modalities: everything that their replies can hold."""
+        if modalities not in self._made:
+            holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
+            policy = self.with_model(self.policy.for_client(modalities))
+            parts = policy, self.tested, PrivateNames.of(self.algorithm, self.model)
+            demand = self.required, self.mechanism
+            self._made[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
+        return self._made[modalities]

@@ -81,6 +81,10 @@ class Ledger:
         else:
             self.bytes_up += entry.bytes
 
+    def resume(self, run: str) -> None:
+        """Continue the ledger of a resumed run, under its name."""
+        self.run = run
+
     def drain(self) -> list[Entry]:
         """Return the entries and remove them from the ledger. The totals stay."""
         entries, self.entries = self.entries, []
