@@ -22,7 +22,9 @@ STAND_INS = {
     "srun": 'echo "srun $*" >>"$LOG"; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "ray": 'echo "ray $*" >>"$LOG"; case "$1" in health-check) test "$(grep -c health "$LOG")" -gt 2;; esac',
     "sleep": "true",
-    "polyfed": 'echo "polyfed $* at $RAY_ADDRESS" >>"$LOG"',
+    # the other nodes start in the background, and the end of the script ends them
+    "polyfed": 'for try in $(seq 50); do grep -q "^ray start --address" "$LOG" && break; /bin/sleep 0.1; done\n'
+    'echo "polyfed $* at $RAY_ADDRESS" >>"$LOG"',
 }
 
 
@@ -74,6 +76,7 @@ def test_a_job_script_starts_ray_on_all_nodes_and_then_the_run(job: Path, capsys
 def test_a_job_script_of_a_study_sweeps_and_one_without_ray_ends(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = printed(capsys, "slurm", str(job / "study.toml"), "--nodes", "1", "--setup", "export READY=1")
     (job / "bin" / "scontrol").write_text("#!/bin/bash\necho one\n")
+    (job / "bin" / "polyfed").write_text('#!/bin/bash\necho "polyfed $* at $RAY_ADDRESS" >>"$LOG"\n')
     code, log = carried_out(script, job)
     assert code == 0
     assert not any("--exclude" in line for line in log)
