@@ -147,17 +147,11 @@ def test_a_worker_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any, momen
     made = replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=12)
     whole = polyfed.run(alone(made))
     notes: list[str] = []
-    killed: list[int] = []
+    killed: list[bool] = []
 
     def kill() -> None:
         time.sleep(moment)
-        mine = psutil.Process().children(recursive=True)  # Ray's processes of other programs stay
-        for process in mine:
-            with suppress(psutil.Error):
-                if process.cmdline()[0].startswith("ray::Actor"):
-                    process.kill()
-                    killed.append(process.pid)
-                    return
+        killed.append(kill_one("ray::Actor"))
 
     killer = threading.Thread(target=kill)
 
@@ -171,7 +165,7 @@ def test_a_worker_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any, momen
     killer.join()
     assert run.result["state_sha256"] == whole.result["state_sha256"]
     if moment == 0.0:
-        assert killed
+        assert killed == [True]
         assert any("its worker on node" in note and "was lost" in note for note in notes)
 
 
@@ -192,6 +186,22 @@ def test_a_node_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any) -> None
     assert all(row["missing"] == {} for row in run.rounds)
 
 
+def test_a_node_that_joins_gets_workers(nodes: Any) -> None:
+    made = on_ray(replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=2))
+    parts = assemble(made)
+    try:
+        through(parts, 1)
+        before = parts.engine.pool.num  # type: ignore[attr-defined]
+        third = nodes.add_node(**NODE)
+        nodes.wait_for_nodes()
+        through(parts, 1)
+        assert parts.engine.pool.num == before + 1  # type: ignore[attr-defined]
+        assert len(parts.engine.pool.started) == before + 1  # type: ignore[attr-defined]
+    finally:
+        parts.engine.close()
+    nodes.remove_node(third)
+
+
 def test_a_run_that_was_stopped_on_nodes_resumes_in_one_process(nodes: Any, tmp_path: Path) -> None:
     made = replace(recipe(algorithm("scaffold")), rounds=4)
     whole = polyfed.run(alone(made))
@@ -208,11 +218,11 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
             played(made)
     with monkeypatch.context() as patch:
         own = cluster.facts()
-        asked = cluster.Cluster._facts_of
+        asked = cluster.Cluster._ask
         patch.setattr(
             cluster.Cluster,
-            "_facts_of",
-            lambda self, nodes: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(self, nodes)],
+            "_ask",
+            lambda *given: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(*given)],
         )
         mine = re.escape(own["torch"])
         words = rf"has polyfed not, and this machine {own['polyfed']}.*has torch 2.6.0, and this machine {mine}"
@@ -237,6 +247,75 @@ def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pyt
     finally:
         for one in busy:
             ray.kill(one)
+
+
+STUDY = """seeds = [1, 2]
+recipe = "recipe.toml"
+set.rounds = 12
+
+[methods.fedavg]
+[methods.fedprox]
+
+[search]
+trials = 3
+batch = 3
+seeds = [11]
+prune = "halving"
+sampler = "random"
+keys."train.lr" = { low = 0.01, high = 0.5, scale = "log" }
+"""
+
+RECIPE = """seed = 1
+rounds = 4
+data.name = "toy"
+clients = { num = 4, validation = 0.25 }
+model = { embedding = 4, encoders.a = { kind = "mlp", hidden = [4] }, encoders.b = { kind = "mlp", hidden = [4] } }
+train = { lr = 0.05, batch_size = 16 }
+algorithm.name = "fedavg"
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path / "study.toml"
+
+
+def table_of(frame: Any) -> list[dict[str, Any]]:
+    kept = [name for name in frame.columns if "seconds" not in name and name not in ("folder", "why")]
+    return [{key: value for key, value in row.items() if value == value} for row in frame[kept].to_dict("records")]
+
+
+def kill_one(name: str) -> bool:
+    """Kill one of Ray's processes of this test. Those of other programs stay."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error, IndexError):
+            if process.cmdline()[0].startswith(name):
+                process.kill()
+                return True
+    return False
+
+
+def test_a_study_on_nodes_has_the_table_of_one_machine_also_after_kills(nodes: Any, study: Path) -> None:
+    here = polyfed.sweep(study, study.parent / "here", jobs=1)
+    killed: list[bool] = []
+
+    def listen(event: str, board: Any) -> None:
+        done = sum(entry.round for entry in board.entries.values())
+        if len(killed) < 3 and done > 12 * (len(killed) + 1):
+            killed.append(kill_one("ray::messages_of"))
+
+    there = polyfed.sweep(study, study.parent / "there", ray="", listeners=[listen])
+    assert any(killed)
+    assert set(there["state"]) == {"finished"}
+    assert table_of(there) == table_of(here)
+
+
+def test_a_study_needs_a_folder_that_all_nodes_see(nodes: Any, study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_exists", lambda path: False)
+    with pytest.raises(RecipeError, match=r"node [\d.]+ does not see .*there: choose a folder that all nodes share"):
+        polyfed.sweep(study, study.parent / "there", ray="")
 
 
 def test_a_machine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

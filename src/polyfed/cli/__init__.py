@@ -7,7 +7,7 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `descriptions`: the verbs `algorithms`, `data`, `recipes` and `init`.
 - `federation`: the verbs `app`, `submit`, `superlink`, `supernode`, `status`. `audit_log`: the verb `audit-log`.
 - `leakage`: the verb `audit`, which attacks the messages of a run.
-- `machine`: the verbs `doctor` and `completion`.
+- `machine`: the verbs `doctor` and `completion`. `cluster`: job scripts for Slurm and Kubernetes.
 
 The other files of this folder define no verbs. They make the tables, texts and files that a verb prints or writes. Each
 file is imported only when a verb that needs it runs:
@@ -27,6 +27,7 @@ To add a verb, write a function with the decorator `@app.command()`.
 
 from polyfed.cli import (
     audit_log,
+    cluster,
     commands,
     comparison,
     contribution,
@@ -42,6 +43,7 @@ from polyfed.cli.application import app, main
 __all__ = [
     "app",
     "audit_log",
+    "cluster",
     "commands",
     "comparison",
     "contribution",

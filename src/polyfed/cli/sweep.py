@@ -22,6 +22,10 @@ def sweep_study(
         int | None,
         typer.Option(min=1, metavar="N", help="The most runs at once. [default: the number of cores]"),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Run on the nodes of this Ray cluster, which share the folder."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,9 +38,10 @@ def sweep_study(
     progress = SweepProgress()
     try:
         with progress, handling(interrupt, signal.SIGTERM):
-            frame = sweep(study, folder, jobs=jobs, listeners=[progress])
+            frame = sweep(study, folder, jobs=jobs, ray=ray, listeners=[progress])
     except KeyboardInterrupt:
-        again = shlex.join(["polyfed", "sweep", str(study), "--out", str(folder)])
+        where = [] if ray is None else ["--ray", ray]
+        again = shlex.join(["polyfed", "sweep", str(study), *where, "--out", str(folder)])
         raise Interrupted(f"go on with: {again}") from None
     assert progress.board is not None
     more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"

@@ -11,9 +11,11 @@ import platform
 import re
 import socket
 import sys
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +69,7 @@ class Cluster:
             RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
         """
         if self._payload is None:
-            self._connect()
+            self.connect()
             self._refuse_nodes(size_of(engine.population.columns, engine.initial), device)
             self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
             self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
@@ -77,16 +79,21 @@ class Cluster:
         most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
         return max(1, int(min(num, most) if num else most))
 
-    def _connect(self) -> None:
+    def connect(self) -> Any:
+        """Connect this process to the cluster, unless it is connected, and return the module `ray`.
+
+        Raises:
+            RecipeError: Ray is missing or refuses.
+        """
         try:
             import ray
         except ImportError as error:
             raise RecipeError(
-                "[engine] cluster = 'ray' needs Ray on this machine and on every node: pip install 'polyfed[cluster]'"
+                "a cluster needs Ray on this machine and on every node: pip install 'polyfed[cluster]'"
             ) from error
         self._ray = ray
         if ray.is_initialized():
-            return
+            return ray
         address = self.address or os.environ.get("RAY_ADDRESS", "")
         host, _, port = address.rpartition(":")
         try:
@@ -98,10 +105,27 @@ class Cluster:
         except (OSError, RuntimeError, ValueError) as error:
             where = f"the cluster at {address}" if address else "a cluster on this machine"
             raise RecipeError(
-                f"[engine] cluster = 'ray': {where} does not take this process: {_in_short(error)}. Compare `ray "
-                "status` on its head with [engine] address, and install the same versions of Ray and Python everywhere"
+                f"Ray: {where} does not take this process: {in_short(error)}. Compare `ray status` on its head with "
+                "the address, and install the same versions of Ray and Python everywhere"
             ) from error
         self._ours = True
+        return ray
+
+    def refuse_folder(self, folder: Path) -> None:
+        """Refuse the cluster if a node has other versions, or does not see a folder of this machine.
+
+        Raises:
+            RecipeError: all faults of all nodes.
+        """
+        nodes, faults = self._alive(), self._version_faults()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as file:
+            for node, seen in zip(nodes, self._ask(nodes, _exists, file.name), strict=True):
+                if seen is False:
+                    faults.append(
+                        f"node {node['NodeManagerAddress']} does not see {folder}: choose a folder that all nodes share"
+                    )
+        if faults:
+            raise RecipeError("Ray: " + "; ".join(faults))
 
     def _refuse_nodes(self, size: int, device: torch.device) -> None:
         """Refuse the cluster if a node has other versions, too small an object store, or if no node has a GPU.
@@ -109,20 +133,9 @@ class Cluster:
         Raises:
             RecipeError: all faults of all nodes.
         """
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        here, faults = facts(), []
-        for node, found in zip(nodes, self._facts_of(nodes), strict=True):
+        faults = self._version_faults()
+        for node in self._alive():
             name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
-            if found is None:
-                continue
-            if isinstance(found, str):
-                faults.append(f"node {name} does not answer: {found}. Restart it with `ray stop` and `ray start`")
-                continue
-            others = {package: wanted for package, wanted in here.items() if found[package] != wanted}
-            faults += [
-                f"node {name} has {package} {found[package] or 'not'}, and this machine {wanted}: install it there, too"
-                for package, wanted in others.items()
-            ]
             if size > STORE_SHARE * store:
                 faults.append(
                     f"node {name} has an object store of {store / 2**20:.0f} MiB, and data and model take "
@@ -133,26 +146,48 @@ class Cluster:
         if faults:
             raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults))
 
-    def _facts_of(self, nodes: Sequence[dict[str, Any]]) -> list[dict[str, str] | str | None]:
-        """Return the facts of each node, a text if it fails to return them, or None if it has just ended."""
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _version_faults(self) -> list[str]:
+        """Return a text for each node that does not answer, and for each package that differs from this machine's."""
+        nodes, here, faults = self._alive(), facts(), []
+        for node, found in zip(nodes, self._ask(nodes, facts), strict=True):
+            name = node["NodeManagerAddress"]
+            if isinstance(found, str):
+                faults.append(f"node {name} does not answer: {found}. Restart it with `ray stop` and `ray start`")
+                continue
+            others = {} if found is None else {p: wanted for p, wanted in here.items() if found[p] != wanted}
+            faults += [
+                f"node {name} has {package} {found[package] or 'not'}, and this machine {wanted}: install it there, too"
+                for package, wanted in others.items()
+            ]
+        return faults
+
+    def _ask(self, nodes: Sequence[dict[str, Any]], question: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function of this file on each node.
+
+        Returns:
+            What each node returned, a text if it failed to return anything, or None if it has just ended.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        asked, ask, here = [], self._ray.remote(facts), sys.modules[__name__]
+        asked, ask, here = [], self._ray.remote(question), sys.modules[__name__]
         self._ray.cloudpickle.register_pickle_by_value(here)  # so that a node without polyfed can answer, too
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-            asked.append(ask.options(**options).remote())
+            asked.append(ask.options(**options).remote(*arguments))
         self._ray.cloudpickle.unregister_pickle_by_value(here)
         done, _ = self._ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
-        found: list[dict[str, str] | str | None] = []
+        found: list[Any] = []
         for one in asked:
             try:
                 found.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
             except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.NodeDiedError):
                 found.append(None)
             except self._ray.exceptions.RayError as error:
-                found.append(_in_short(error))
+                found.append(in_short(error))
         return found
 
     def share(self, engine: Served) -> Any:
@@ -193,7 +228,7 @@ class Cluster:
                     started.append((actor, names.get(ray.get(name), "that is new")))
                     continue
             except ray.exceptions.RayError as error:
-                reason = _in_short(error)
+                reason = in_short(error)
             self.kill(actor)
         if none_yet and not started:
             raise RecipeError(f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs")
@@ -218,7 +253,7 @@ class Cluster:
         try:
             done, content = self._ray.get(pending)
         except self._ray.exceptions.RayError as error:
-            raise Lost(_in_short(error)) from error
+            raise Lost(in_short(error)) from error
         return done, np.array(content)  # Ray's own copy must not be written to
 
     def kill(self, actor: Any) -> None:
@@ -280,6 +315,10 @@ def facts() -> dict[str, str]:
     return found
 
 
+def _exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
 def copy_of(engine: Served) -> Served:
     """Return a copy of the engine for the nodes, without local states and without what belongs to this process."""
     sent = engine.in_worker(_silent)
@@ -313,7 +352,7 @@ def _silent(name: str, **facts: Any) -> None:
     """Emit nothing."""
 
 
-def _in_short(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """Return the first line of an error of Ray, or the last one if that names the exception which caused it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     caused = re.match(r"[\w.]*(Error|Exception)\b", lines[-1])

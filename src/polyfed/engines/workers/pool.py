@@ -63,6 +63,7 @@ class Workers:
         cluster: the Ray cluster on whose nodes the workers run, or None for processes forked from this one.
 
     Attributes:
+        wanted: `num`. The attribute `num` follows the size of a cluster.
         started: the running workers.
         broadcast: memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
@@ -88,6 +89,7 @@ class Workers:
                 "forever. Set threads = 1, or workers = 1"
             )
         self.engine, self.num, self.threads, self.devices = engine, num, threads, devices or (engine.device,)
+        self.wanted = num
         self.cluster = cluster
         self.broadcast: Memory = Arena() if cluster is None else Packed()
         self.started: list[_Worker] = []
@@ -138,7 +140,7 @@ class Workers:
         """
         clients = [client for unit in units for client in unit]
         if self.cluster is not None:
-            self.num = self.cluster.open(self.engine, self.num, self.threads, self.devices[0])
+            self.num = self.cluster.open(self.engine, self.wanted, self.threads, self.devices[0])  # nodes join and end
         todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
         self.start(min(self.num, len(todo)))
         end_idle_threads()

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import torch
+
+from polyfed.engines.workers.cluster import Cluster, in_short
 from polyfed.experiment.running import machine
+from polyfed.experiment.study.worker import carry_out
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Each process uses one thread, because the threads of one run wait for each other. Several runs use the cores
@@ -153,6 +157,91 @@ class Pool:
                 if line.endswith("\n"):
                     self._messages.put((worker, json.loads(line)))
         self._messages.put((worker, None))
+
+
+class RayPool:
+    """The runs of a sweep as tasks on the nodes of a Ray cluster, with the methods of `Pool`.
+
+    Ray chooses a node with enough free cores, memory and GPUs for each run. All nodes share the folder of the study, so
+    a run whose node ends continues from its checkpoint on another one.
+
+    Args:
+        folder: The folder of the study.
+        jobs: The largest number of runs at the same time, or None for what fits the cluster.
+        address: The address of the cluster; see `Cluster`.
+    """
+
+    def __init__(self, folder: Path, jobs: int | None, address: str) -> None:
+        self.folder, self.jobs, self.cluster = folder, jobs, Cluster(address)
+        self.need = machine.memory_of(os.getpid())
+        self._running: dict[Any, str] = {}  # the messages of a task -> the name of its run
+
+    def __enter__(self) -> Self:
+        self._ray = self.cluster.connect()
+        try:
+            self.cluster.refuse_folder(self.folder)
+        except BaseException:
+            self.cluster.close()
+            raise
+        self._task = self._ray.remote(messages_of)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for messages in self._running:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                self._ray.cancel(messages, force=True)
+        self.cluster.close()
+
+    @property
+    def running(self) -> int:
+        """The number of current runs, those that wait for a node included."""
+        return len(self._running)
+
+    def refusal(self) -> str:
+        """Return why no further run can start now, or "" if a run can start."""
+        cores = int(self._ray.cluster_resources().get("CPU", 0))
+        most = min(self.jobs or cores, max(1, cores))
+        return f"{most} runs at once are carried out" if self.running >= most else ""
+
+    def start(self, job: str, recipe: Mapping[str, Any], folder: Path, until: int = 0) -> None:
+        """Start or continue a run on a node. It pauses after the round `until`, if not 0."""
+        engine = recipe.get("engine", {})
+        needs = {"num_cpus": max(1, int(engine.get("threads", 1))), "memory": self.need}
+        needs |= {"num_gpus": 1} if engine.get("device", "cpu") == "cuda" else {}
+        content = json.loads(json.dumps({"recipe": recipe, "folder": str(folder), "until": until}, default=str))
+        options = needs | {"max_retries": 0, "num_returns": "streaming", "scheduling_strategy": "SPREAD"}
+        self._running[self._task.options(**options).remote(content)] = job
+
+    def message(self, seconds: float) -> Message | None:
+        """Return the next message of a run; see `Pool.message`."""
+        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
+        for messages in ready:
+            job = self._running[messages]
+            try:
+                facts = dict(self._ray.get(next(messages)))
+            except (StopIteration, self._ray.exceptions.RayError) as error:
+                del self._running[messages]
+                return Message(job, "killed", {"why": f"its node or process was lost ({in_short(error)})"})
+            self.need = max(self.need, facts.pop("memory", 0))
+            event = facts.pop("event")
+            if event == "done":
+                del self._running[messages]
+            return Message(job, event, facts)
+        return None
+
+
+def messages_of(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Execute a run in this process of a node, and yield its messages."""
+    told: queue.Queue[dict[str, Any]] = queue.Queue()
+    torch.set_num_threads(1)
+    threading.Thread(target=carry_out, args=(job, lambda **message: told.put(message)), daemon=True).start()
+    while True:
+        message = told.get()
+        yield message
+        if message["event"] == "done":
+            return
 
 
 def _close(worker: Worker) -> None:

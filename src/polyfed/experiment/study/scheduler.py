@@ -13,7 +13,7 @@ from polyfed.experiment.running.lock import alone_in
 from polyfed.experiment.study import results
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.plan import Cell, Planner, planned
-from polyfed.experiment.study.pool import Message, Pool
+from polyfed.experiment.study.pool import Message, Pool, RayPool
 from polyfed.experiment.study.ranges import put
 from polyfed.experiment.study.search import Searcher
 
@@ -40,6 +40,7 @@ def sweep(
     out: str | Path | None = None,
     *,
     jobs: int | None = None,
+    ray: str | None = None,
     listeners: Sequence[Listener] = (),
 ) -> "pd.DataFrame":
     """Carry out a study: every method in every scenario, with every combination of the grid, on every seed.
@@ -49,6 +50,8 @@ def sweep(
         out: the folder of the study. The default is `runs/NAME`. A sweep that was stopped continues in its folder.
         jobs: the largest number of runs at the same time. The default is the number of cores. Fewer runs start while
             memory is short.
+        ray: the address of a Ray cluster (docs/cluster.md) whose nodes carry out the runs, or "" for the cluster that
+            RAY_ADDRESS names or this machine belongs to. All nodes must share the folder. None: this machine alone.
         listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
 
     Returns:
@@ -71,7 +74,8 @@ def sweep(
     board = Board(folder, cells, metrics, remarks=remarks)
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
-            with Pool(folder, jobs or machine.cores()) as pool:
+            here = ray is None
+            with Pool(folder, jobs or machine.cores()) if here else RayPool(folder, jobs, ray or "") as pool:
                 _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
         finally:  # also after Ctrl-C, because the page lists the unfinished runs
             results.write(board, loaded)
@@ -81,7 +85,7 @@ def sweep(
 class _Sweep:
     """One sweep: collects the runs that the cells need, and passes them to the pool."""
 
-    def __init__(self, planner: Planner, board: Board, pool: Pool, emit: Emitter) -> None:
+    def __init__(self, planner: Planner, board: Board, pool: Pool | RayPool, emit: Emitter) -> None:
         self.planner, self.board, self.pool, self.emit = planner, board, pool, emit
         self.waiting: list[Entry] = []
         self.cells: dict[int, tuple[Needs, list[Entry]]] = {}
