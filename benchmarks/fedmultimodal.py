@@ -93,7 +93,7 @@ class Cohorts(Selector):
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
         """The clients of this round."""
         draw = np.random.RandomState(fed.round - 1)
-        return sorted(draw.choice(len(fed.clients), self.size(fed), replace=False).tolist()), memory
+        return sorted(draw.choice(len(fed.clients), self.size(fed.clients), replace=False).tolist()), memory
 
 
 def in_order_of_names(windows: Rows, label: Rows) -> Rows:
