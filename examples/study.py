@@ -23,7 +23,7 @@ SAME = {
     "selector": Uniform(participation=5),
     "evaluation": Evaluation(every=0),
 }
-METHODS = {"FedAvg": FedAvg(**SAME), "CMSFed": CmsFed(**SAME, dominance_threshold=0.8)}
+METHODS = {"FedAvg": FedAvg(**SAME), "CMSFed": CmsFed(**SAME)}
 MAY_LEAVE = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("gray", "color")}
 
 

@@ -24,6 +24,7 @@ from polyfed.data.sources import Toy
 from polyfed.deploy.device.repeated_requests import admit_secrets
 from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.handlers import runtime_of
+from polyfed.engines import Sequential
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.settings import CheckpointSpec
@@ -38,7 +39,7 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.differential.mechanism import Mechanism
-from privacy.test_private_runs import deployed, private
+from privacy.test_private_runs import private
 
 # differential privacy
 
@@ -136,8 +137,8 @@ def test_a_deployed_run_that_repeats_rounds_counts_them(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(made, Records(tmp_path / "run", resume=False), Emitter([stop]), engine=deployed)
-    done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
+        execute(made, Records(tmp_path / "run", resume=False), Emitter([stop]), deployed=True)
+    done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), deployed=True)
     accounting = Accounting("rdp", 0.01)
     assert done.result["privacy"]["epsilon"] >= accounting.epsilon(0.7, 5)
 
@@ -147,7 +148,7 @@ def test_a_deployed_run_that_is_interrupted_in_its_first_round_counts_this_round
     made, accounting = private("central", rounds=2), Accounting("rdp", 0.01)
 
     def dying(*args: Any, **options: Any) -> Any:
-        engine = deployed(*args, **options)
+        engine = Sequential(*args, **options)
         answer = engine.answer
 
         def sent(request: Any, clients: Any, send: Any) -> Any:
@@ -159,10 +160,10 @@ def test_a_deployed_run_that_is_interrupted_in_its_first_round_counts_this_round
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=dying)
-    done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
+            execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=dying, deployed=True)
+    done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), deployed=True)
     assert done.result["privacy"]["epsilon"] == accounting.epsilon(0.7, 4)
-    again = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
+    again = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), deployed=True)
     assert again.result["privacy"]["epsilon"] == accounting.epsilon(0.7, 4), "no round was interrupted this time"
 
 

@@ -432,7 +432,7 @@ def test_a_refusal_ends_the_run_in_the_words_of_the_device(devices: Any, tmp_pat
         made.serve(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "error.json").read_text())["exit_code"] == 3
     recipe = made.app / "recipe.toml"
-    recipe.write_text(recipe.read_text() + 'on_refusal = "drop"\nmin_nodes = 2\nenrol_seconds = 3600\n')
+    recipe.write_text(recipe.read_text() + '\n[deployment]\non_refusal = "drop"\nmin_nodes = 2\nenrol_seconds = 3600\n')
     # the run does not wait an hour for the client that has refused
     assert made.serve(tmp_path / "run")["rounds"] == 1
 

@@ -98,8 +98,9 @@ b = {{ kind = "mlp", hidden = [64] }}
 [algorithm]
 name = "fedavg"
 [engine]
-enrol_seconds = 2.0
 min_replies = 1
+[deployment]
+enrol_seconds = 2.0
 """
 
 

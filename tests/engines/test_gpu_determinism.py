@@ -80,6 +80,7 @@ def test_worker_processes_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(worker_process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(worker_process, "own_streams", lambda: None)
     engine: Any = SimpleNamespace(pool=None, ledger=SimpleNamespace(drain=list))
+    engine.in_worker = lambda *_, **__: engine
     memory: Any = (None, None, None)
     worker_process.serve(engine, SimpleNamespace(recv=recv), (), memory, 0, GPU)  # type: ignore[arg-type]
     assert modes == [1]

@@ -15,7 +15,7 @@ from laws.rows import ROWS
 from laws.test_laws import params, world
 from polyfed.core.errors import RecipeError
 from polyfed.engines import stack_division
-from polyfed.engines.machine import gpu_memory
+from polyfed.engines.machine import gpu as machine_gpu
 from polyfed.engines.vectorised import Vectorised
 from polyfed.experiment.recipes.engine_choice import device_of, gpus_of, workers_of
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
@@ -148,7 +148,7 @@ def test_the_memory_of_a_gpu_is_asked_in_another_process(monkeypatch: pytest.Mon
         asked.append(command[-1])
         return SimpleNamespace(stdout="1000\n")
 
-    monkeypatch.setattr(gpu_memory.subprocess, "run", answered)
+    monkeypatch.setattr(machine_gpu.subprocess, "run", answered)
     gpu = torch.device("cuda", 7)  # `total_bytes` remembers its answers, so the tests share no GPU
     assert stack_division.stack_bytes(gpu) == stack_division.stack_bytes(gpu) == 1000 * stack_division.GPU_SHARE
     (code,) = asked

@@ -90,7 +90,7 @@ def test_clients_own_validation_rows_stop_every_engine_at_the_round_at_which_the
     made = replace(scored(metric=OWN, patience=2), engine=EngineSpec(name="flower"))
     transport = GridTransport(grid_of(made, tmp_path))
     transport.enrol(6, 30)
-    engine = engine_by(transport, made.engine)
+    engine = engine_by(transport, made)
     far = execute(made, None, Emitter([]), population=population_of(made), engine=engine)
     assert told(far)["rows"] == told(polyfed.run(scored(engine="sequential", metric=OWN, patience=2)))["rows"]
 

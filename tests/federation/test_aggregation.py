@@ -163,9 +163,9 @@ OPTIONS = {
 PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_SERVER if name not in ("hfl", "partialfl")])
+@pytest.mark.parametrize("name", [name for name in WITH_SERVER if name not in ("hfl", "partialfl", "fedbn")])
 def test_no_method_ignores_the_rule(name: str) -> None:
-    """HFL needs silos and PartialFL a private modality; both use the merge of `Averaging`."""
+    """HFL needs silos, PartialFL a private modality and FedBN norms; all three use the merge of `Averaging`."""
     rows = []
     for rule in ("mean", "median"):
         method = algorithm(name, server=ServerOptimiser(aggregate=rule), **OPTIONS.get(name, {}))  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_rule_is_refused_where_nothing_is_averaged(name: str, mode: str) -> No
 
 
 def test_what_the_other_methods_merge_is_what_averaging_merges() -> None:
-    assert ALGORITHMS["hfl"].merge is ALGORITHMS["partialfl"].merge is Averaging.merge  # type: ignore[attr-defined]
+    assert ALGORITHMS["hfl"].merge is ALGORITHMS["partialfl"].merge is ALGORITHMS["fedbn"].merge is Averaging.merge  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

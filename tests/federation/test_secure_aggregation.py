@@ -587,7 +587,7 @@ def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
     secure.fed.clients = replace(secure.fed.clients, limited=frozenset({3}))
     with pytest.raises(RecipeError, match=r"where \[deployment\] rows_cap limits client 3\. .*: set it to 0") as error:
         updates(secure)
-    assert error.value.key == ("engine", "rows_cap")
+    assert error.value.key == ("deployment", "rows_cap")
 
 
 # which recipes are refused

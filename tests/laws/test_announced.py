@@ -28,10 +28,13 @@ def judged_by_prototypes(name: str, **options: Any) -> Recipe:
 
 CASES: dict[str, Callable[[], Recipe]] = VARIANTS | {
     "fedavg, judged by prototypes": lambda: judged_by_prototypes("fedavg"),
-    "partialfl, judged by prototypes": lambda: judged_by_prototypes("partialfl"),
     "cmsfed, judged by prototypes that clients keep": lambda: judged_by_prototypes("cmsfed", prototypes="local"),
     "cmsfed without modality selection, under divfl": lambda: world(
-        "cmsfed", modality_selection=False, selector=DivFl(participation=3)
+        "cmsfed",
+        modality_selection=False,
+        ratio_rule="quantile",
+        dominance_threshold=2.0,
+        selector=DivFl(participation=3),
     ),
     "fedproto, original": lambda: world("fedproto", mode="original"),
     "local, judged always": lambda: world("local", global_test="always"),

@@ -148,7 +148,9 @@ OF_RULES = [
 @pytest.mark.parametrize("lie", ["3e38", "-1e12", "1e4", "flipped", "alternating", "one coordinate", "tiny"])
 @pytest.mark.parametrize(("name", "rule"), OF_RULES)
 def test_one_liar_ends_no_run_and_drops_no_honest_client(name: str, rule: Any, lie: str) -> None:
-    options = {} if rule == "mean" else {"server": ServerOptimiser(aggregate=rule, lying=0.2)}
+    options: dict[str, Any] = {} if rule == "mean" else {"server": ServerOptimiser(aggregate=rule, lying=0.2)}
+    if name == "cmsfed":  # with a threshold, too few clients train the first modality for Krum
+        options |= {"ratio_rule": "quantile", "dominance_threshold": 2.0}
     state, dropped, local = hostile(everyone(name, **options), LIES[lie], liar=0)
     assert set(dropped) <= {0}
     for value in numbers(state.params):

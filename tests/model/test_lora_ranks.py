@@ -331,7 +331,10 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
             assemble(made(folders, way, MIXED if way == "mean" else None, **secure))
     with pytest.raises(RecipeError, match=r"need replies of the same shape. Remove them, or ranks"):
         assemble(
-            replace(made(folders, "mean", MIXED), privacy=Privacy(unit="client", delta=1e-3, noise_multiplier=1.0))
+            replace(
+                made(folders, "mean", MIXED, aggregation="uniform"),
+                privacy=Privacy(unit="client", delta=1e-3, noise_multiplier=1.0, unprotected=("statistic",)),
+            )
         )
     with pytest.raises(RecipeError, match=r"\[attack\] 'alie' averages the updates"):
         assemble(replace(made(folders, "mean", MIXED), attack=Attack(name="alie", share=0.5)))

@@ -19,7 +19,7 @@ from polyfed.core.messages import KINDS as KINDS_OF_DATA
 from polyfed.core.messages import Message
 from polyfed.core.tree import digest
 from polyfed.deploy.handlers import runtime_of
-from polyfed.engines import Sequential, in_process, stack_division
+from polyfed.engines import in_process, stack_division
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check, plan
@@ -232,7 +232,7 @@ def test_a_deployment_refuses_amplification_because_the_cohorts_are_no_secret() 
     made = private("central", amplification=True)
     assert assemble(made).guarantee is not None
     with pytest.raises(RecipeError, match="every request holds the seed of the run, so each device could compute all"):
-        assemble(made, engine=deployed)
+        assemble(made, deployed=True)
 
 
 def test_clients_withhold_the_same_fields_everywhere() -> None:
@@ -277,13 +277,6 @@ def test_accepting_statistics_sends_them() -> None:
     assert any("NOT PROTECTED: Update.loss" in text for text in parts.guarantee.sentences())
 
 
-def deployed(*args: Any, **options: Any) -> Any:
-    """An engine as on the server of a deployment."""
-    engine = Sequential(*args, **options)
-    engine.deployed = True
-    return engine
-
-
 def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> None:
     made = private("local")
     parts = assemble(made)
@@ -295,7 +288,7 @@ def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> No
         assert runtime.engine.privacy == replace(parts.fed.privacy, denominators={}, secure=secure)  # type: ignore[type-var]
     made = private("central")
 
-    first, again = (through(assemble(made, engine=deployed), 2).params for _ in range(2))
+    first, again = (through(assemble(made, deployed=True), 2).params for _ in range(2))
     assert not same(first, again)
 
 

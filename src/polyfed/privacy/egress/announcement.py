@@ -300,6 +300,9 @@ class Announcer:
     required: Requirements = NO_REQUIREMENTS
     mechanism: Mechanism | None = None
 
+    def __post_init__(self) -> None:
+        _ = self.answers  # now, because a task that the class gets in a round was announced to nobody
+
     @cached_property
     def _made(self) -> dict[tuple[str, ...], Announcement]:
         return {}
