@@ -26,9 +26,9 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation.conformal import ScoreCounts, own_counts
-from polyfed.evaluation.scores import OwnScore, Predictor, own_score
-from polyfed.evaluation.subsets import SubsetScores, own_subset_scores
+from polyfed.evaluation.conformal import ScoreCounts
+from polyfed.evaluation.scores import OwnScore, Predictor
+from polyfed.evaluation.subsets import SubsetScores
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -249,26 +249,26 @@ class FedProto(Averaging[ProtoState]):
         fit = data.minimise(loss, local if own else got.params, train=self.train)
         return self._report(context, data, fit), (fit.params if own else local)
 
+    # the tasks of an evaluation differ from those of `Algorithm` in the message alone, which brings prototypes too
+
     @task()
     @override
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
-        return own_score(context, self.own_params(got, local), data.test, self.predictor), local
+        return super().score_own(context, data, local, got)  # type: ignore[arg-type]
 
     @task()
     @override
     def score_subsets(  # type: ignore[override]
         self, context: ClientContext, data: ClientData, local: Tree, got: Shared
     ) -> tuple[SubsetScores, Tree]:
-        w, which = self.own_params(got, local), self.evaluation.subsets
-        return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
+        return super().score_subsets(context, data, local, got)  # type: ignore[arg-type]
 
     @task()
     @override
     def count_scores(  # type: ignore[override]
         self, context: ClientContext, data: ClientData, local: Tree, got: Shared
     ) -> tuple[ScoreCounts, Tree]:
-        w, kind = self.own_params(got, local), self.evaluation.conformal
-        return own_counts(context, w, data.test, self.predictor.logits, kind), local
+        return super().count_scores(context, data, local, got)  # type: ignore[arg-type]
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

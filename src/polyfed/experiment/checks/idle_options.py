@@ -17,7 +17,7 @@ from polyfed.core.messages import LABELS
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.sections import PARTS
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.running.assembly import Assembly
 from polyfed.privacy.egress.limits import NO_LIMITS
 
@@ -58,10 +58,10 @@ def idle_options(recipe: Recipe, assembly: Assembly | None = None) -> Iterator[s
 
 def _sections(recipe: Recipe) -> dict[str, Any]:
     """Return the object of each section that the recipe has."""
-    method = recipe.algorithm
-    names = ("clients", "model", "network", "limits", "attack", "privacy", "task", "stop", "data")
-    parts = {name: getattr(recipe, name) for name in names} | {"algorithm": method}
-    parts |= {section: getattr(method, part, None) for part, section in PARTS.items()}
+    parts = {
+        name: getattr(recipe.algorithm if section.of_algorithm else recipe, section.field, None)
+        for name, section in SECTIONS.items()
+    }
     return {name: part for name, part in parts.items() if is_dataclass(part)}
 
 
