@@ -38,7 +38,7 @@ check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deploymen
 		'tests/engines/test_flower_processes.py::test_ray_equals_sequential[fedavg]'
 
 check-wheel: .venv/installed ## what CI runs besides: the wheel in empty environments, with the newest and the oldest allowed packages
-	$(BIN)/pytest -n 0 -m slow tests/test_wheel.py
+	$(BIN)/pytest -n 0 -m slow tests/house/test_wheel.py
 
 check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
@@ -47,7 +47,7 @@ check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes wi
 
 check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB) and runs the tests against them
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[mlflow,wandb]"
-	$(BIN)/pytest -n 0 tests/test_trackers.py
+	$(BIN)/pytest -n 0 tests/experiment/test_trackers.py
 
 federation: .venv/installed ## a server and three devices on this machine; see docs/deploy.md
 	$(BIN)/polyfed app runs/federation --recipe recipes/federation-demo.toml --local

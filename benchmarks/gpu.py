@@ -461,7 +461,7 @@ def machine(tell: Tell, *, device: str) -> None:
 
 
 def tests(tell: Tell, *, device: str) -> None:
-    """Run tests/test_cuda.py, on several processes if pytest-xdist and the cores are there."""
+    """Run tests/engines/test_cuda.py, on several processes if pytest-xdist and the cores are there."""
     cores = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "pytest", str(HERE / "tests" / "test_cuda.py"), "-vv", "-rf", "--tb=short"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "-n", str(min(8, cores) if cores > 3 else 0)]
@@ -727,7 +727,7 @@ def items(*, pretend: bool) -> Iterator[Item]:
     from laws.rows import ROWS
 
     yield Item("machine", "machine", "machine", 60)
-    yield Item("tests", "tests/test_cuda.py", "tests", 180)
+    yield Item("tests", "tests/engines/test_cuda.py", "tests", 180)
     for method in sorted(ROWS):
         yield Item("parity", method, "parity", 30, {"method": method})
     for engine in ("vectorised", "sequential"):

@@ -14,8 +14,8 @@ import time
 
 import torch
 
-from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
 from polyfed.algorithms.cmsfed.selection import SelectionProblem
+from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios
 from polyfed.core import keys
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.selection.submodular import Similarity, sample_size

@@ -15,9 +15,9 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import CmsFed
 from polyfed.algorithms.cmsfed.aggregation import represented
 from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFedState
-from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
+from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios, pce_weights
 from polyfed.core import keys
 from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree, size_bytes, vector

@@ -10,7 +10,7 @@ import torch
 from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import ALGORITHMS
-from polyfed.algorithms.hfm.exchange import Exchange, shuffled_peers
+from polyfed.algorithms.hfm.messages import Exchange, shuffled_peers
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.pfmml.coefficients import shuffled
 from polyfed.core import keys

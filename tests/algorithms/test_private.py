@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polyfed
+from ended_runs import samples
 from laws.rows import ROWS
 from polyfed.algorithms import ALGORITHMS, Averaging, FedAvg
 from polyfed.algorithms.averaging import Update
@@ -26,7 +27,6 @@ from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.selection import PowD
 from polyfed.training.optimisers import Train
-from test_predict import samples
 from world import AWKWARD, algorithm, furthest, played, recipe, same, through
 
 WORDS = {

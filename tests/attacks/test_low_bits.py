@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.core.gaussian import HALF, SPREAD, STEPS, Clip, DiscreteGaussian, _table, discrete_gaussian
+from polyfed.core.privacy_noise import HALF, SPREAD, STEPS, Clip, DiscreteGaussian, _table, discrete_gaussian
 from polyfed.core.tree import Tree
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack

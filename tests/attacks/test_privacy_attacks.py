@@ -13,9 +13,9 @@ import world
 from federation.test_secure_aggregation import captured, secured, small, updates
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core import gaussian
+from polyfed.core import privacy_noise
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
-from polyfed.core.gaussian import Clip
+from polyfed.core.privacy_noise import Clip
 from polyfed.core.request import Request
 from polyfed.core.system.files import read_notes
 from polyfed.core.tree import digest, nested
@@ -54,9 +54,9 @@ def test_the_epsilon_of_one_block_holds_when_the_blocks_depend_on_each_other(mon
     """
     draws = torch.Generator().manual_seed(1)
     monkeypatch.setattr(
-        gaussian,
+        privacy_noise,
         "discrete_gaussian",
-        lambda base, name, shape, on: gaussian.STEPS * torch.randn(shape, generator=draws),
+        lambda base, name, shape, on: privacy_noise.STEPS * torch.randn(shape, generator=draws),
     )
     trials, copying = 60, 10
     made = private("central", clip="per-block", delta=1e-3, noise_multiplier=0.2)

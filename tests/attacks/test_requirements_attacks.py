@@ -11,7 +11,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hostile, device, left, text
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
-from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
+from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
 from polyfed.deploy.device.privacy_budget import spend
 from polyfed.deploy.device.state_store import JOURNAL
 from polyfed.deploy.device.store import STORE, TABLES, DeviceStore

@@ -19,9 +19,9 @@ from polyfed.core.request import Request
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.deploy.app_folder import node_config, write_nodes
-from polyfed.deploy.device.check import inspect
 from polyfed.deploy.device.configuration import node_from, policy_on
 from polyfed.deploy.device.data import population_on
+from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.handlers import runtime_of
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation, ModelToEvaluate

@@ -1,4 +1,4 @@
-"""A run on a GPU asks PyTorch for deterministic algorithms. `tests/test_cuda.py` shows the effect on a GPU."""
+"""A run on a GPU asks PyTorch for deterministic algorithms. `tests/engines/test_cuda.py` shows the effect on a GPU."""
 
 import os
 from contextlib import suppress

@@ -10,9 +10,9 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import BadReply, DataError, TooFewReplies
-from polyfed.deploy.device.check import inspect
 from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.device.data import population_on
+from polyfed.deploy.device.recipe_check import inspect
 from polyfed.engines.protocol import Enrolment, digest_of_names
 from polyfed.experiment.recipes.recipe import load_recipe
 

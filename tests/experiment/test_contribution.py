@@ -20,7 +20,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec
 from polyfed.experiment.results.kept_updates import kept_updates
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.selection import Uniform
-from polyfed.training.single import SingleClientData
+from polyfed.training.single_data import SingleClientData
 from world import AWKWARD, algorithm, recipe, same
 
 

@@ -1,4 +1,4 @@
-"""The values that `--set` reads; tests/test_cli.py covers its errors."""
+"""The values that `--set` reads; tests/cli/test_cli.py covers its errors."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import polyfed
 from laws.test_laws import world as law_world
-from polyfed.algorithms.hfm.exchange import Copy, Exchange
+from polyfed.algorithms.hfm.messages import Copy, Exchange
 from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request

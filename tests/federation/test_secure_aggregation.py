@@ -25,7 +25,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, block_of, under
 from polyfed.data import ClientsSpec
-from polyfed.deploy.device.check import inspect
+from polyfed.deploy.device.recipe_check import inspect
 from polyfed.engines import in_process
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe

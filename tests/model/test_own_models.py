@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polyfed
+from ended_runs import samples
 from own_models import BLOCKS, OWN_BLOCKS, Encoding, Product, Whole
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.batch import Batch
@@ -20,7 +21,6 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec, build_model
-from test_predict import samples
 from world import PLAIN, algorithm, furthest, played, recipe
 
 WHOLE = ModelSpec(module="own_models:Whole", blocks=BLOCKS, module_options={"width": 7})

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from federation.test_secure_aggregation import secured
-from polyfed.core import gaussian
+from polyfed.core import privacy_noise
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip
+from polyfed.core.privacy_noise import Clip
 from polyfed.core.request import Request
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import Recipe
@@ -38,7 +38,9 @@ def adaptive(engine: Any = "sequential", **changes: Any) -> Recipe:
 
 def test_a_run_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Andrew et al., 2021, Algorithm 1, as a loop over clients. Every number of the noise is one deviation."""
-    monkeypatch.setattr(gaussian, "discrete_gaussian", lambda base, name, shape, on: torch.full(shape, gaussian.STEPS))
+    monkeypatch.setattr(
+        privacy_noise, "discrete_gaussian", lambda base, name, shape, on: torch.full(shape, privacy_noise.STEPS)
+    )
     made = adaptive(rounds=3, clip_quantile=0.4, clip_lr=0.3)
     parts = assemble(made)
     seen: list[tuple[Any, Any]] = []

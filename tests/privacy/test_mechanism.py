@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.gaussian import STEPS, Clip, discrete_gaussian
+from polyfed.core.privacy_noise import STEPS, Clip, discrete_gaussian
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.device.check import Inspection, inspect
+from polyfed.deploy.device.recipe_check import Inspection, inspect
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 
 CENTRAL = {"unit": "client", "delta": 0.001, "noise_multiplier": 1.0}

@@ -11,7 +11,7 @@ from torch.func import vmap
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip
+from polyfed.core.privacy_noise import Clip
 from polyfed.core.tree import Tree, block_of
 from polyfed.experiment.running.assembly import assemble
 from polyfed.training import SingleClientData, StackedClientData

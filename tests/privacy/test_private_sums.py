@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from federation.test_secure_aggregation import captured, secured
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip
+from polyfed.core.privacy_noise import Clip
 from polyfed.core.tree import Tree
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import Recipe

@@ -2,7 +2,7 @@
 
 `recorded` stands for CUDA: it notes the operations of a step, and repeats them on the tensors that they had then, as a
 graph repeats them at the addresses that they had then. No Python code of the step runs again. What it cannot show: the
-kernels, streams and memory pools of CUDA. `tests/test_cuda.py` tests them on a machine with a GPU.
+kernels, streams and memory pools of CUDA. `tests/engines/test_cuda.py` tests them on a machine with a GPU.
 """
 
 from collections import OrderedDict

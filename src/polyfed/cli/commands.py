@@ -140,7 +140,7 @@ def check(
 ) -> None:
     """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""
     from polyfed.cli.printing import deployment
-    from polyfed.deploy.device.check import inspect
+    from polyfed.deploy.device.recipe_check import inspect
     from polyfed.experiment.checks.check import check as check_recipe
     from polyfed.experiment.checks.check_tables import check_tables
     from polyfed.experiment.recipes.recipe import load_recipe

@@ -7,7 +7,7 @@ neither engines nor algorithms. It works only with the messages of the clients, 
 - `client_registry`: facts about every client: number of rows, modalities, silo.
 - `context`: the facts that a task may use about the client that runs it.
 - `replies`: stacked replies and their weighted means.
-- `reply_validation`: the checks that a reply must pass before the server uses it.
+- `message_validation`: the checks that a reply must pass before the server uses it.
 - `aggregation`: robust alternatives to the mean of the replies.
 - `attack`: simulated attacks by clients that send false replies.
   - `backdoor`: the attack with training rows that contain a trigger.

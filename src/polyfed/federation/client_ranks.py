@@ -12,8 +12,8 @@ from torch import Tensor
 
 from polyfed.core.messages import OF_THE_MODEL, Message, map_fields
 from polyfed.core.request import Send
+from polyfed.federation.message_validation import Shape
 from polyfed.federation.replies import ReplyStack
-from polyfed.federation.reply_validation import Shape
 from polyfed.model.encoders.lora import pairs
 
 

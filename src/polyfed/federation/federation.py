@@ -28,10 +28,10 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
+from polyfed.federation.message_validation import NOT_FINITE, ReplyValidator, largest_magnitude
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
-from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator, largest_magnitude
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import INSIDE, Clip, DiscreteGaussian
+from polyfed.core.privacy_noise import INSIDE, Clip, DiscreteGaussian
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip, DiscreteGaussian
+from polyfed.core.privacy_noise import Clip, DiscreteGaussian
 from polyfed.core.tree import Tree
 from polyfed.training.client_data import Job, Loss, split_loss
 

@@ -25,9 +25,9 @@ from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import aggregation, client_gradients, selection
 from polyfed.algorithms.cmsfed.client_gradients import CE, PCE, GradientSums, whole_gradients
-from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, client_ratios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
+from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios, client_ratios, pce_weights
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

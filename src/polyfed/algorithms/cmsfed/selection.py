@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
+from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios
 from polyfed.core import keys
 from polyfed.core.tree import SHARED
 from polyfed.federation.client_registry import ClientRegistry

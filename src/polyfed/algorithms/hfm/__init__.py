@@ -4,7 +4,7 @@ Open `vertical.py` first: it holds the training inside silos, which both methods
 the devices. `hfm.py` adds averaging across silos. `vfl.py` trains and evaluates every silo separately. Four files
 import none of these:
 
-- `exchange.py`: the messages between devices, edges and server, and the computations of an edge;
+- `messages.py`: the messages between devices, edges and server, and the computations of an edge;
 - `alignment.py`: the devices of each silo, and the check that they hold the same samples;
 - `samples.py`: the samples of a silo, and the rows of the devices that hold them;
 - `state.py`: the server state.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyfed.algorithms.hfm.exchange import bytes_down, bytes_up
+from polyfed.algorithms.hfm.messages import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
 from polyfed.algorithms.hfm.state import SiloState
 from polyfed.algorithms.hfm.vertical import Vertical, may_report

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State
-from polyfed.algorithms.hfm.exchange import Sample, Sent
+from polyfed.algorithms.hfm.messages import Sample, Sent
 from polyfed.algorithms.hfm.samples import SiloSamples
 from polyfed.core.tree import Tree, keep_on_host
 

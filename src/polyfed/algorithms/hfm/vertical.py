@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.alignment import Overlap, devices_of_silos, members_of
-from polyfed.algorithms.hfm.exchange import (
+from polyfed.algorithms.hfm.messages import (
     Copy,
     Embedded,
     Evaluated,

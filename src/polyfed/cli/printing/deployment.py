@@ -13,7 +13,7 @@ from rich.text import Text
 from polyfed import deploy
 from polyfed.cli.printing import tables
 from polyfed.core.system.files import RESULT
-from polyfed.deploy.device.check import Inspection
+from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.experiment.checks.check import fixes_of
 from polyfed.report import REPORT
 from polyfed.report.text_layout import plain_table, stacked, titled

@@ -33,7 +33,7 @@ from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.evaluation.subsets import subsets_of
 from polyfed.federation.client_ranks import ClientRanks
-from polyfed.federation.reply_validation import Receiver, ReplyValidator
+from polyfed.federation.message_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines

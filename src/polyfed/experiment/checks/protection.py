@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import Clip
+from polyfed.core.privacy_noise import Clip
 from polyfed.core.tree import SHARED, Tree, block_of, blocks
 from polyfed.data import Population
 from polyfed.experiment.checks.privacy_faults import (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
+from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
+from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
 
 COUNT_NOISE = 1 / 20
 """Default noise of the count as a share of the expected size of the cohort (Andrew et al., 2021, Section 3.1)."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import Clip, DiscreteGaussian, scaled
 from polyfed.core.messages import Message, map_fields, map_tensors, map_value
+from polyfed.core.privacy_noise import Clip, DiscreteGaussian, scaled
 from polyfed.core.tree import Tree
 from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
 from polyfed.training.per_sample import PerSample

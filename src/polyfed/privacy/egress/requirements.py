@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import EgressError, RecipeError, did_you_mean
-from polyfed.core.gaussian import STEPS, discrete_gaussian
 from polyfed.core.messages import KINDS, Declared, Message
+from polyfed.core.privacy_noise import STEPS, discrete_gaussian
 from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, Within, check_ranges, checked
 from polyfed.objective import Objective
 from polyfed.privacy.differential.mechanism import Mechanism

@@ -126,7 +126,7 @@ def test_worker_processes_on_gpus_give_the_models_of_one_process(name: str, tmp_
     """In a new Python process, because this one uses CUDA, so that processes forked from it cannot."""
     made = replace(world(name, "vectorised"), rounds=2)
     one = model_of(replace(made, engine=replace(made.engine, device=GPU, stack=2)))
-    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", WITH_WORKERS, name, str(tmp_path / "many")]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
     assert furthest(one, torch.load(tmp_path / "many")) < 1e-6

@@ -23,7 +23,7 @@ SUBJECTS = {0: 71, 1: 90, 9: 64}  # windows each; as text, 10 comes before 2
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "fedmultimodal.py"))
+    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "fedmultimodal.py"))
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_cohorts_are_those_of_the_global_generator_whatever_the_seed(script, rou
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("bench")
 
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("simulated_cores")
 
 
@@ -191,7 +191,7 @@ def test_a_check_ends_with_1_if_something_got_slower(
 
 @pytest.fixture
 def leaderboard() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "leaderboard.py"))
+    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "leaderboard.py"))
 
 
 def test_the_leaderboard_shows_a_difference_in_its_scenario_and_marks_the_significant_ones(leaderboard):
@@ -215,7 +215,7 @@ def test_the_leaderboard_names_the_methods_whose_mean_ranks_differ(leaderboard, 
     assert words in leaderboard["said_of_ranks"](proof)
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def pretended(folder: Path, *options: str) -> subprocess.Popen[str]:

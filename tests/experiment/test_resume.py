@@ -305,7 +305,7 @@ def test_an_output_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path
 
 
 def test_a_resolved_recipe_can_be_run_again_as_it_is(tmp_path: Path) -> None:
-    made = polyfed.load_recipe(Path(__file__).parents[1] / "recipes" / "fedavg-cg-digits.toml", ["rounds=2"])
+    made = polyfed.load_recipe(Path(__file__).parents[2] / "recipes" / "fedavg-cg-digits.toml", ["rounds=2"])
     first = polyfed.run(made, tmp_path / "first")
     assert (tmp_path / "first" / "report.html").exists()
     again = polyfed.run(tmp_path / "first" / "recipe.toml", tmp_path / "second")

@@ -18,7 +18,7 @@ from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, furthest, played, recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

@@ -1,6 +1,5 @@
 """`Run.predict`, `Run.personal` and `Run.export` use the models that the run has evaluated."""
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,75 +8,21 @@ import torch
 from torch import Tensor
 
 import polyfed
+from ended_runs import CASES, NO_GLOBAL, OWN_MODELS, Gappy, ended, present, samples
 from laws.rows import ROWS
-from laws.test_laws import world
-from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.hfm import devices_of_silos
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
-from polyfed.data.columns import Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation import client_statistics
-from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.model import ModelSpec
 from polyfed.objective import class_metrics as classes
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, same
-
-PRIVATE = {"fedrep", "lg-fedavg", "fedbn"}
-OWN_MODELS = {
-    "local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original",
-    "fedavg-ft", "ditto", "apfl", "pfedme", *PRIVATE,
-}  # fmt: skip
-"""Methods that train one model for each client."""
-
-NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit", "fedavg-ft", "ditto", "apfl", "pfedme"}
-"""The methods among them that train no other model."""
-
-HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")
-"""Cases whose model needs a hidden layer."""
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROWS} | {
-    "fedproto original": ("fedproto", {"mode": "original", "feature_norm": 2.0}),
-    "fedproto original logits": ("fedproto", {"mode": "original", "predict_by": "logits"}),
-    "fedmsplit block_mean": ("fedmsplit", {"mode": "block_mean"}),
-    "partialfl all": ("partialfl", {"global_model": "all"}),
-    "split-learning u-shaped": ("split-learning", {"u_shaped": True}),
-    "splitfed u-shaped": ("splitfed", {"version": 2, "u_shaped": True}),
-    "local always": ("local", {"global_test": "always"}),
-}
-
-
-def made(case: str, engine: str = "vectorised", encoders: Any = AWKWARD) -> Recipe:
-    name, options = CASES[case]
-    if "selector" in ALGORITHMS[name].__dataclass_fields__:
-        options = options | {"selector": Uniform()}
-    found = world(name, engine, encoders, **options)
-    if case in HEADED:
-        found = replace(found, model=replace(found.model, head=(8,)))
-    if options.get("u_shaped"):
-        kinds = ["parameters", "embeddings", "statistic"]
-        found = replace(found, egress={**found.egress, "shared": {"server": kinds}})
-    return replace(found, rounds=2, clients=replace(found.clients, personal_test=0.3))
-
-
-@functools.cache
-def ended(case: str, engine: str = "vectorised") -> tuple[polyfed.Run, Assembly]:
-    """A run, and its parts before the first round."""
-    recipe = made(case, engine)
-    return polyfed.run(recipe), assemble(recipe)
-
-
-def samples(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
-    return {m: column.raw(rows) for m, column in columns.modalities.items()}
-
-
-def present(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
-    return {m: there[rows] for m, there in columns.present.items()}
 
 
 def summary(logits: Tensor, y: Tensor) -> dict[str, float]:
@@ -241,15 +186,6 @@ def test_any_number_of_rows_and_arrays_of_numpy() -> None:
 
 
 # data and models that the rows of the laws do not have
-
-
-@dataclass(frozen=True)
-class Gappy(Toy):
-    """Every third row lacks `b`."""
-
-    def load(self) -> Columns:
-        columns = super().load()
-        return replace(columns, present={"b": torch.arange(len(columns)) % 3 > 0}, class_names=("k", "l", "m", "n"))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "pfmml"])

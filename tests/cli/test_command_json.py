@@ -14,7 +14,7 @@ from polyfed.cli import main
 from polyfed.cli.application import app
 from polyfed.cli.doctor import problem_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes" / "fedavg-cg-digits.toml")
 SMALL = ("--set", "rounds=2")
 
@@ -207,7 +207,7 @@ def test_the_doctor_ends_with_2_if_a_required_package_is_broken(polyfed_command,
 
 def test_the_recipes_that_come_with_polyfed(polyfed_command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = {path.stem: path.read_text() for path in (Path(__file__).parents[1] / "recipes").glob("*.toml")}
+    files = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "recipes").glob("*.toml")}
     rows = json.loads(polyfed_command("recipes", "--json")[1])
     assert [row["name"] for row in rows] == sorted(files)
     assert all(len(row["about"]) > 10 for row in rows)

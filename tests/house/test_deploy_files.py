@@ -22,7 +22,7 @@ from polyfed.deploy.launch import SUPERNODE
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
 from polyfed.engines.flower.device.supernode_process import CONTACT
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SERVICES = ("server", "device")

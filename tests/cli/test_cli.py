@@ -122,12 +122,12 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
 
 
 def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
-    module = import_module("polyfed.start")
+    module, before = import_module("polyfed.start"), signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(module, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
     assert code == 130
     assert f"--resume --out {tmp_path / 'out'}" in err
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def block(language: str, word: str) -> str:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
 
 FROM_THIS_MACHINE = ("torch", "triton", "nvidia", "cuda")

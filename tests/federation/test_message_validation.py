@@ -7,7 +7,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.federation.reply_validation import ReplyValidator
+from polyfed.federation.message_validation import ReplyValidator
 from polyfed.model import ModelSpec, build_model
 from world import PLAIN
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import polyfed
+from ended_runs import CASES, Gappy, ended, made, samples
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.data.sources import Toy
 from polyfed.experiment.recipes.recipe import parse_recipe
@@ -20,7 +21,6 @@ from polyfed.experiment.results.records import Records
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.events import Emitter
-from test_predict import CASES, Gappy, ended, made, samples
 from world import PLAIN, algorithm, recipe, same
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import polyfed
+from ended_runs import ended
 from objective.made import KINDS, made_recipe
 from polyfed.core.errors import ModelError, RecipeError
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective, Regression
 from polyfed.selection import Uniform
-from test_predict import ended
 from world import AWKWARD, PLAIN, algorithm, recipe
 
 SPECS = {

@@ -10,6 +10,7 @@ import tomli_w
 import torch
 from torch import Tensor
 
+from leaky import OPEN, Leaky
 from polyfed.algorithms.averaging import Averaging
 from polyfed.cli import main
 from polyfed.core.errors import RecipeError
@@ -20,7 +21,6 @@ from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.egress_tables import grouped, remarks, sentence, size
 from polyfed.experiment.recipes.from_data import make_recipe
 from polyfed.training.optimisers import Train
-from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe
 
 LABELS = {"labels": {"server": ["labels"]}}

@@ -75,7 +75,7 @@ def test_it_is_read_and_written_as_a_key_of_clients(tmp_path: Path) -> None:
     assert "overselect" not in table["selection"]
     again = parse_recipe(table)
     assert again.algorithm.selector == made.algorithm.selector  # type: ignore[attr-defined]
-    plain = load_recipe(Path(__file__).parents[1] / "recipes" / "federation-demo.toml").table()
+    plain = load_recipe(Path(__file__).parents[2] / "recipes" / "federation-demo.toml").table()
     assert "overselect" not in plain["clients"]
     with pytest.raises(RecipeError, match="overselect"):
         parse_recipe(table | {"clients": table["clients"] | {"overselect": 0.0}})

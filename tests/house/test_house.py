@@ -20,7 +20,7 @@ from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import SECTIONS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "polyfed"
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -1,17 +1,16 @@
 """The boundary: what may not leave does not, and what leaves is what the ledger says."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import Averaging, Update
+from leaky import OPEN, Leaky
+from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.core.messages import Crossing, Message, carries, crossings, message
-from polyfed.core.tree import Tree
+from polyfed.core.messages import Crossing, Message, crossings
 from polyfed.experiment.checks.check import plan, refuse_forbidden
 from polyfed.experiment.running.assembly import assemble
 from polyfed.privacy.egress import policy as policies
@@ -21,48 +20,6 @@ from polyfed.privacy.egress.policy import Policy
 from world import algorithm, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
-
-
-@message
-class Leak(Message):
-    """An update that also carries what should stay."""
-
-    params: Tree = carries("parameters")
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
-    inputs: Tree = carries("raw", shape=("sample",))
-    targets: Tensor = carries("labels", shape=(1,))
-    features: Tree = carries("embeddings", shape=("features",))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaky(Averaging):
-    """FedAvg that sends sums of everything it sees."""
-
-    replies = Leak
-
-    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Leak, Tree]:
-        def step(carry: Any, batch: Any) -> Any:
-            inputs, targets, features = carry
-            z = context.model.features(got.params, batch)
-            return (
-                {m: inputs[m] + batch.sum(batch.x[m]) for m in inputs},
-                targets + batch.sum(batch.y.float()),
-                {m: features[m] + batch.sum(z[m]) for m in features},
-            )
-
-        zero = {m: torch.zeros(context.model.shapes[m]) for m in context.modalities}
-        flat = {m: torch.zeros(6) for m in context.modalities}
-        inputs, targets, features = data.fold(step, (zero, torch.zeros(1), flat))
-        return Leak(fit.params, fit.loss, data.num_rows, inputs, targets, features), local
-
-
-OPEN = {
-    "a": {"server": ["parameters", "raw", "embeddings"]},
-    "b": {"server": ["parameters", "raw", "embeddings"]},
-    "shared": {"server": ["parameters", "gradients", "statistic"]},
-    "labels": {"server": ["labels"]},
-}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
