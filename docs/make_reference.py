@@ -4,6 +4,7 @@ from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli.printing import catalogue
+from polyfed.experiment.recipes.conflicts import every_row
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.model import ENCODERS
 
@@ -58,6 +59,19 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
     return "\n".join(parts)
 
 
+def conflicts() -> str:
+    """The options that cannot go together, as a table."""
+    lines = []
+    for owner, row in every_row():
+        section, *option = row.key
+        other = row.beside or (f"`{owner}`" if owner else "some methods")
+        why = row.because.format(method=owner or "the method", detail="the method or the task says why")
+        what = f"`[{section}]{''.join(f' {name}' for name in option)}`"
+        lines.append(f"| {what} | {escaped(other)} | {escaped(why)} |")
+    head = "## Options that cannot go together\n\n| | with | because |\n|---|---|---|\n"
+    return head + "\n".join(dict.fromkeys(lines)) + "\n"
+
+
 def reference() -> str:
     """The text of docs/recipes.md."""
     parts = [HEAD]
@@ -80,7 +94,7 @@ def reference() -> str:
         )
         for name in sorted(ALGORITHMS)
     }
-    parts += ["## Algorithms: `[algorithm] name`\n", group(methods)]
+    parts += ["## Algorithms: `[algorithm] name`\n", group(methods), conflicts()]
     return "\n".join(parts)
 
 

@@ -38,6 +38,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
@@ -77,6 +78,10 @@ class PartialState(State):
     tower_steps: int = 0
     deposits: dict[int, Tree] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
+
+
+def _without_classes(recipe: Any) -> bool:
+    return recipe.task is not None and not isinstance(recipe.task, Classification)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +148,22 @@ class PartialFL(Averaging[PartialState]):
         "teacher_accuracy": "How many rows of a device are nearest to their class's mean in the teacher's embeddings.",
     }
     mixing: ClassVar[str] = "partialfl distils one modality into another"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("algorithm", "probe"),
+            when=lambda recipe: recipe.algorithm.probe and _without_classes(recipe),
+            beside="a [task] other than classification",
+            because="the probe compares class means",
+            instead="Remove probe",
+        ),
+        Conflict(
+            key=("algorithm", "same_class_negatives"),
+            when=lambda recipe: not recipe.algorithm.same_class_negatives and _without_classes(recipe),
+            beside="a [task] other than classification",
+            because="only classes say which rows are of the same one",
+            instead="Remove same_class_negatives",
+        ),
+    )
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
@@ -243,8 +264,6 @@ class PartialFL(Averaging[PartialState]):
             RecipeError: the global model has no joint embedding.
         """
         check(fed)
-        if not isinstance(fed.context.objective, Classification) and (self.probe or not self.same_class_negatives):
-            raise RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         shared = self.shareable(fed.context.policy, fed.clients.modalities)
         self.check_encoders(shared)
         start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
