@@ -12,6 +12,7 @@ from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
+from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine, asks_own
 from polyfed.experiment.checks.client_checks import refuse_clients
@@ -101,7 +102,7 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     """Load the recipe's data, unless they are given, divide them among the clients, and scale the features."""
     columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
-    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = with_fitted_columns(populate(columns, recipe.clients, keys.key(seed, "population")))
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     method: Any = recipe.algorithm
     if groups := getattr(method, "groups", {}):

@@ -16,6 +16,7 @@ from typing_extensions import override
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
+from polyfed.data.column_rules import rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
@@ -93,6 +94,8 @@ class Table(Source):
             "rows", the row numbers are the ids.
         class_names: The names of the classes in order. Give them if the labels are numbers, or words whose order
             matters.
+        columns: Column -> how its words, empty cells or dates become numbers: `one-hot`, `mean`, or a table with a kind
+            and its options (docs/data.md). Without an entry, such cells are refused.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures. Give the axes if polyfed guesses them wrong. The
@@ -119,6 +122,7 @@ class Table(Source):
     split: str = "split"
     ids: str = ""
     class_names: tuple[str, ...] = ()
+    columns: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
@@ -134,6 +138,7 @@ class Table(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
         self.dialect.check()
+        rules_of("[data.columns]", self.columns)
         for option in ("shapes", "layout"):
             for name in getattr(self, option):
                 require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
@@ -143,6 +148,7 @@ class Table(Source):
         path = existing(self.path, "table")
         problems = Problems()
         words = {self.client: False, self.split: False} | ({self.label: True} if isinstance(self.label, str) else {})
+        words |= dict.fromkeys(word_columns(self.columns), False)
         return self.columns_of(read(path, problems, lambda _: words, self.dialect), path, problems)
 
     @property
@@ -162,7 +168,7 @@ class Table(Source):
             PolyfedError: the table has faults; the message lists all of them.
         """
         if not self.modalities:
-            guess = guessed(frame, self.given.meaning)
+            guess = guessed(frame, self.given.meaning, self.given.columns)
             groups = guess.groups
             if not groups:
                 rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
@@ -193,6 +199,7 @@ class Table(Source):
             standardise=self.standardise,
             test_share=self.test_share,
             seed=self.seed,
+            columns=rules_of("[data.columns]", self.columns),
             optional=tuple(role for role, may_be_missing in defaults if may_be_missing),
         )
 
@@ -220,6 +227,12 @@ class Table(Source):
             obtain="polyfed init FILE writes a recipe for it",
             layout="one .csv, .tsv, .parquet or .jsonl file with a header and a row for each sample",
         )
+
+
+def word_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns whose cells are words according to [data.columns], even if they look like numbers."""
+    rules = rules_of("[data.columns]", columns)
+    return tuple(column for column, rule in rules.items() if rule.of_words)
 
 
 def read(
