@@ -76,7 +76,9 @@ def _told(feature: Feature, codes: Any) -> Told:
     return Told(words=tuple(sorted(feature.words[place] for place in often)))
 
 
-def agreed(columns: Mapping[str, Features], told: Sequence[Statistics], where: str) -> dict[str, Features]:
+def agreed(
+    columns: Mapping[str, Features], told: Sequence[Statistics], where: str, *, lenient: bool = False
+) -> dict[str, Features]:
     """Return the columns of each modality after the fit.
 
     The words of a column are those that a client told or the recipe names. The mean is that over the cells of all
@@ -86,27 +88,33 @@ def agreed(columns: Mapping[str, Features], told: Sequence[Statistics], where: s
         columns: modality -> its columns before the fit.
         told: what each client told.
         where: the name of the data in error texts.
+        lenient: whether a column may have no words and no mean, because other clients may have them.
 
     Raises:
         DataError: no client told a word or a number of a column, or there are too many words.
     """
     return {
-        name: tuple(_agreed(feature, [one.get(name, {}).get(feature.column) for one in told], where) for feature in own)
+        name: tuple(
+            _agreed(feature, [one.get(name, {}).get(feature.column) for one in told], where, lenient) for feature in own
+        )
         for name, own in columns.items()
     }
 
 
-def _agreed(feature: Feature, told: Sequence[Told | None], where: str) -> Feature:
+def _agreed(feature: Feature, told: Sequence[Told | None], where: str, lenient: bool) -> Feature:
     rule, known = feature.rule, [one for one in told if one is not None]
     if rule is None:
         return feature
     what = f"{where}: column '{feature.column}'"
     if feature.of_words:
         words = rule.words or tuple(sorted({word for one in known for word in one.words}))
+        if not words and lenient:
+            words = ("",)
         if not words:
+            stated = suggestion({feature.column: {"kind": rule.kind, "words": ["..."]}})
             raise DataError(
                 f"{what}: no client has a word in {rule.min_rows} of its training rows, so none would be known. Lower "
-                f"min_rows, or name the words, as in {suggestion({feature.column: {'kind': rule.kind, 'words': ['...']}})}"
+                f"min_rows, or name the words, as in {stated}"
             )
         if len(words) > MOST_WORDS:
             raise DataError(
@@ -117,6 +125,8 @@ def _agreed(feature: Feature, told: Sequence[Told | None], where: str) -> Featur
     if not feature.imputes:
         return feature
     count = sum(one.count for one in known)
+    if rule.mean is None and not count and lenient:
+        return replace(feature, mean=0.0)
     if rule.mean is None and not count:
         raise DataError(f"{what} is empty in every training row. Leave it out, or give its mean")
     mean = rule.mean if rule.mean is not None else float(np.float32(sum(one.total for one in known) / count))
@@ -187,6 +197,16 @@ def fitted_to(columns: Columns, clients: Iterable[tuple[Tensor, Sequence[str]]])
 def is_fitted(columns: Mapping[str, Features]) -> bool:
     """Whether a column needs something that clients must tell."""
     return any(f.rule is not None and f.rule.is_fitted for features in columns.values() for f in features)
+
+
+def told_shape(column: Column) -> tuple[int, ...]:
+    """Return the shape of a sample: the number of columns of the table while their words are not agreed on."""
+    features = column.features or column.coded
+    if features is None:
+        return column.shape
+    if is_fitted({"": features}):
+        return (len(features),)
+    return (sum(feature.width for feature in agreed({"": features}, [], "")[""]),)
 
 
 def samples_from(features: Features, value: Any, where: str) -> Tensor:

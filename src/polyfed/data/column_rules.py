@@ -7,8 +7,9 @@ the means are agreed on (`column_fitting.py`), and `Feature.expanded` turns each
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -27,6 +28,9 @@ SECONDS = {"days": 86_400.0, "hours": 3_600.0, "seconds": 1.0}
 
 MOST_WORDS = 1000
 """The largest number of words of a column (ours). A column with more holds texts or ids."""
+
+_DAY_FIRST = re.compile(r"\s*\d{1,2}[-/.]\d{1,2}[-/.]\d")
+"""A date that does not begin with the year. Whether its day or its month comes first, nobody can tell."""
 
 Codes = NDArray[np.float64]
 
@@ -119,7 +123,7 @@ def rules_of(where: str, said: Any) -> dict[str, ColumnRule]:
         return {}
     if not isinstance(said, Mapping):
         raise RecipeError(
-            f"{where} is a {type(said).__name__}: give the rule of each column, as in {{ sex = \"one-hot\" }} "
+            f'{where} is a {type(said).__name__}: give the rule of each column, as in {{ sex = "one-hot" }} '
             "(in Python: {'sex': 'one-hot'})"
         )
     found = {}
@@ -202,6 +206,7 @@ class Feature:
             return result
         if not self.imputes:
             return codes[:, None]
+        assert self.mean is not None, "columns are fitted before they are expanded"
         gone = np.isnan(codes)
         return np.stack([np.where(gone, self.mean, codes), gone.astype(np.float64)], 1)
 
@@ -269,13 +274,12 @@ def dates_of(cells: Sequence[Any], rule: ColumnRule | None, where: str) -> Codes
     if series.dtype.kind == "m":
         raise DataError(f"{where} holds durations, which need no start. Give numbers")
     written = [cell for cell in series if isinstance(cell, str)]
-    if not rule.format and any(not cell.strip()[:4].isdigit() for cell in written):
-        cell = next(cell for cell in written if not cell.strip()[:4].isdigit())
+    if not rule.format and (cell := next(filter(_DAY_FIRST.match, written), None)):
         raise DataError(
             f"{where} holds {cell!r}, in which day and month cannot be told apart. Say how dates are written, as in "
             'format = "%d.%m.%Y"'
         )
-    how = rule.format or ("ISO8601" if written else None)
+    how = rule.format or ("ISO8601" if written else None)  # pandas would guess day or month from the first cell
     stamps = pd.to_datetime(series, format=how, errors="coerce", utc=True)
     gone = stamps.isna().to_numpy()
     _refuse_others(series, gone, where, "which is no date", f"Write it as {rule.format or 'year-month-day'}")
@@ -318,8 +322,3 @@ def _toml(entry: str | Mapping[str, Any]) -> str:
     if isinstance(entry, str):
         return json.dumps(entry)
     return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in entry.items())} }}"
-
-
-def with_words(feature: Feature, words: Sequence[str]) -> Feature:
-    """Return the feature of words after the fit."""
-    return replace(feature, words=tuple(words))

@@ -308,7 +308,9 @@ def check_finite(columns: Columns) -> None:
             bad &= columns.present[name]
         if bad.any():
             count, row = counted(int(bad.sum()), "row", "rows"), int(bad.nonzero()[0, 0])
-            sample = column.raw(torch.tensor([row]))[0].nan_to_num() if column.coded else column.raw(torch.tensor([row]))[0]
+            sample = (
+                column.raw(torch.tensor([row]))[0].nan_to_num() if column.coded else column.raw(torch.tensor([row]))[0]
+            )
             place = tuple((~sample.to(torch.float32).isfinite()).nonzero()[0].tolist())
             text = (
                 f"data '{columns.name}': modality '{name}' has {count} with NaN or infinite "

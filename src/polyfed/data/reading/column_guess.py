@@ -301,6 +301,7 @@ def _format_of(cells: Sequence[str]) -> str:
 DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d))([T ]\d\d?:\d\d.*)?\s*")
 """A date in one of the usual ways, which may be followed by a time."""
 
+
 def are_dates(column: "pd.Series[Any]") -> bool:
     """Whether a column holds dates or durations, as such or as text."""
     if column.dtype.kind in "mM":

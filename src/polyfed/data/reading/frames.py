@@ -181,9 +181,7 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
     return np.array([None if is_missing(cell) else cell for cell in series.tolist()], dtype=object)
 
 
-def refuse_idle_rules(
-    groups: Mapping[str, Sequence[str]], given: Given, where: str, problems: Problems
-) -> None:
+def refuse_idle_rules(groups: Mapping[str, Sequence[str]], given: Given, where: str, problems: Problems) -> None:
     """Add a fault for each rule of a column that is in no modality."""
     used = [column for group in groups.values() for column in group]
     for column in given.columns:
@@ -233,7 +231,7 @@ def values_of(
     if any(ruled):
         return _of_codes(frame, features, values, where, partial)
     if is_numbered(group) and all(frame[column].dtype.kind in "iu" for column in group):
-        return _Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
+        return Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
     empty: NDArray[np.bool_] = np.isnan(values)
     there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
     partly = np.asarray(empty.any(1)) & there
@@ -244,7 +242,7 @@ def values_of(
             f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
-            some = [column for column, gone in zip(group, empty.any(0), strict=True) if gone][:MOST_NAMED]
+            some = [column for column, gone in zip(group, list(empty.any(0)), strict=True) if gone][:MOST_NAMED]
             raise DataError(
                 f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
                 f"without this modality, or use the mean, as in {filling(frame, some)}"
@@ -303,7 +301,7 @@ def _frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "p
     """
     import pandas as pd
 
-    columns = {}
+    columns: dict[str, NDArray[Any]] = {}
     for name in group:
         values = as_array(arrays[name], f"{where}, array '{name}'")
         values = np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values

@@ -244,7 +244,12 @@ def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     made = Joined(modalities=parts)
     if given.columns or given.modalities is not None:
         modalities = None if given.modalities is None else column_names(given.modalities)
-        made = joined(parts, replace(given, modalities=modalities, labels=None, clients=None, split=None, ids=""), "data", problems)
+        made = joined(
+            parts,
+            replace(given, modalities=modalities, labels=None, clients=None, split=None, ids=""),
+            "data",
+            problems,
+        )
     return Draft(
         name="data",
         where="data",
@@ -345,7 +350,10 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     labels = np.concatenate(found) if len(labelled) == len(drafts) else None
     first, held = next(iter(drafts.values())), list(drafts.items())
     coded = _same_codes(drafts)
-    drafts = {name: replace(draft, modalities=draft.modalities | values) for (name, draft), values in zip(drafts.items(), coded[1], strict=True)}
+    drafts = {
+        name: replace(draft, modalities={**draft.modalities, **values})
+        for (name, draft), values in zip(drafts.items(), coded[1], strict=True)
+    }
     joined_arrays = {
         name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
     }
@@ -377,7 +385,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
 def _same_codes(
     drafts: Mapping[str, Draft],
 ) -> tuple[dict[str, tuple[Feature, ...]], list[dict[str, Any]]]:
-    """Return the columns with the words of all splits, and the modalities of each split with the codes of these words."""
+    """Return the columns with the words of all splits, and each split's modalities with the codes of these words."""
     features: dict[str, tuple[Feature, ...]] = {}
     values: list[dict[str, Any]] = [{} for _ in drafts]
     parts = list(drafts.values())

@@ -191,7 +191,9 @@ class Models:
         else:
             self.of(client)
             reads = self.clients[client]
-        return used(self.model, x, reads=reads, present=present, vocabularies=self._vocabularies, features=self.features)
+        return used(
+            self.model, x, reads=reads, present=present, vocabularies=self._vocabularies, features=self.features
+        )
 
     def numbers(self, modality: str, value: Any) -> Tensor:
         """Return the numbers (n, F) of the rows of a table, as `module` and ONNX files take them.

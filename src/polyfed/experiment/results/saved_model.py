@@ -77,7 +77,11 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
         for name in [name for name in sums if onnx and name != FROZEN]:
             who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
             module = models.module(who)
-            facts = {"modalities": list(module.reads), "task": models.task.NAME, "classes": models.class_names}
+            facts: dict[str, Any] = {
+                "modalities": list(module.reads),
+                "task": models.task.NAME,
+                "classes": models.class_names,
+            }
             facts |= {"columns": as_tables(models.features)} if models.features else {}
             write_onnx(module, (draft / name).with_suffix(".onnx"), facts)
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")

@@ -10,7 +10,7 @@ from typing_extensions import override
 from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.column_rules import rules_of
+from polyfed.data.column_rules import Feature, rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.files import Arrays, stored_name
@@ -104,6 +104,18 @@ class Npz(Source):
         return tuple(name for group in groups for name in group)
 
     @property
+    def features(self) -> dict[str, tuple[Feature, ...]]:
+        """Return the columns, before the fit, of each modality of whose arrays `columns` speaks."""
+        rules = rules_of("[data.columns]", self.columns)
+        said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
+        groups = {name: [group] if isinstance(group, str) else list(group) for name, group in said.items()}
+        found = {name: group for name, group in groups.items() if any(array in rules for array in group)}
+        return {
+            name: tuple(Feature(column=array, rule=rules.get(array)) for array in group)
+            for name, group in found.items()
+        }
+
+    @property
     def known(self) -> str:
         """Name of the array that says which labels are known."""
         return f"{self.label}_known" if self.label else ""
@@ -137,7 +149,10 @@ class Npz(Source):
             name=stored_name(arrays.path),
             where=f"'{arrays.path}'",
             modalities={name: values for name, values in made.modalities.items() if values is not None},
-            present={**present, **{name: there & _true(present.get(name), there) for name, there in made.present.items()}},
+            present={
+                **present,
+                **{name: there & _true(present.get(name), there) for name, there in made.present.items()},
+            },
             coded=made.coded,
             cut=made.cut,
             notes=made.notes,
@@ -166,7 +181,9 @@ class Npz(Source):
         said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
         read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
         given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns))
-        return joined({name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems)
+        return joined(
+            {name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems
+        )
 
     @staticmethod
     def _read(name: str | None, read: Callable[[str], Any], problems: Problems) -> Any:
