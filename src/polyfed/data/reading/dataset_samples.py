@@ -157,18 +157,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     modalities, facts = read_samples(samples, form)
     found: dict[str, Any] = {}
     present: dict[str, Any] = {}
-    notes = []
-    tabular = groups is not None or bool(given.columns)
-    for role, key in keys.items():
-        if role not in named:
-            meaning = "the natural client" if role == "clients" else "the split"
-            notes.append(f"the key '{key}' of the samples is {meaning} of each row, because {role}= names no other")
-            warnings.warn(
-                f"data: {notes[-1]}. To confirm this, write {role}='{key}'. If '{key}' is a modality, name all "
-                f"modalities, as in modalities=[{', '.join(map(repr, [*modalities, key]))}]",
-                PolyfedWarning,
-                stacklevel=4,
-            )
+    notes = _told({role: key for role, key in keys.items() if role not in named}, list(modalities))
     for name, cells in modalities.items():
         if name in given.columns:
             found[name] = np.array([_single(cell) for cell in cells], dtype=object)
@@ -183,7 +172,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     roles = {**keys, **({"labels": ""} if labelled else {})}
     read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
     made = Joined(modalities=found)
-    if tabular:
+    if groups is not None or given.columns:
         free = replace(given, modalities=groups, labels=None, clients=None, split=None, ids="")
         made = joined(_with_holes(found, present, groups), free, "data", problems)
         present = {name: there for name, there in present.items() if name in made.modalities} | made.present
@@ -199,6 +188,21 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
         present=present,
         notes=(*notes, *made.notes),
     )
+
+
+def _told(guessed: Mapping[str, str], modalities: Sequence[str]) -> list[str]:
+    """Return a note for each key whose role was guessed, and warn of it."""
+    notes = []
+    for role, key in guessed.items():
+        meaning = "the natural client" if role == "clients" else "the split"
+        notes.append(f"the key '{key}' of the samples is {meaning} of each row, because {role}= names no other")
+        warnings.warn(
+            f"data: {notes[-1]}. To confirm this, write {role}='{key}'. If '{key}' is a modality, name all "
+            f"modalities, as in modalities=[{', '.join(map(repr, [*modalities, key]))}]",
+            PolyfedWarning,
+            stacklevel=5,
+        )
+    return notes
 
 
 def _with_holes(found: Mapping[str, Any], present: Mapping[str, Any], groups: Any) -> dict[str, Any]:

@@ -330,20 +330,8 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     for name, draft in drafts.items():
         if lacking := [modality for modality in names if modality not in draft.modalities]:
             problems.add(DataError(f"data: split '{name}' has no modality '{lacking[0]}', which other splits have"))
-    kinds: dict[str, str] = {}
     labelled = {name: draft for name, draft in drafts.items() if draft.labels is not None}
-    for name, draft in labelled.items():
-        with problems.noting():
-            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
-    words = [name for name, kind in kinds.items() if kind == "U"]
-    if words and len(words) < len(kinds):
-        other = next(name for name in kinds if name not in words)
-        problems.add(
-            DataError(
-                f"data: the labels are words in split '{words[0]}' and numbers in split '{other}'. Write both the same "
-                "way, as words or as class numbers"
-            )
-        )
+    _refuse_mixed_labels(labelled, problems)
     problems.raise_all()
     sizes = {name: len(next(iter(draft.modalities.values()))) for name, draft in drafts.items()}
     found = [np.asarray(draft.labels) for draft in labelled.values()]
@@ -380,6 +368,23 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         class_names=_all_names(drafts.values()),
         notes=(*first.notes, *_padded(drafts, joined_arrays)),
     )
+
+
+def _refuse_mixed_labels(labelled: Mapping[str, Draft], problems: Problems) -> None:
+    """Add a fault if the labels are words in one split and numbers in another."""
+    kinds: dict[str, str] = {}
+    for name, draft in labelled.items():
+        with problems.noting():
+            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
+    words = [name for name, kind in kinds.items() if kind == "U"]
+    if words and len(words) < len(kinds):
+        other = next(name for name in kinds if name not in words)
+        problems.add(
+            DataError(
+                f"data: the labels are words in split '{words[0]}' and numbers in split '{other}'. Write both the same "
+                "way, as words or as class numbers"
+            )
+        )
 
 
 def _same_codes(
