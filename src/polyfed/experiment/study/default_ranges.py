@@ -46,7 +46,7 @@ def default_space(method: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
         cls = class_of(section, table)
         if cls is None or not isinstance(given, Mapping):
             continue
-        preset = cls.presets.get(given.get("preset"), {}) if issubclass(cls, Algorithm) else {}
+        preset = cls.presets.get(str(given.get("preset")), {}) if issubclass(cls, Algorithm) else {}
         options = {f.name: f.default for f in fields(cls)} | dict(preset) | dict(given)
         for name, searched in search_ranges(cls).items():
             key = f"{section}.{name}"
