@@ -38,7 +38,8 @@ def entry(option: catalogue.Option) -> str:
         kinds = []
     facts = ["required"] * (not option.default) + [" or ".join(kinds)] * bool(kinds) + [ranges] * bool(ranges)
     key = f"{option.name} = {option.default}" if option.default else option.name
-    return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts) + f": {option.about}"
+    tried = f" A search tries {option.search}." * bool(option.search and not option.search.startswith("not searched"))
+    return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts) + f": {option.about}{tried}"
 
 
 def entries(options: list[catalogue.Option]) -> str:
