@@ -83,7 +83,7 @@ def pasted(text: str) -> Any:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_words_and_holes_are_refused_with_rules_that_can_be_pasted(tmp_path: Path, suffix: str) -> None:
-    frame = plain(**{"b_0": np.where(np.arange(ROWS) % 3 == 0, "low", "high")})
+    frame = plain(b_0=np.where(np.arange(ROWS) % 3 == 0, "low", "high"))
     frame.loc[5, "b_1"] = np.nan
     with pytest.raises(DataError, match=r"column 'b_0' holds '(low|high)' at row 0 among its numbers") as refused:
         read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse")

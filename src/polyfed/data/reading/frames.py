@@ -242,7 +242,7 @@ def values_of(
             f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
-            some = [column for column, gone in zip(group, list(empty.any(0)), strict=True) if gone][:MOST_NAMED]
+            some = [column for place, column in enumerate(group) if empty[:, place].any()][:MOST_NAMED]
             raise DataError(
                 f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
                 f"without this modality, or use the mean, as in {filling(frame, some)}"
