@@ -11,7 +11,7 @@ Shape letters: S subsets of the modalities, G groups of scores (1, the C classes
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -23,6 +23,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
+from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
 from polyfed.evaluation.subsets import named, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -143,11 +144,26 @@ def own_counts(
     return ScoreCounts(counts)
 
 
-def possible_counts(fed: Federation, kind: Kind) -> Accept:
-    """Return an `accept` function for `fed.ask`, which drops counts of another shape."""
-    wanted = counts_shape(kind, fed.context.model, fed.context.objective)
+SIZE_BINS = BINS // WIDTH + 1
+"""Bins of `SizeCounts`."""
 
-    def flaw(client: int, reply: ScoreCounts) -> str:
+
+def own_size_counts(
+    context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor]
+) -> SizeCounts:
+    """Count, on a client's own validation rows, how sets shrink with a further modality: see `own_sizes`."""
+    return own_sizes(context, w, data, logits, class_bins, SIZE_BINS)
+
+
+def sizes_shape(model: Model) -> tuple[int, int, int, int]:
+    """Return the shape (S, M, L, N) of `SizeCounts`."""
+    return len(subsets_of("all", model.modalities)), len(model.modalities), LEVELS, SIZE_BINS
+
+
+def possible_counts(wanted: tuple[int, ...]) -> Accept:
+    """Return an `accept` function for `fed.ask`, which drops counts of another shape."""
+
+    def flaw(client: int, reply: ScoreCounts | SizeCounts) -> str:
         found = tuple(reply.in_bins.shape)
         return "" if found == wanted else f"has counts of the shape {found}, expected {wanted}"
 
@@ -162,11 +178,13 @@ class Conformal:
         kind: "split", or "class" for a promise that holds for the rows of each class.
         group_by: how clients are grouped.
         counts: group of clients -> subset of the modalities -> counts (G, N), int64.
+        sizes: group of clients -> `SizeCounts`, (S, M, L, N), if clients counted them.
     """
 
     kind: str
     group_by: str
     counts: Mapping[str, Mapping[str, Tensor]]
+    sizes: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -176,6 +194,7 @@ class Conformal:
         replies: Replies,
         modalities: Sequence[str],
         reads: Callable[[int], Sequence[str]],
+        sizes: Replies | None = None,
     ) -> Self:
         """Add up the counts of the clients of each group. Under secure aggregation there is only one group.
 
@@ -185,18 +204,23 @@ class Conformal:
             replies: `ScoreCounts` of each client.
             modalities: the modalities of the model.
             reads: returns the modalities that a client's model reads.
+            sizes: `SizeCounts` of each client.
         """
-        if isinstance(replies, SummedReplies):
-            groups = {EVERYBODY: replies.total("in_bins").round().long()}
-        else:
-            groups = {}
+
+        def added(replies: Replies) -> dict[str, Tensor]:
+            if isinstance(replies, SummedReplies):
+                return {EVERYBODY: replies.total("in_bins").round().long()}
+            groups: dict[str, Tensor] = {}
             for client, reply in replies.items():
                 own = {"all": EVERYBODY, "client": str(client), "modalities": named(reads(client))}
                 for group in dict.fromkeys((EVERYBODY, own[group_by])):
-                    groups[group] = groups[group] + reply.in_bins if group in groups else reply.in_bins
+                    groups[group] = groups[group] + reply.in_bins if group in groups else reply.in_bins.clone()
+            return groups
+
         names = [named(subset) for subset in subsets_of("all", tuple(modalities))]
-        counts = {group: dict(zip(names, total.cpu(), strict=True)) for group, total in groups.items()}
-        return cls(kind, group_by, counts)
+        counts = {group: dict(zip(names, total.cpu(), strict=True)) for group, total in added(replies).items()}
+        more = {} if sizes is None else {group: total.cpu() for group, total in added(sizes).items()}
+        return cls(kind, group_by, counts, more)
 
     def group_of(self, client: int | None, modalities: Sequence[str]) -> str:
         """Return the group of a client that holds these modalities, or that of everybody without a client."""
@@ -242,41 +266,52 @@ class Conformal:
     def facts(self) -> dict[str, Any]:
         """Return the entry `conformal` of result.json. Counts are lists of [group, bin, rows] without zeros."""
         tables = {
-            group: {
-                subset: {
-                    "shape": list(own.shape),
-                    "rows": [[*at, int(own[tuple(at)])] for at in own.nonzero().tolist()],
-                }
-                for subset, own in subsets.items()
-            }
-            for group, subsets in self.counts.items()
+            group: {subset: _table(own) for subset, own in subsets.items()} for group, subsets in self.counts.items()
         }
-        return {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        found = {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        return found | ({"sizes": {group: _table(own) for group, own in self.sizes.items()}} if self.sizes else {})
 
     @classmethod
-    def read(cls, said: Mapping[str, Any], shape: tuple[int, int]) -> Self:
+    def read(cls, said: Mapping[str, Any], shape: tuple[int, int], sizes: tuple[int, ...]) -> Self:
         """Return the counts that `facts` wrote.
 
         Args:
             said: the entry.
             shape: (G, N) of the model.
+            sizes: (S, M, L, N) of the model.
 
         Raises:
             ValueError: the entry has another form.
         """
-        counts: dict[str, dict[str, Tensor]] = {}
         try:
-            for group, subsets in said["counts"].items():
-                for subset, table in subsets.items():
-                    found = torch.zeros(shape, dtype=torch.int64)
-                    for of, bin, rows in table["rows"]:
-                        if not (type(rows) is int and 0 <= rows < 2**53 and 0 <= of < shape[0] and 0 <= bin < shape[1]):
-                            raise ValueError(f"counts {rows!r} rows in bin {bin!r}")
-                        found[of, bin] = rows
-                    counts.setdefault(str(group), {})[str(subset)] = found
-            return cls(str(said["kind"]), str(said["group_by"]), counts)
+            counts = {
+                str(group): {str(subset): _counts(table, shape) for subset, table in subsets.items()}
+                for group, subsets in said["counts"].items()
+            }
+            more = {str(group): _counts(table, sizes) for group, table in said.get("sizes", {}).items()}
+            return cls(str(said["kind"]), str(said["group_by"]), counts, more)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"its conformal counts are damaged ({error!r})") from error
+
+
+def _table(counts: Tensor) -> dict[str, Any]:
+    """Return counts as a list of places and numbers, without zeros."""
+    return {"shape": list(counts.shape), "rows": [[*at, int(counts[tuple(at)])] for at in counts.nonzero().tolist()]}
+
+
+def _counts(table: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Return counts of this shape from the result of `_table`.
+
+    Raises:
+        ValueError: the table does not fit.
+    """
+    found = torch.zeros(shape, dtype=torch.int64)
+    for *at, rows in table["rows"]:
+        fits = len(at) == len(shape) and all(type(i) is int and 0 <= i < n for i, n in zip(at, shape, strict=True))
+        if not (fits and type(rows) is int and 0 <= rows < 2**53):
+            raise ValueError(f"counts {rows!r} rows in bin {at[-1] if at else None!r}")
+        found[tuple(at)] = rows
+    return found
 
 
 @dataclass(frozen=True)
@@ -292,6 +327,9 @@ class PredictionSets:
         low: the lower ends of the intervals, float64 (n, T); None in classification.
         high: the upper ends.
         class_names: the names of the classes, if the data has names.
+        shrinkage: for each modality, by how many classes, or by how much width (the mean over targets), it would shrink
+            the set of a row that lacks it, float64 (n,): an expectation, NaN where it is unknown or the row has it.
+            Sets of classes have it with `[evaluate] shrinkage`.
     """
 
     coverage: float
@@ -302,6 +340,7 @@ class PredictionSets:
     low: Tensor | None = None
     high: Tensor | None = None
     class_names: tuple[str, ...] | None = None
+    shrinkage: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.subsets)
@@ -325,6 +364,19 @@ class PredictionSets:
         rows = [] if self.sets is None else self.sets.tolist()
         names: Sequence[str | int] = self.class_names or range(0 if self.sets is None else self.sets.shape[1])
         return [tuple(name for name, held in zip(names, row, strict=True) if held) for row in rows]
+
+
+    @property
+    def helps_most(self) -> list[str | None]:
+        """For each row, the missing modality that is expected to shrink its set most; None if none is."""
+        if not self.shrinkage:
+            return [None] * len(self)
+        gains = torch.stack([gain.nan_to_num(0.0) for gain in self.shrinkage.values()])
+        best, names = gains.max(0), list(self.shrinkage)
+        return [
+            names[place] if gain > 0 else None
+            for place, gain in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
 
 
 def prediction_sets(
@@ -362,8 +414,37 @@ def prediction_sets(
         limit, known = conformal.limits(group, subset, coverage)
         here = torch.tensor([one == subset for one in subsets])
         last[here], rows[here] = limit.expand(predicted.shape[1]), known.min()
-    if of_classes:
-        sets = class_bins(predicted) <= last
-        return PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
-    wide = upper_edge(last)
-    return PredictionSets(coverage, group, subsets, rows, low=predicted - wide, high=predicted + wide)
+    sets = class_bins(predicted) <= last if of_classes else None
+    now = upper_edge(last).mul(2).mean(1) if sets is None else sets.sum(1).double()
+    found = PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
+    if sets is None:
+        wide = upper_edge(last)
+        found = replace(found, low=predicted - wide, high=predicted + wide)
+    return replace(found, shrinkage=_shrinkage(conformal, predicted, tuple(used), found, now))
+
+
+def _shrinkage(
+    conformal: Conformal, predicted: Tensor, modalities: Sequence[str], found: PredictionSets, now: Tensor
+) -> dict[str, Tensor]:
+    """Return the attribute `shrinkage` of some sets, whose sizes are `now` (n,)."""
+    counts = conformal.sizes.get(found.group)
+    every = list(conformal.counts.get(found.group, {}))
+    model = tuple(dict.fromkeys(m for subset in every for m in subset.split("+")))
+    gains = {m: torch.full((len(found),), torch.nan, dtype=torch.float64) for m in modalities}
+    if found.sets is not None and counts is None:
+        return {}
+    for subset in dict.fromkeys(found.subsets):
+        here = torch.tensor([one == subset for one in found.subsets])
+        for m in [m for m in modalities if m not in subset.split("+")]:
+            both = named([name for name in model if name in subset.split("+") or name == m])
+            try:
+                limit, _ = conformal.limits(found.group, both, found.coverage)
+            except RecipeError:  # too few validation rows have both
+                continue
+            if counts is None:
+                gains[m][here] = now[here] - upper_edge(limit).mul(2).mean()
+            else:
+                of = counts[every.index(subset), model.index(m)]
+                mean = expected_sizes(of, limit.expand(predicted.shape[1]))
+                gains[m][here] = now[here] - mean[level_of(predicted[here])]
+    return gains

@@ -115,6 +115,8 @@ class Evaluation:
             `split` promises it for all rows together, `class` for the rows of each class.
         conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
             or each `client`. Under secure aggregation, only `all`.
+        shrinkage: whether clients also count what `predict_set` needs to say by how much each missing modality would
+            shrink the set of classes of a row. Intervals need no further counts.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -125,6 +127,7 @@ class Evaluation:
     subsets: Which = "none"
     conformal: Kind = "none"
     conformal_groups: GroupBy = "all"
+    shrinkage: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -143,7 +146,8 @@ class Evaluation:
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
         found = {} if self.personal else {"clients": "personal = false"}
-        return found | ({"conformal_groups": "conformal = 'none'"} if self.conformal == "none" else {})
+        without = dict.fromkeys(("conformal_groups", "shrinkage"), "conformal = 'none'")
+        return found | (without if self.conformal == "none" else {})
 
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""
