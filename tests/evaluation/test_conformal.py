@@ -345,7 +345,10 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"task": {"name": "retrieval"}}, "sets are for the task 'classification', and intervals for 'regression'"),
         ({"evaluate": {"conformal": "mondrian"}}, "conformal = 'mondrian'"),
         ({"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}}, "predict together in 'hfm', none alone"),
-        ({"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}}, "no row lacks one"),
+        (
+            {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},
+            "no row lacks one",
+        ),
         ({"secure_aggregation": {}, "evaluate": {"conformal": "split", "conformal_groups": "client"}}, "sums over all"),
     ],
 )

@@ -372,5 +372,5 @@ def test_groups_are_columns_of_a_table_too(tmp_path: Path) -> None:
             assert told["rows"] == (values == value).sum(), "words stay words: 01 is not 1"
             assert told["accuracy"]["value"] == pytest.approx(right[values == value].mean())
     assert polyfed.evaluate(tmp_path / "run", groups={"sex": ["f", "m"]}).content["pooled"]["groups"]["sex"]
-    with pytest.raises(DataError, match="no array 'sexx'.*sex"):
+    with pytest.raises(DataError, match=r"no array 'sexx'.*sex"):
         polyfed.evaluate(tmp_path / "run", groups={"sexx": ["f"]})

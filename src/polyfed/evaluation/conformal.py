@@ -26,7 +26,6 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
 from polyfed.evaluation.subsets import named, subsets_of
 from polyfed.federation.context import ClientContext
-from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import Model
@@ -364,7 +363,6 @@ class PredictionSets:
         rows = [] if self.sets is None else self.sets.tolist()
         names: Sequence[str | int] = self.class_names or range(0 if self.sets is None else self.sets.shape[1])
         return [tuple(name for name, held in zip(names, row, strict=True) if held) for row in rows]
-
 
     @property
     def helps_most(self) -> list[str | None]:

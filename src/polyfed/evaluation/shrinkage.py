@@ -32,7 +32,7 @@ FEWEST = 10
 """With fewer validation rows of a level, the mean size is that over all levels."""
 
 TELLS = (
-    "for each subset of the modalities and each further modality, how confident a model that the server chooses is of a "
+    "for each subset of the modalities and each further one, how confident a model that the server chooses is of a "
     "validation row, and the scores that it gives all classes with the further modality"
 )
 
@@ -104,7 +104,7 @@ def own_sizes(
 
             counts = further not in subset and set(both) <= set(context.modalities)
             found.append(data.fold(step, none) if counts else none)
-    return SizeCounts(torch.stack(found).unflatten(0, (-1, len(model.modalities))))
+    return SizeCounts(torch.stack(found).view(-1, len(model.modalities), LEVELS, num_bins))
 
 
 def expected_sizes(counts: Tensor, limits: Tensor) -> Tensor:

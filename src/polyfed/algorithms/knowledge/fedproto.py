@@ -27,8 +27,8 @@ from polyfed.core.schema import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.conformal import ScoreCounts
-from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.scores import OwnScore, Predictor
+from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import SubsetScores
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext

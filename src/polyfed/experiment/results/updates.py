@@ -50,7 +50,7 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
 
 
 class ClientUpdates:
-    """The clients' updates in a round. An update is `reply.params - sent.params`. Each reply is read once for both uses.
+    """The clients' updates in a round, `reply.params - sent.params`. Each reply is read once for both uses.
 
     - **Norms** for each block. They cover requests in which all clients receive the same message, and at most
       `MOST_CLIENTS` clients of a request.
