@@ -19,12 +19,15 @@ from polyfed.data import ClientsSpec, Population
 from polyfed.data.sources import Toy
 from polyfed.evaluation.conformal import (
     BINS,
+    NOISY_BINS,
     PER_OCTAVE,
     SIZE_BINS,
     Conformal,
+    ScoreCounts,
     class_bins,
     counts_of,
     error_bins,
+    possible_counts,
     prediction_sets,
     upper_edge,
 )
@@ -36,6 +39,7 @@ from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.objective import CLASSES
 from polyfed.objective.regression import Regression
+from polyfed.privacy.egress.requirements import Requirements
 from polyfed.selection import Uniform
 from world import algorithm, played, recipe
 
@@ -488,3 +492,75 @@ def test_the_shrinkage_is_opt_in_and_secure_aggregation_sums_it() -> None:
     x = {"b": torch.randn(4, *population_of(plain).columns.modalities["b"].shape)}
     assert polyfed.run(plain).predict_set(x, 0.5).shrinkage == {}
     assert polyfed.run(plain).predict_set(x, 0.5).helps_most == [None] * 4
+
+
+NOISE = 3.0
+
+
+def noised(bins: torch.Tensor, clients: int) -> Conformal:
+    """The counts of these bins of scores, which belong to some clients whose devices add noise."""
+    parts = [
+        ScoreCounts(torch.bincount(part, minlength=BINS + 1)[None, None], torch.tensor(0)) for part in bins.chunk(clients)
+    ]
+    sent = [Requirements(score_noise=NOISE).with_noise(part, CLASSES, 0) for part in parts]
+    total = sum(one.in_bins for one in sent)[0]
+    return Conformal("split", "all", {"all": {"a": total}}, noise={"all": int(sum(one.noise for one in sent))})
+
+
+def test_noise_is_added_to_joined_bins_and_its_size_is_told() -> None:
+    bins = torch.full((400,), 333)
+    counts = ScoreCounts(torch.bincount(bins, minlength=BINS + 1)[None, None], torch.tensor(0))
+    drawn = [Requirements(score_noise=NOISE).with_noise(counts, CLASSES, 0) for _ in range(300)]
+    values = torch.stack([one.in_bins[0, 0] for one in drawn]).double()
+    assert bool((values[:, torch.arange(BINS + 1) % 50 != 0] == 0).all()), "other bins tell nothing"
+    joined = values[:, ::50]
+    assert joined.shape[1] == NOISY_BINS
+    truth = torch.zeros(NOISY_BINS).double()
+    truth[350 // 50] = 400
+    assert float((joined.mean(0) - truth).abs().max()) < 5 * NOISE / 300**0.5
+    assert float(joined.std()) > 0
+    variances = joined.var(0)
+    assert float(variances.mean()) == pytest.approx(NOISE**2, rel=0.05)
+    assert all(int(one.noise) >= NOISE**2 for one in drawn)
+    with pytest.raises(EgressError, match="Set .evaluate. conformal = 'split'"):
+        Requirements(score_noise=NOISE).with_noise(ScoreCounts(torch.zeros(1, 4, BINS + 1), torch.tensor(0)), CLASSES, 0)
+
+
+@pytest.mark.parametrize("coverage", [0.7, 0.8, 0.9])
+def test_sets_from_counts_with_noise_hold_the_truth_as_often_as_promised(coverage: float) -> None:
+    draw = torch.Generator().manual_seed(int(coverage * 100))
+    promised, naive = [], []
+    for _ in range(200):
+        bins = (torch.rand(3000, generator=draw) ** 2 * BINS).ceil().long()
+        conformal = noised(bins, 3)
+        limit, rows = conformal.limits("all", "a", coverage)
+        assert abs(int(rows) - 3000) < 8 * NOISE * (3 * NOISY_BINS) ** 0.5
+        fresh = (torch.rand(2000, generator=draw) ** 2 * BINS).ceil().long()
+        promised.append(float((fresh <= int(limit)).double().mean()))
+        blind = replace(conformal, noise={})
+        naive.append(float((fresh <= int(blind.limits("all", "a", coverage)[0])).double().mean()))
+    error = float(np.std(promised)) / 200**0.5
+    assert np.mean(promised) >= coverage - 2 * error
+    assert np.mean(promised) > np.mean(naive), "the margin for the noise makes sets larger"
+
+
+def test_the_margin_covers_the_noise_even_where_every_rank_matters() -> None:
+    """Without new rows: how often is the bin smaller than the one of the exact counts at the promised coverage?"""
+    draw, short = torch.Generator().manual_seed(7), 0
+    for _ in range(400):
+        bins = (torch.rand(1500, generator=draw) * BINS).ceil().long()
+        exact = Conformal("split", "all", {"all": {"a": torch.bincount(bins, minlength=BINS + 1)[None]}})
+        short += int(noised(bins, 3).limits("all", "a", 0.7)[0]) < int(exact.limits("all", "a", 0.7)[0])
+    assert short / 400 <= 0.03 + 2 * (0.03 * 0.97 / 400) ** 0.5
+
+
+def test_too_few_rows_for_the_noise_are_refused_with_the_number_needed() -> None:
+    bins = (torch.rand(200, generator=torch.Generator().manual_seed(1)) * BINS).ceil().long()
+    conformal = noised(bins, 3)
+    with pytest.raises(RecipeError, match=r"coverage = 0.9 from a needs 2,\d{3} validation rows"):
+        conformal.limits("all", "a", 0.9)
+    again = Conformal.read(json.loads(json.dumps(conformal.facts())), (1, BINS + 1), (1, 1, 8, SIZE_BINS))
+    assert again.noise == conformal.noise
+    assert torch.equal(again.counts["all"]["a"], conformal.counts["all"]["a"]), "counts with noise may be negative"
+    forged = ScoreCounts(torch.full((1, 1, BINS + 1), -1), torch.tensor(0))
+    assert possible_counts((1, 1, BINS + 1))(0, forged) == "counts fewer than 0 rows"

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError, counted
+from polyfed.core.errors import EgressError, RecipeError, counted
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
 from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
-from polyfed.evaluation.subsets import named, subsets_of
+from polyfed.evaluation.subsets import Which, named, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
@@ -37,6 +37,12 @@ GroupBy = Literal["all", "modalities", "client"]
 
 BINS = 1000
 """Bins of the score of a class, 1 - p, from 0 to 1. Bin b holds the scores up to b / BINS, and bin 0 only 0."""
+
+JOINED = 50
+"""How many bins a device joins before it adds noise. The rank that a set needs grows with the root of their number."""
+
+NOISY_BINS = BINS // JOINED + 1
+"""Counts with noise of one subset."""
 
 OCTAVES, PER_OCTAVE = 20, 32
 """Bins of an absolute error: from 2^-OCTAVES to 2^OCTAVES, each larger than the one before by 2^(1/PER_OCTAVE)."""
@@ -55,12 +61,52 @@ class ScoreCounts(Message):
     """How many of a client's validation rows have a score in which bin, (S, G, N), for each subset of the modalities.
 
     The counts are 0 for a subset with a modality that the client does not hold. A row counts if it has all modalities
-    of the subset.
+    of the subset. `noise` bounds the variance of the noise that a device has added to each count of joined bins; it is
+    0 without noise.
     """
 
     in_bins: Tensor = carries(
-        "statistic", dtype="int64", shape=("subsets", None, None), within=NOT_NEGATIVE, sum_only=True, tells=TELLS
+        "statistic", dtype="int64", shape=("subsets", None, None), sum_only=True, tells=TELLS, counted=True
     )
+    noise: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True)
+
+    def with_noise(self, add: Callable[[Tensor], Tensor], deviation: float) -> Self:
+        """Return the counts with noise, in bins that are joined to a few, because the noise of all bins adds up.
+
+        Args:
+            add: adds noise to whole numbers, each with this deviation, and rounds.
+            deviation: the deviation.
+
+        Raises:
+            EgressError: there are counts for each class. Whether a class is left out would then depend on one row.
+        """
+        if self.in_bins.shape[1] > 1:
+            raise EgressError(
+                "[require] score_noise of the device hides a row in the counts of all classes together. Set [evaluate] "
+                "conformal = 'split' in the recipe"
+            )
+        places = torch.arange(0, BINS + 1, JOINED)
+        ends = -(-torch.arange(BINS + 1) // JOINED)
+        joined = torch.zeros(*self.in_bins.shape[:2], len(places), dtype=torch.int64)
+        joined.index_add_(2, ends, self.in_bins.cpu())
+        found = torch.zeros_like(self.in_bins, device="cpu")
+        found[:, :, places] = add(joined).to(torch.int64)
+        return replace(
+            self,
+            in_bins=found.to(self.in_bins.device),
+            noise=torch.full_like(self.noise, math.ceil((deviation + 0.5) ** 2)),  # rounding adds at most 0.5
+        )
+
+
+def subsets_in(reply: type[Message], which: Which, modalities: tuple[str, ...]) -> int:
+    """Return for how many subsets of the modalities a reply has counts.
+
+    Args:
+        reply: the message class of the reply.
+        which: the option `[evaluate] subsets`.
+        modalities: the modalities of the model.
+    """
+    return len(subsets_of("all" if issubclass(reply, ScoreCounts) else which, modalities))
 
 
 def counts_shape(kind: Kind, model: Model, objective: Objective) -> tuple[int, int, int]:
@@ -140,7 +186,7 @@ def own_counts(
     counts = torch.stack(found)
     if kind == "class" and (least := data.min_rows_per_class) > 1:
         counts = torch.where(counts.sum(-1, keepdim=True) >= least, counts, 0)
-    return ScoreCounts(counts)
+    return ScoreCounts(counts, counts.sum() * 0)
 
 
 SIZE_BINS = BINS // WIDTH + 1
@@ -164,6 +210,9 @@ def possible_counts(wanted: tuple[int, ...]) -> Accept:
 
     def flaw(client: int, reply: ScoreCounts | SizeCounts) -> str:
         found = tuple(reply.in_bins.shape)
+        exact = isinstance(reply, SizeCounts) or not int(reply.noise)
+        if exact and bool((reply.in_bins < 0).any()):
+            return "counts fewer than 0 rows"
         return "" if found == wanted else f"has counts of the shape {found}, expected {wanted}"
 
     return flaw
@@ -178,12 +227,14 @@ class Conformal:
         group_by: how clients are grouped.
         counts: group of clients -> subset of the modalities -> counts (G, N), int64.
         sizes: group of clients -> `SizeCounts`, (S, M, L, N), if clients counted them.
+        noise: group of clients -> a bound on the variance of the noise in each of `NOISY_BINS` counts of a subset.
     """
 
     kind: str
     group_by: str
     counts: Mapping[str, Mapping[str, Tensor]]
     sizes: Mapping[str, Tensor] = field(default_factory=dict)
+    noise: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -206,20 +257,22 @@ class Conformal:
             sizes: `SizeCounts` of each client.
         """
 
-        def added(replies: Replies) -> dict[str, Tensor]:
+        def added(replies: Replies, name: str = "in_bins") -> dict[str, Tensor]:
             if isinstance(replies, SummedReplies):
-                return {EVERYBODY: replies.total("in_bins").round().long()}
+                return {EVERYBODY: replies.total(name).round().long()}
             groups: dict[str, Tensor] = {}
             for client, reply in replies.items():
                 own = {"all": EVERYBODY, "client": str(client), "modalities": named(reads(client))}
                 for group in dict.fromkeys((EVERYBODY, own[group_by])):
-                    groups[group] = groups[group] + reply.in_bins if group in groups else reply.in_bins.clone()
+                    value = getattr(reply, name)
+                    groups[group] = groups[group] + value if group in groups else value.clone()
             return groups
 
         names = [named(subset) for subset in subsets_of("all", tuple(modalities))]
         counts = {group: dict(zip(names, total.cpu(), strict=True)) for group, total in added(replies).items()}
         more = {} if sizes is None else {group: total.cpu() for group, total in added(sizes).items()}
-        return cls(kind, group_by, counts, more)
+        noise = {group: int(total) for group, total in added(replies, "noise").items() if int(total)}
+        return cls(kind, group_by, counts, more, noise)
 
     def group_of(self, client: int | None, modalities: Sequence[str]) -> str:
         """Return the group of a client that holds these modalities, or that of everybody without a client."""
@@ -230,7 +283,7 @@ class Conformal:
     def limits(self, group: str, subset: str, coverage: float) -> tuple[Tensor, Tensor]:
         """Return the last bin that belongs to the sets, int64 (G,), and the number of calibration rows, int64 (G,).
 
-        With n rows, it is the bin of the score with rank ceil((n + 1) * coverage).
+        With n rows, it is the bin of the score with rank ceil((n + 1) * coverage). Under noise, see `_noisy_limits`.
 
         Raises:
             RecipeError: `coverage` is not between 0 and 1, or so few rows cannot promise it.
@@ -239,11 +292,33 @@ class Conformal:
             raise RecipeError(f"coverage = {coverage!r}: must be above 0 and below 1, such as 0.9")
         counts = self.counts.get(group, {}).get(subset)
         rows = torch.zeros(1, dtype=torch.int64) if counts is None else counts.sum(-1)
+        if counts is not None and self.noise.get(group):
+            return self._noisy_limits(group, subset, coverage, counts)
         least = math.ceil(coverage / (1.0 - coverage) - 1e-9)
         if counts is None or bool((rows < least).any()):
             raise RecipeError(self._too_few(group, subset, coverage, rows, least))
         ranks = torch.tensor([math.ceil((n + 1) * coverage - 1e-9) for n in rows.tolist()])
         return (counts.cumsum(-1) < ranks[:, None]).sum(-1), rows
+
+    def _noisy_limits(self, group: str, subset: str, coverage: float, counts: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Return the same from counts with noise: a bin that is large enough unless the noise is improbably large.
+
+        Let W_k be the noise in the first k counts, and v the variance of all of them. W is a sum of independent
+        symmetric numbers that are subgaussian (Canonne, Kamath, Steinke, NeurIPS 2020), so by Levy's inequality W_k
+        exceeds sqrt(2 v ln(4 / b)) for any k with probability b / 2 at most, and -W_N exceeds sqrt(2 v ln(2 / b)) with
+        probability b / 2 at most. Otherwise, a bin up to which the noisy counts reach the rank for n rows, with both
+        margins, reaches it without noise too. The noise does not depend on new rows, so rank and bin of the coverage
+        c / (1 - b) hold the truth with probability c. b is a tenth of 1 - c.
+        """
+        miss = (1.0 - coverage) / 10.0
+        level, spread = coverage / (1.0 - miss), math.sqrt(self.noise[group] * NOISY_BINS)
+        above, below = spread * math.sqrt(2 * math.log(4 / miss)), spread * math.sqrt(2 * math.log(2 / miss))
+        sums, total = counts.cumsum(-1), counts.sum(-1)
+        enough = sums >= (level * (total.double() + below + 1.0) + above)[:, None]
+        if not bool(enough.any(-1).all()):
+            least = math.ceil((level * (below + 1.0) + above) / (1.0 - level))
+            raise RecipeError(self._too_few(group, subset, coverage, total.clamp(min=0), least))
+        return enough.long().argmax(-1), total
 
     def _too_few(self, group: str, subset: str, coverage: float, rows: Tensor, least: int) -> str:
         """Return why the coverage is refused, and what to do."""
@@ -251,7 +326,7 @@ class Conformal:
         have = int(rows[place])
         of_part = f" of class or target {place}" if len(rows) > 1 else ""
         whose = "" if group == EVERYBODY else f" of the clients in group '{group}'"
-        largest = math.floor(1000 * have / (have + 1)) / 1000
+        largest = 0.0 if self.noise.get(group) else math.floor(1000 * have / (have + 1)) / 1000
         cures = [f"ask for coverage = {largest:g} at most"] if largest else []
         cures += ["use more validation rows ([clients] validation)"]
         cures += [] if group == EVERYBODY else ["leave `client` out to use the rows of all clients"]
@@ -268,6 +343,7 @@ class Conformal:
             group: {subset: _table(own) for subset, own in subsets.items()} for group, subsets in self.counts.items()
         }
         found = {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        found |= {"noise": dict(self.noise)} if self.noise else {}
         return found | ({"sizes": {group: _table(own) for group, own in self.sizes.items()}} if self.sizes else {})
 
     @classmethod
@@ -284,11 +360,16 @@ class Conformal:
         """
         try:
             counts = {
-                str(group): {str(subset): _counts(table, shape) for subset, table in subsets.items()}
+                str(group): {
+                    str(subset): _counts(table, shape, group in said.get("noise", {})) for subset, table in subsets.items()
+                }
                 for group, subsets in said["counts"].items()
             }
             more = {str(group): _counts(table, sizes) for group, table in said.get("sizes", {}).items()}
-            return cls(str(said["kind"]), str(said["group_by"]), counts, more)
+            noise = {str(group): int(value) for group, value in said.get("noise", {}).items()}
+            if any(value < 0 for value in noise.values()):
+                raise ValueError("its noise is negative")
+            return cls(str(said["kind"]), str(said["group_by"]), counts, more, noise)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"its conformal counts are damaged ({error!r})") from error
 
@@ -298,8 +379,8 @@ def _table(counts: Tensor) -> dict[str, Any]:
     return {"shape": list(counts.shape), "rows": [[*at, int(counts[tuple(at)])] for at in counts.nonzero().tolist()]}
 
 
-def _counts(table: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """Return counts of this shape from the result of `_table`.
+def _counts(table: Mapping[str, Any], shape: tuple[int, ...], noisy: bool = False) -> Tensor:
+    """Return counts of this shape from the result of `_table`. With noise, they may be negative.
 
     Raises:
         ValueError: the table does not fit.
@@ -307,7 +388,7 @@ def _counts(table: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
     found = torch.zeros(shape, dtype=torch.int64)
     for *at, rows in table["rows"]:
         fits = len(at) == len(shape) and all(type(i) is int and 0 <= i < n for i, n in zip(at, shape, strict=True))
-        if not (fits and type(rows) is int and 0 <= rows < 2**53):
+        if not (fits and type(rows) is int and (noisy or rows >= 0) and abs(rows) < 2**53):
             raise ValueError(f"counts {rows!r} rows in bin {at[-1] if at else None!r}")
         found[tuple(at)] = rows
     return found
