@@ -30,7 +30,7 @@ reply_seconds = 400
 away_seconds = 400
 """
 
-CAPTURE = '''
+CAPTURE = """
 import json
 from polyfed.engines.flower.server import transport
 read = transport.packet_of
@@ -43,7 +43,7 @@ def kept(content):
             file.write(json.dumps(dict(record), default=repr).encode())
     return read(content)
 transport.packet_of = kept
-'''
+"""
 """Everything that reaches the process of the server's half of the app, before polyfed reads it."""
 
 
@@ -51,7 +51,9 @@ transport.packet_of = kept
 def federation(tmp_path_factory: Any) -> Iterator[LocalFederation]:
     folder = tmp_path_factory.mktemp("federation")
     text = DEMO.read_text().replace('holdings = [["gray", "color"], ["gray"], ["color"]]', "personal_test = 0.2")
-    text = text.replace("personal_test = 0.2", "personal_test = 0.2\nvalidation = 0.25").replace("rounds = 3", "rounds = 2")
+    text = text.replace("personal_test = 0.2", "personal_test = 0.2\nvalidation = 0.25").replace(
+        "rounds = 3", "rounds = 2"
+    )
     (folder / "own.toml").write_text(text + MORE)
     with LocalFederation(folder / "own.toml", folder / "fed") as started:
         for place in started.nodes:
@@ -68,7 +70,8 @@ def test_three_device_processes_score_subsets_and_count_like_the_sequential_engi
     federation.run().wait(PATIENCE)
     assert outcome(federation.out) == reference(recipe, federation.folder.parent / "model")
     here, there = (
-        json.loads((folder / "result.json").read_text()) for folder in (federation.folder.parent / "model", federation.out)
+        json.loads((folder / "result.json").read_text())
+        for folder in (federation.folder.parent / "model", federation.out)
     )
     assert here["metrics"]["personal"] == there["metrics"]["personal"]
     assert any(name.startswith("subset.") for name in there["metrics"]["personal"])

@@ -500,7 +500,8 @@ NOISE = 3.0
 def noised(bins: torch.Tensor, clients: int) -> Conformal:
     """The counts of these bins of scores, which belong to some clients whose devices add noise."""
     parts = [
-        ScoreCounts(torch.bincount(part, minlength=BINS + 1)[None, None], torch.tensor(0)) for part in bins.chunk(clients)
+        ScoreCounts(torch.bincount(part, minlength=BINS + 1)[None, None], torch.tensor(0))
+        for part in bins.chunk(clients)
     ]
     sent = [Requirements(score_noise=NOISE).with_noise(part, CLASSES, 0) for part in parts]
     total = sum(one.in_bins for one in sent)[0]
@@ -522,8 +523,10 @@ def test_noise_is_added_to_joined_bins_and_its_size_is_told() -> None:
     variances = joined.var(0)
     assert float(variances.mean()) == pytest.approx(NOISE**2, rel=0.05)
     assert all(int(one.noise) >= NOISE**2 for one in drawn)
-    with pytest.raises(EgressError, match="Set .evaluate. conformal = 'split'"):
-        Requirements(score_noise=NOISE).with_noise(ScoreCounts(torch.zeros(1, 4, BINS + 1), torch.tensor(0)), CLASSES, 0)
+    with pytest.raises(EgressError, match=r"Set .evaluate. conformal = 'split'"):
+        Requirements(score_noise=NOISE).with_noise(
+            ScoreCounts(torch.zeros(1, 4, BINS + 1), torch.tensor(0)), CLASSES, 0
+        )
 
 
 @pytest.mark.parametrize("coverage", [0.7, 0.8, 0.9])

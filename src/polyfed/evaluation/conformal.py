@@ -361,7 +361,8 @@ class Conformal:
         try:
             counts = {
                 str(group): {
-                    str(subset): _counts(table, shape, group in said.get("noise", {})) for subset, table in subsets.items()
+                    str(subset): _counts(table, shape, group in said.get("noise", {}))
+                    for subset, table in subsets.items()
                 }
                 for group, subsets in said["counts"].items()
             }

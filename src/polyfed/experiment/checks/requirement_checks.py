@@ -84,7 +84,10 @@ def scores_of(required: Requirements, recipe: Recipe, rounds: int) -> Release | 
     found, uses = None, 0
     for reply in replies:
         if (release := required.score_release(reply, subsets_in(reply, which, modalities))) is not None:
-            found, uses = release, uses + release.uses * (1 if reply is ScoreCounts else due)  # counts: once, at the end
+            found, uses = (
+                release,
+                uses + release.uses * (1 if reply is ScoreCounts else due),
+            )  # counts: once, at the end
     return None if found is None else replace(found, uses=uses, rounds=1)
 
 
