@@ -235,7 +235,7 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
 def codes_of(source: Any, job: Recipe, rows: int) -> dict[str, Tensor]:
     """Return the groups of each row for the columns of an evaluation job."""
     method: Any = job.algorithm
-    return group_codes(getattr(source, "path", ""), getattr(method, "groups", {}), rows)
+    return group_codes(source, getattr(method, "groups", {}), rows)
 
 
 def _encoded(columns: Columns, features: Mapping[str, Features]) -> Columns:
