@@ -94,6 +94,10 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
         ("", "evaluate.conformal_groups", SECURE),
         of("fedavg", evaluate={"conformal": "split", "conformal_groups": "modalities"}, secure_aggregation={}),
     ),
+    (
+        ("", "evaluate.shrinkage", "a [task] other than classification"),
+        of("fedavg", task={"name": "regression"}, evaluate={"conformal": "split", "shrinkage": True}),
+    ),
     (("", "attack", "a deployment"), of("fedavg", attack={"name": "label-flip"})),
     (("", "attack.name", ""), of("evaluate", attack={"name": "scaling"})),
     (("", "attack.name", SECURE), of("fedavg", attack={"name": "scaling"}, secure_aggregation={})),

@@ -17,6 +17,7 @@ from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import digest
+from polyfed.data.column_fitting import as_tables, features_of
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import (
     FAILED,
@@ -87,7 +88,8 @@ class Remote(Engine):
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled)
+        known = as_tables(features_of(columns))
+        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
 
     @override
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:

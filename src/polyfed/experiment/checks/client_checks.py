@@ -91,6 +91,14 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
             "[clients] validation, as in validation = 0.2; on a device, mark rows with split 2",
             ("evaluate", "conformal"),
         )
+    if wanted != "none":
+        _refuse_shrinkage(recipe, population)
+
+
+def _refuse_shrinkage(recipe: Recipe, population: Population) -> None:
+    if recipe.algorithm.evaluation.shrinkage and len(population.columns.modalities) == 1:
+        why = "the data has one modality, so no row lacks one. Remove it"
+        raise RecipeError(f"[evaluate] shrinkage = true: {why}", ("evaluate", "shrinkage"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

@@ -290,6 +290,18 @@ TABLE: tuple[Conflict, ...] = (
         instead="Set conformal_groups = 'all'",
     ),
     Conflict(
+        key=("evaluate", "shrinkage"),
+        when=lambda r: (
+            r.algorithm.evaluation.shrinkage
+            and r.algorithm.evaluation.conformal != "none"
+            and r.task is not None
+            and not isinstance(r.task, Classification)
+        ),
+        beside="a [task] other than classification",
+        because="the widths of intervals follow from the counts of `conformal`, so predict_set has it anyway",
+        instead="Remove shrinkage",
+    ),
+    Conflict(
         key=("attack",),
         when=lambda r: r.attack is not None,
         beside="a deployment",
