@@ -14,6 +14,7 @@ from polyfed.core.problems import Conflict, Problems
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.experiment.checks.privacy_support import methods_that_honour, sent, withheld_of
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.outliers import COMPARED
 from polyfed.objective import Classification, Regression
@@ -58,10 +59,12 @@ def every_row() -> Iterator[tuple[str, Conflict]]:
 
 
 def _value(recipe: Any, key: tuple[str, ...]) -> Any:
-    entry: Any = recipe.table()
-    for part in key:
-        entry = entry.get(part) if isinstance(entry, Mapping) else None
-    return entry
+    section, *option = key
+    part: Any = SECTIONS[section]
+    if not option:
+        return None
+    default = getattr(getattr(recipe.algorithm if part.of_algorithm else recipe, part.field, None), option[0], None)
+    return recipe.table().get(section, {}).get(option[0], default)  # the table leaves out sections of defaults
 
 
 def _selector(recipe: Any) -> Selector | None:
