@@ -19,7 +19,8 @@ In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together 
 images along their channels, vectors along their features.
 
 Each entry has a key with its default, in brackets the allowed values, and what it is for; `none` is a key that is left
-out. Members of a group name after "Shared" the options that the group explains. "Search" has the values that a search tries.
+out. Members of a group name after "Shared" the options that the group explains; "Search" has the values that a search
+tries.
 
 [egress.md](egress.md) explains `[egress.*]`, and [outputs.md](outputs.md) the files that a run writes.
 """
