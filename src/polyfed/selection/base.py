@@ -111,7 +111,6 @@ class Selector(ABC):
             memory: the selector's memory.
             params: the global model that the cohort received.
             replies: the cohort's replies.
-            fed: the federation.
         """
         return memory
 
