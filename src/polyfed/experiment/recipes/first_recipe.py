@@ -100,6 +100,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "",
         f"[clients]  # {words}",
         *(f"{key} = {_toml(value)}" for key, value in clients.items()),
+        *_validation(columns, task),
         "",
         "[model]",
         "embedding = 64  # width of what each encoder gives",
@@ -108,6 +109,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
         "",
         *_task(columns, task),
+        *_evaluate(columns, task),
         *REST,
     ]
     text = "\n".join(lines)
@@ -115,6 +117,36 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _has_holes(columns: Columns, task: str | None) -> bool:
+    """Return whether some rows lack a modality, and some test rows have each of them, so that subsets can be scored."""
+    rows = columns.rows(TEST)
+    there = [bool(present.cpu()[rows].any()) for present in columns.present.values()]
+    return task != "retrieval" and len(columns.modalities) > 1 and bool(there) and all(there)
+
+
+def _has_sets(columns: Columns, task: str | None) -> bool:
+    """Return whether conformal sets or intervals can be promised."""
+    known = task or looks_like(columns.label)
+    return _has_holes(columns, task) and known in ("classification", "regression")
+
+
+def _validation(columns: Columns, task: str | None) -> list[str]:
+    return ["validation = 0.2  # rows on which the promise of [evaluate] conformal rests"] * _has_sets(columns, task)
+
+
+def _evaluate(columns: Columns, task: str | None) -> list[str]:
+    """Return the section [evaluate] for rows that lack modalities, empty without such rows."""
+    if not _has_holes(columns, task):
+        return []
+    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %; docs/missing.md'
+    return [
+        "[evaluate]",
+        'subsets = "all"  # how good the model is if modalities are missing',
+        *[sets] * _has_sets(columns, task),
+        "",
+    ]
 
 
 def _seen(columns: Columns) -> list[str]:
