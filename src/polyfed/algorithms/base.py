@@ -262,6 +262,24 @@ class Algorithm(ABC, Generic[S]):
         """
         return spec, modalities
 
+    def faults(
+        self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy, objective: Objective
+    ) -> Iterator[RecipeError]:
+        """Yield everything that a recipe gets wrong for this method, before the model is built.
+
+        They are shown together with all other faults. By default, the fault of `model_spec`.
+
+        Args:
+            spec: the section [model].
+            modalities: the modalities of the data.
+            policy: the policy of the recipe.
+            objective: the task.
+        """
+        try:
+            self.model_spec(spec, modalities, policy)
+        except RecipeError as error:
+            yield error
+
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
         if self.needs_embeddings:
