@@ -69,7 +69,6 @@ def fitted(columns: Columns, rows: Tensor, numbers: Collection[str] = (), ids: C
     memory-mapped column is never copied. Features whose values a float type cannot tell apart are named in a warning.
 
     Args:
-        columns: the table.
         rows: the rows that train, int64 (n,).
         numbers: modalities whose whole numbers are quantities, whatever `vocabulary_of` guesses.
         ids: modalities whose whole numbers are token ids.
@@ -175,7 +174,6 @@ def moments(column: Column, rows: Tensor, kind: torch.dtype = torch.float64) -> 
     """Return the statistics of each feature over `rows`.
 
     Args:
-        column: the column.
         rows: int64 (n,), at least one.
         kind: the type to which the stored values are converted first.
     """

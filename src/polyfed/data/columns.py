@@ -243,7 +243,6 @@ class Columns:
         """Return the table with features, labels and presence on another device; the other tensors are not moved.
 
         Args:
-            device: the device.
             features: see `Column.to`.
         """
         return replace(

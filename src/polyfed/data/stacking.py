@@ -26,7 +26,6 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
     features of vectors). If one of the parts is a vector, all parts are flattened first.
 
     Args:
-        columns: The table.
         stack: New modality -> its parts, in order. The result no longer has the parts as separate modalities.
 
     Raises:

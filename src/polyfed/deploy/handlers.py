@@ -244,7 +244,6 @@ def runtime_of(
     """Build the runtime of one device, or of all clients of a simulation.
 
     Args:
-        recipe: the recipe.
         population: the clients and their rows.
         facts: the server's facts about the federation.
         policy: the policy of these clients.

@@ -186,7 +186,6 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     does not state how many test rows a client has (docs/partitions.md).
 
     Args:
-        columns: The table.
         train: Training rows of each client.
         key: Key of the random numbers.
 

@@ -55,7 +55,6 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
     Call this function inside `registry.only(allowance_on(node))`.
 
     Args:
-        recipe: the recipe.
         protected: the modalities of the device, and the names of the rows of its policy.
 
     Raises:

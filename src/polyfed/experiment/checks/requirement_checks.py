@@ -33,7 +33,6 @@ def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[s
 
     Args:
         required: the section [require] of the device.
-        recipe: the recipe.
         shared: whether other devices hold the same rows, as in a silo.
     """
     if required.secure_aggregation:
@@ -51,7 +50,6 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
     Args:
         required: the section [require] of the device.
         recipe: the recipe. The caller has already checked that `unmet` yields nothing for it.
-        model: the model.
         initial: the initial parameters.
     """
     if required.max_epsilon is None:

@@ -103,8 +103,6 @@ def scaled(recipe: Recipe, columns: Columns, rows: Tensor) -> Columns:
     gets them unchanged.
 
     Args:
-        recipe: the recipe.
-        columns: the table.
         rows: the rows that train, int64 (n,).
     """
     if columns.standardise == "uneven" and recipe.privacy is not None and recipe.privacy.unit == "example":

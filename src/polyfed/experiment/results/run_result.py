@@ -187,7 +187,6 @@ class Run:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
         Args:
-            folder: the folder.
             best: whether to write the models of the best round instead of the last one.
             onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
 
@@ -225,7 +224,6 @@ def models_of(
     Args:
         recipe: the recipe of the run.
         fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
-        state: the server's state.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
         class_names: the name of each class, if the data has names.
         scaling: the shift and the scale of each scaled modality. None means that they are unknown.

@@ -46,8 +46,6 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
     """Write models to a new or empty folder. A reader finds either all models or none.
 
     Args:
-        models: the models.
-        folder: the folder.
         onnx: whether to write each model as an ONNX file as well.
 
     Returns:

@@ -120,7 +120,6 @@ def model_of(
     """Build the model that the algorithm needs.
 
     Args:
-        recipe: the recipe.
         shapes: modality -> shape of a sample.
         num_classes: the number of classes, or the number of targets if the task has no classes.
         policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
@@ -157,7 +156,6 @@ def assemble(
     """Build all parts of a run.
 
     Args:
-        recipe: the recipe.
         run: the run's name in the ledger.
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.

@@ -230,7 +230,6 @@ def num_kept(state: Any, engine: Engine) -> dict[str, int]:
     """Count the tensor entries that an algorithm keeps from round to round, including the parameters of models.
 
     Args:
-        state: the server's state.
         engine: the engine, for the clients' local states.
 
     Returns:

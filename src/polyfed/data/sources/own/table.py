@@ -238,7 +238,6 @@ def read(
     """Read a table from a file.
 
     Args:
-        path: the file.
         problems: columns that occur twice are added to this object as faults.
         words: returns, for the names of all columns, those whose cells are words even if they look like numbers, since
             in a text file "1" and "01" are two clients. It maps the column of the labels to true: they become numbers
