@@ -34,7 +34,7 @@ explains how to write a method.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, runtime_checkable
 import torch
 from typing_extensions import TypeVar
 
-from polyfed.core.errors import PolyfedWarning
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, cut, message
 from polyfed.core.problems import Conflict
 from polyfed.core.request import HeldOut, Send

@@ -249,8 +249,6 @@ class PartialFL(Averaging[PartialState]):
                     f"the tower read only {', '.join(allowed)}",
                     ("algorithm", option),
                 )
-        if not isinstance(objective, Classification) and (self.probe or not self.same_class_negatives):
-            yield RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         kept = tuple(m for m in modalities if m not in (shared or modalities[-1:]))
         read = modalities if self.global_model == "all" else kept
         if len(read) > 1 and spec.module is None and spec.fusion == "concat" and not spec.head:
