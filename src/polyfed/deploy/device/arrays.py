@@ -44,7 +44,7 @@ def array_names(recipe: Recipe) -> dict[str, str]:
 def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
     """Refuse arrays that the recipe may not use on this device.
 
-    Call this function inside `registry.only(allowance_on(node))`.
+    Call this function inside `registry.only(node.rules.allowance)`.
 
     Args:
         recipe: the recipe.
