@@ -8,6 +8,7 @@ deletes the states of old runs, but keeps their ledgers.
 
 import json
 import shutil
+import sqlite3
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -74,20 +75,21 @@ def state_before(memory: Memory, request_id: RequestId) -> tuple[Tree, tuple[str
         None if there is no such state.
 
     Raises:
-        OSError: the state on disk is damaged. The transaction turns this into a `CheckpointError`.
+        sqlite3.DatabaseError: the state on disk is damaged. The transaction turns this into a `CheckpointError`.
     """
     found = memory.rows.execute(
-        f"SELECT round, request, modalities, digest FROM states WHERE {_OF} AND (round, request) < (?, ?) "
+        f"SELECT round, request, modalities, names, digest FROM states WHERE {_OF} AND (round, request) < (?, ?) "
         "ORDER BY round DESC, request DESC LIMIT 1",
         (memory.run, memory.client, *request_id.place),
     ).fetchone()
     if found is None:
         return None
-    round, request, modalities, digest = found
+    round, request, modalities, names, digest = found
     try:
-        return load(memory.read("states", (round, request), digest)), tuple(parse_json(modalities))
-    except (SafetensorError, ValueError) as error:
-        raise OSError(f"the local state of round {round} is damaged: {error}") from error
+        tensors = load(memory.read("states", (round, request), digest))
+        return {name: tensors[str(at)] for at, name in enumerate(parse_json(names))}, tuple(parse_json(modalities))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"the local state of round {round} is damaged: {error}") from error
 
 
 def begin(memory: Memory, request_id: RequestId, *, again: bool = False) -> None:
@@ -129,10 +131,11 @@ def keep(memory: Memory, request_id: RequestId, local: Tree, modalities: tuple[s
         kept: the newest settled round.
     """
     of = (memory.run, memory.client)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in local.items()}
+    tensors = {str(at): value.detach().cpu().contiguous() for at, value in enumerate(local.values())}
     digest = memory.write("states", request_id.place, save(separate(tensors)))
-    row = (*of, *request_id.place, json.dumps(modalities), digest)
-    memory.rows.execute("INSERT INTO states VALUES (?, ?, ?, ?, ?, ?)", row)
+    names = json.dumps([*local])  # safetensors does not keep their order, on which sums depend
+    row = (*of, *request_id.place, json.dumps(modalities), names, digest)
+    memory.rows.execute("INSERT INTO states VALUES (?, ?, ?, ?, ?, ?, ?)", row)
     places = places_of(memory)
     last_of = {place[0]: place for place in places}
     settled = [place for place in places if place[0] <= kept]

@@ -22,6 +22,7 @@ repeat the round. The kept reply reveals nothing new, so it costs no epsilon.
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def kept_reply(memory: Memory, request_id: RequestId, use: str) -> Packet | None
         use: digest of everything that decides the reply; see `digest_of_use`.
 
     Raises:
-        OSError: the reply on disk is damaged. The transaction turns this into a `CheckpointError`.
+        sqlite3.DatabaseError: the reply on disk is damaged. The transaction turns this into a `CheckpointError`.
     """
     place = (memory.run, memory.client, *request_id.place)
     found = memory.rows.execute(f"SELECT use, header, digest FROM replies WHERE {_AT}", place).fetchone()
@@ -144,7 +145,7 @@ def kept_reply(memory: Memory, request_id: RequestId, use: str) -> Packet | None
     _, header, digest = found
     head, _, content = digest.partition(" ")
     if hashlib.sha256(header.encode()).hexdigest() != head:
-        raise OSError(f"the header of the kept reply of round {request_id.round} is damaged")
+        raise sqlite3.DatabaseError(f"the header of the kept reply of round {request_id.round} is damaged")
     return Packet(parse_json(header), memory.read("replies", request_id.place, content))
 
 

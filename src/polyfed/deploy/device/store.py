@@ -13,18 +13,19 @@ whatever moment a process dies at, a row never names a file that is not whole; a
 The counts of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
-from polyfed.core.system.files import sync
+from polyfed.core.system.files import sync, without_links
 
 STORE = "device.sqlite3"
 """File in the state folder of a device."""
@@ -55,7 +56,8 @@ TABLES = {
     "unmasked": f"{_AT}, PRIMARY KEY (run, client)",
     "journals": f"{_AT}, session {_NUMBER.format('session')}, floor_round {_NUMBER.format('floor_round')}, "
     f"floor_request {_NUMBER.format('floor_request')}, PRIMARY KEY (run, client)",
-    "states": f"{_AT}, modalities TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (run, client, round, request)",
+    "states": f"{_AT}, modalities TEXT NOT NULL, names TEXT NOT NULL, digest TEXT NOT NULL, "
+    "PRIMARY KEY (run, client, round, request)",
     "replies": f"{_AT}, use TEXT NOT NULL, header TEXT NOT NULL, digest TEXT NOT NULL, "
     "PRIMARY KEY (run, client, round, request)",
 }
@@ -113,13 +115,16 @@ class Memory:
         """Read the file of a row.
 
         Raises:
-            OSError: the file is missing, is a link, or is not the one that the row names.
+            sqlite3.DatabaseError: the file is missing, is a link, or is not the one that the row names.
         """
         path = self.folder / KINDS[kind].format(*place)
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
-            content = file.read()
+        try:
+            with open(path, "rb", opener=without_links) as file:
+                content = file.read()
+        except OSError as error:
+            raise sqlite3.DatabaseError(f"{path} cannot be read: {error}") from error
         if hashlib.sha256(content).hexdigest() != digest:
-            raise OSError(f"{path} is damaged")
+            raise sqlite3.DatabaseError(f"{path} is damaged")
         return content
 
     def files(self) -> set[str]:
@@ -161,6 +166,9 @@ class DeviceStore:
         """
         try:
             self._make()
+        except (sqlite3.Error, OSError) as error:
+            raise self._unusable(error) from error
+        try:
             with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
                 rows.execute("PRAGMA synchronous = FULL")
                 rows.execute("BEGIN IMMEDIATE")
@@ -170,11 +178,16 @@ class DeviceStore:
                         raise sqlite3.DatabaseError(f"the table '{table}' is damaged: {found}")
                 yield Memory(rows, run, client, self._folder_of(run, client))
                 rows.execute("COMMIT")
-        except (sqlite3.Error, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} cannot be used: {error}. The device answers nothing before it can count. Free space on "
-                "the disk, or restore the state folder from a copy; if the data is new, give the device a new one"
-            ) from error
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> CheckpointError:
+        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        return CheckpointError(
+            f"{self.path} cannot be used: {os.strerror(errno.ENOSPC) if full else error}. The device answers nothing "
+            "before it can count. Free space on the disk, or restore the state folder from a copy; if the data is new, "
+            "give the device a new one"
+        )
 
     @contextmanager
     def alone(self, run: str, client: int, *, wait: bool = True) -> Iterator["ClientStore | None"]:
@@ -268,13 +281,23 @@ class ClientStore:
 
     @contextmanager
     def transaction(self) -> Iterator[Memory]:
-        """Begin a transaction, as `DeviceStore.transaction`, and then delete the files that no row names any more."""
-        with self.store.transaction(self.run, self.client) as memory:
-            yield memory
-            named = memory.files()
+        """Begin a transaction, as `DeviceStore.transaction`. At its end, delete the files that no row names."""
+        named: set[str] | None = None
+        try:
+            with self.store.transaction(self.run, self.client) as memory:
+                named = memory.files()
+                yield memory
+                after = memory.files()
+            named = after  # only now, because a transaction that fails leaves the rows as they were
+        finally:
+            if named is not None:
+                self._sweep(named)
+
+    def _sweep(self, named: set[str]) -> None:
         for path in self.folder.iterdir():
             if path.suffix in (".safetensors", ".bin", ".draft") and path.name not in named:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # a later transaction tries again
+                    path.unlink()
 
 
 def _plain_folder(path: Path) -> int:
