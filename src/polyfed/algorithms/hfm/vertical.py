@@ -24,7 +24,7 @@ holds.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -139,6 +139,7 @@ class Vertical(Algorithm[SiloState]):
         "silo_bytes": "Bytes that devices and their edge have exchanged inside the silos so far.",
         "server_bytes": "Bytes between the silos and the server so far.",
     }
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"partition": "silos", "silos": 2}}
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
     aligns_rows: ClassVar[bool] = True
