@@ -112,6 +112,7 @@ class Declared:
     optional: bool = False
     dtype: str = ""
     counted: bool = False
+    scored: bool = False
 
 
 def carries(
@@ -133,6 +134,7 @@ def carries(
     optional: bool = False,
     dtype: Literal["", "float32", "sums", "int64", "bool", "uint8"] = "",
     counted: bool = False,
+    scored: bool = False,
 ) -> Any:
     """Declare a field of a message.
 
@@ -164,15 +166,18 @@ def carries(
         dtype: for a statistic, its type; `float32` includes that of the model, and `sums` float64. Default: any.
         counted: whether the field counts rows of one client, so that one row changes it by at most 1. A device can add
             noise to such a field (`[require] score_noise` of its policy file).
+        scored: whether the field is computed from the client's own test or validation rows. A device that demands noise
+            in scores sends such a field only if it is `counted`, and no other statistic of these rows.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     assert kind == "statistic" or not dtype, "dtype= is for statistics"
+    assert scored or not counted, "counted= is for scores"
     shape = () if shape is None and kind == "statistic" else shape
     _check_shape(kind, shape)
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
-    form |= {"random": random, "stacked": stacked, "counted": counted}
+    form |= {"random": random, "stacked": stacked, "counted": counted, "scored": scored}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 

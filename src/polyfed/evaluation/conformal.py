@@ -59,7 +59,13 @@ class ScoreCounts(Message):
     """
 
     in_bins: Tensor = carries(
-        "statistic", dtype="int64", shape=("subsets", None, None), within=NOT_NEGATIVE, sum_only=True, tells=TELLS
+        "statistic",
+        dtype="int64",
+        shape=("subsets", None, None),
+        within=NOT_NEGATIVE,
+        sum_only=True,
+        tells=TELLS,
+        scored=True,
     )
 
 
