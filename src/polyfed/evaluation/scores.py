@@ -84,12 +84,8 @@ class OwnScore(Message):
     then are both fields counts, and a device can add noise to them.
     """
 
-    sums: Tensor = carries(
-        "statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED, counted=True, scored=True
-    )
-    num_rows: Tensor = carries(
-        "statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True, scored=True
-    )
+    sums: Tensor = carries("statistic", dtype="sums", shape=("own",), sum_only=True, tells=SCORED, counted=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,10 @@ class SubsetScores(Message):
     """
 
     sums: Tensor = carries(
-        "statistic", dtype="sums", shape=("subsets", "own"), sum_only=True, tells=TELLS, counted=True, scored=True
+        "statistic", dtype="sums", shape=("subsets", "own"), sum_only=True, tells=TELLS, counted=True
     )
     num_rows: Tensor = carries(
-        "statistic", dtype="int64", shape=("subsets",), within=NOT_NEGATIVE, sum_only=True, counted=True, scored=True
+        "statistic", dtype="int64", shape=("subsets",), within=NOT_NEGATIVE, sum_only=True, counted=True
     )
 
 
