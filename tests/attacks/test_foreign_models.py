@@ -43,7 +43,7 @@ def test_a_description_that_is_none_is_named_as_damaged(text: str, source: Path,
 
 
 KEYS = ("format", "model", "shapes", "reads", "classes", "class_names", "task", "clients", "scaling", "conformal")
-KEYS += ("sha256", "predictor", "own_models", "key")
+KEYS += ("columns", "sha256", "predictor", "own_models", "key")
 VALUES: list[Any] = [
     None,
     "x",

@@ -52,7 +52,6 @@ def _numbers(path: Path, width: int, changed: int) -> Floats:
     """The numbers of a csv file without a header, float32 (lines, width).
 
     Args:
-        path: The file.
         width: Number of columns that the file must have.
         changed: Time of the file's last change, so that the cache notices a change.
     """
@@ -76,8 +75,7 @@ class Ecg(PlainExtractor):
     Attributes:
         leads: Names of the leads, as in the header, in upper or lower case.
         samples: Length that a record must have.
-        normalise: "window" shifts and scales every lead by its mean and deviation (+ 1e-5) over the record; "none"
-            keeps millivolts.
+        normalise: "window" standardises every lead over the record (FedMultimodal); "none" keeps millivolts.
     """
 
     leads: tuple[str, ...]
