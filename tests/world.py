@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.request import Request, Send
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
+from polyfed.deploy.device.local_states import places_of, state_before
+from polyfed.deploy.device.store import DeviceStore
+from polyfed.engines.protocol import RequestId
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.engine_choice import engine_of
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
@@ -169,3 +173,14 @@ def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two trees are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def kept_states(folder: Path, run: str, client: int) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The local states that a device keeps of a client, by round and number of the request."""
+    with DeviceStore(folder).transaction(run, client) as memory:
+        found = {}
+        for round, request in places_of(memory):
+            state = state_before(memory, RequestId(run, 0, round, request + 1, client))
+            assert state is not None
+            found[round, request] = state[0]
+    return found
