@@ -50,8 +50,8 @@ def refuse_targets(columns: Columns, what: str, cure: str = PARTITIONED) -> None
     """Raise an error if the labels are not classes, because an option of the recipe needs classes.
 
     Raises:
-        RecipeError: the data has no labels, or the labels are regression targets. The error text begins with `what`, and for targets
-            it ends with `cure`.
+        RecipeError: the data has no labels, or the labels are regression targets. The text begins with `what`; for
+            targets it ends with `cure`.
     """
     if not columns.labelled and columns.num_classes == 1:
         raise RecipeError(f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'")
