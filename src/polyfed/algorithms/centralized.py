@@ -20,7 +20,7 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -75,14 +75,14 @@ class Centralized(Algorithm[Pool]):
     """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: factor for the hidden sizes and the embedding. A factor above 1 gives a model that is larger than
-            the federated model, for a comparison. The PartialFL paper also compares with a larger model.
+        width: factor for the hidden sizes and the embedding, for a comparison with a larger model, as in the PartialFL
+            paper.
     """
 
     mixing: ClassVar[str] = "the server trains on the rows of all modalities"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    width: Annotated[float, POSITIVE] = 1.0
+    width: Annotated[float, POSITIVE, OF_MODEL] = 1.0
 
     def __post_init__(self) -> None:
         """Check the options.

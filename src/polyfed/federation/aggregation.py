@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError, TooFewReplies
-from polyfed.core.schema import BELOW_HALF, BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.schema import (
+    BELOW_HALF,
+    BELOW_ONE,
+    IN_RECIPE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    NotSearched,
+    SearchRange,
+    check_ranges,
+)
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import Tree, block_of, like, size_bytes
 from polyfed.federation import adapters
@@ -52,25 +61,49 @@ class ServerOptimiser:
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment (Reddi et al. use 1e-3). The second moment starts at tau^2.
-        aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
-            `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
-            `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).
+        aggregate: how the replies are combined, block by block: `mean`; `median`, `trimmed-mean`, `krum`, `multi-krum`,
+            `geometric-median` or `norm-clip`, which limit the influence of a minority of lying clients; or `hetlora` or
+            `flexlora`, rules for LoRA adapters (docs/models.md).
         lying: largest share of false replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand.
         max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
             0 uses the median distance of the replies.
     """
 
-    optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
-    lr: Annotated[float, POSITIVE] = 1.0
-    momentum: Annotated[float, BELOW_ONE] = 0.9
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    beta2: Annotated[float, BELOW_ONE] = 0.99
-    tau: Annotated[float, POSITIVE] = 1e-3
-    aggregate: Literal[
-        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "hetlora", "flexlora"
+    optimiser: Annotated[
+        Literal["none", "avgm", "adam", "adagrad", "yogi"],
+        NotSearched("names the method: FedAvgM, FedAdam, FedAdagrad, FedYogi"),
+    ] = "none"
+    lr: Annotated[
+        float,
+        POSITIVE,
+        SearchRange(
+            0.003, 0.01, 0.03, 0.1, 0.3, 1.0, fedavg=1.0, beside=("optimiser", "avgm", "adam", "adagrad", "yogi")
+        ),
+    ] = 1.0
+    momentum: Annotated[
+        float, BELOW_ONE, SearchRange(0.0, 0.5, 0.9, 0.97, fedavg=0.0, beside=("optimiser", "avgm"))
+    ] = 0.9
+    beta1: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.9
+    beta2: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.99
+    tau: Annotated[
+        float, POSITIVE, SearchRange(0.0001, 0.001, 0.01, 0.1, beside=("optimiser", "adam", "adagrad", "yogi"))
+    ] = 1e-3
+    aggregate: Annotated[
+        Literal[
+            "mean",
+            "median",
+            "trimmed-mean",
+            "krum",
+            "multi-krum",
+            "geometric-median",
+            "norm-clip",
+            "hetlora",
+            "flexlora",
+        ],
+        IN_RECIPE,
     ] = "mean"
-    lying: Annotated[float, BELOW_HALF] = 0.2
-    max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+    lying: Annotated[float, BELOW_HALF, IN_RECIPE] = 0.2
+    max_norm: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
 
     def __post_init__(self) -> None:
         """Check types and ranges.

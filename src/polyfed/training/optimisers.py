@@ -18,8 +18,10 @@ from polyfed.core.problems import Problems
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     BELOW_ONE,
+    IN_RECIPE,
     NOT_NEGATIVE,
     POSITIVE,
+    SearchRange,
     check_ranges,
     check_shares,
 )
@@ -45,8 +47,8 @@ class Train:
         lr: learning rate in the first round.
         lr_end: learning rate at the end of the schedule.
         lr_schedule: `constant` keeps `lr`. `linear` and `cosine` reach `lr_end` in the last round. `step` is `lr` up to
-            round `lr_step`, and `lr_end` afterwards. `authors` is the rule in CMSFed's released code: `lr` up to round
-            `lr_step`, and `lr - (lr - lr_end) * round / rounds` afterwards.
+            round `lr_step` and `lr_end` afterwards. `authors`, in CMSFed's released code, is `lr` up to `lr_step` and
+            then `lr - (lr - lr_end) * round / rounds`.
         lr_step: the last round that uses `lr` under `step` and `authors`.
         momentum: momentum of `sgd`.
         nesterov: whether `sgd` uses Nesterov momentum.
@@ -55,32 +57,32 @@ class Train:
         beta2: decay of Adam's second moment.
         eps: number added to the root of Adam's second moment.
         clip_norm: gradients with a larger 2-norm are scaled down to this norm; 0 disables clipping.
-        precision: `float32` or `bf16`. With `bf16`, encoders and fusion compute in bfloat16 during training (autocast).
-            The parameters, the loss, the gradients and every evaluation stay in float32.
-        accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. The
-            result equals that of the whole batch up to rounding, if the loss of a row depends only on this row.
+        precision: `float32`, or `bf16`: encoders and fusion compute in bfloat16 during training (autocast), while
+            parameters, loss, gradients and evaluations stay in float32.
+        accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. Up
+            to rounding it equals that of the whole batch, if the loss of a row depends only on this row.
         modality_dropout: probability with which a row of a training batch loses a modality, in each step anew (Neverova
-            et al., ModDrop, TPAMI 2016). A table has a probability for each modality, a number is that of all of them.
-            A row that would lose all its modalities keeps one of them, drawn at random. Evaluations use complete rows.
+            et al., ModDrop, TPAMI 2016), one number or one for each modality. A row that would lose all keeps one of
+            them, drawn at random.
     """
 
-    epochs: Annotated[int, NOT_NEGATIVE] = 1
-    steps: Annotated[int | None, NOT_NEGATIVE] = None
-    batch_size: Annotated[int, NOT_NEGATIVE] = 32
-    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: Annotated[float, NOT_NEGATIVE] = 0.05
-    lr_end: Annotated[float | None, NOT_NEGATIVE] = None
-    lr_schedule: Literal["constant", "linear", "cosine", "step", "authors"] = "constant"
-    lr_step: Annotated[int, NOT_NEGATIVE] = 80
-    momentum: Annotated[float, BELOW_ONE] = 0.0
-    nesterov: bool = False
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    beta2: Annotated[float, BELOW_ONE] = 0.999
-    eps: Annotated[float, POSITIVE] = 1e-8
-    clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-    precision: Literal["float32", "bf16"] = "float32"
-    accumulate: Annotated[int, AT_LEAST_ONE] = 1
+    epochs: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 1
+    steps: Annotated[int | None, NOT_NEGATIVE, IN_RECIPE] = None
+    batch_size: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 32
+    optimiser: Annotated[Literal["sgd", "adam", "adamw"], IN_RECIPE] = "sgd"
+    lr: Annotated[float, NOT_NEGATIVE, SearchRange(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)] = 0.05
+    lr_end: Annotated[float | None, NOT_NEGATIVE, IN_RECIPE] = None
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine", "step", "authors"], IN_RECIPE] = "constant"
+    lr_step: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 80
+    momentum: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.0
+    nesterov: Annotated[bool, IN_RECIPE] = False
+    weight_decay: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
+    beta1: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.9
+    beta2: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.999
+    eps: Annotated[float, POSITIVE, IN_RECIPE] = 1e-8
+    clip_norm: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
+    precision: Annotated[Literal["float32", "bf16"], IN_RECIPE] = "float32"
+    accumulate: Annotated[int, AT_LEAST_ONE, IN_RECIPE] = 1
     modality_dropout: Mapping[str, float] | float = 0.0
 
     def __post_init__(self) -> None:

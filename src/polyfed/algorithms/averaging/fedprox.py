@@ -16,7 +16,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 from polyfed.core.tree import Tree, squared_distance
 from polyfed.federation.context import ClientContext
 
@@ -26,11 +26,10 @@ class FedProx(Averaging):
     """FedAvg with a proximal term in the local loss.
 
     Attributes:
-        mu: weight of the proximal term. 0 gives FedAvg. The PartialFL paper uses 0.01, and the FedProx paper uses 0.001
-            to 1.
+        mu: weight of the proximal term; 0 is FedAvg. 0.01 in the PartialFL paper, 0.001 to 1 in FedProx's.
     """
 
-    mu: Annotated[float, NOT_NEGATIVE] = 0.01
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0, fedavg=0.0)] = 0.01
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

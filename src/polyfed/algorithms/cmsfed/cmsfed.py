@@ -32,7 +32,17 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
-from polyfed.core.schema import BELOW_ONE, FLAG, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import (
+    BELOW_ONE,
+    COST,
+    FLAG,
+    NOT_NEGATIVE,
+    PLACEBO,
+    POSITIVE,
+    READING,
+    NotSearched,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.aggregation import aggregate
@@ -112,64 +122,66 @@ class CmsFed(Averaging[CmsFedState]):
     FedAvg+PCE. If `[selection] name = "divfl"` is set in addition, the method is DivFL+PCE.
 
     Attributes:
-        ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
-            whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients whose ratio is above the
-            `dominance_quantile` of all clients' ratios. Such clients always exist, unless all ratios are equal.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. With inf, the rule
-            applies to no client, because no ratio is above inf.
+        ratio_rule: which clients train only the weak modality: those whose dominance ratio is above
+            `dominance_threshold` (`threshold`, the paper), or above the `dominance_quantile` of all ratios
+            (`quantile`), which exist unless all ratios are equal.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`; 1.5 to 2.5 in the paper. With inf, no client is above
+            it.
         dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small for the
             rule to apply.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed. `clip` is alpha_p * clip(ratio - 1, 0, 1), as in
-            the paper. `hard` is alpha_p if the ratio is above 1, and otherwise 0, as in the released code.
-        pce_target: the modality to which PCE is applied. `global_weak` is the weak modality of the federation (Eq. 9);
-            `batch_weak` is the weak modality of the batch (released code).
-        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` instead compares how far
-            training moved the encoders (released code), so clients upload no gradients.
-        client_weights: weights of the clients in the mean. `samples` uses the number of rows. Under `clusters`, every
-            client of the federation is represented by the chosen client with the most similar gradient. The weight of a
-            chosen client is the number of rows of all clients that it represents (the gamma of Eq. 6). In the block of
-            the weak modality, similarity means a small distance D_2 between the gradients of this modality's encoder.
-            In the other blocks, it means a small distance D_1 between the gradients of the cross-entropy.
-        classifier_average: the clients over which the server averages the classifier. Each modality has its own columns
-            in the classifier, and the server averages these columns separately. `cohort` averages over all chosen
-            clients. A client that did not train a modality then contributes the columns that it received. `trained`
-            averages only over the clients that trained the modality.
-        normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
+        beta_mode: beta, the weight of PCE in a batch: `clip` is alpha_p * clip(ratio - 1, 0, 1), as in the paper,
+            `hard` is alpha_p if the ratio is above 1, else 0, as in the released code.
+        pce_target: the modality to which PCE is applied: the weak one of the federation (`global_weak`, Eq. 9) or of
+            the batch (`batch_weak`, released code).
+        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
+            moved the encoders (released code), so clients upload no gradients.
+        client_weights: weights of the clients in the mean: `samples`, their rows, or `clusters` (the gamma of Eq. 6),
+            the rows of all clients that a chosen one represents, because its gradient is the most similar: for the weak
+            modality's block in the distance D_2 of its encoder's gradients, for the others in the distance D_1 of the
+            gradients of the cross-entropy.
+        classifier_average: the clients over which the server averages each modality's columns of the classifier: only
+            those that `trained` the modality, or the whole `cohort`, in which the others contribute the columns that
+            they received.
+        normalize_delta: whether deltas are divided by learning rate and steps, so that clients of unequal size are
+            comparable.
         resolution: which candidates join the cohort. In each pass, each of the two facility-location problems proposes
-            one client. Under `paper` (Eq. 13-14), both clients join. Under `authors` (the released code), only one of
-            them joins.
-        init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
-            one full-batch `step`.
-        prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.
-        modality_selection: if false, the selector draws the cohort, and each client in it trains all its modalities.
+            one client; both join under `paper` (Eq. 13-14), one under `authors` (the released code).
+        init_pass: how the first gradients are computed: by an `epoch` of training whose result is discarded, or one
+            full-batch `step`.
+        prototypes: `global`, or `local`: each client's own, computed again for every epoch.
+        modality_selection: whether CMSFed chooses clients and modalities; if not, the selector draws the cohort, and
+            each client trains all modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
-            them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
-            classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
-        placebo: a control experiment. A placebo costs as much as CMSFed, but makes one part of the method random.
-            `random-picks` draws both candidates of a pass at random instead of by facility location. `random-modality`
-            draws the weak modality of a round at random. `random-prototypes` sends random vectors of the same lengths
-            as the prototypes. These vectors do not change between rounds.
+            them, as in the paper, and then training can lower PCE by longer features until the classifier diverges
+            (docs/algorithms/cmsfed.md).
+        placebo: a control of the same cost with one random part: `random-picks` draws both candidates of a pass,
+            `random-modality` the weak modality of a round, and `random-prototypes` vectors of the prototypes' lengths,
+            the same in all rounds. `none` is the method.
     """
 
-    ratio_rule: Literal["threshold", "quantile"] = "quantile"
-    dominance_threshold: float = 2.0
-    dominance_quantile: Annotated[float, BELOW_ONE] = 0.5
-    prototype_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    beta_mode: Literal["clip", "hard"] = "clip"
-    pce_target: Literal["global_weak", "batch_weak"] = "global_weak"
-    gradient_split: Literal["exact", "delta"] = "delta"
-    client_weights: Literal["samples", "clusters"] = "samples"
-    classifier_average: Literal["cohort", "trained"] = "trained"
-    normalize_delta: bool = True
-    resolution: Literal["paper", "authors"] = "paper"
-    init_pass: Literal["epoch", "step"] = "epoch"
-    prototypes: Literal["global", "local"] = "global"
-    modality_selection: bool = True
-    sketch: Annotated[int, NOT_NEGATIVE] = 0
-    feature_norm: Annotated[float, NOT_NEGATIVE] = 6.0
-    placebo: Literal["none", "random-picks", "random-modality", "random-prototypes"] = "none"
+    ratio_rule: Annotated[Literal["threshold", "quantile"], READING] = "quantile"
+    dominance_threshold: Annotated[float, SearchRange(0.8, 1.2, 1.5, 2.0, 2.5, beside=("ratio_rule", "threshold"))] = (
+        2.0
+    )
+    dominance_quantile: Annotated[
+        float, BELOW_ONE, SearchRange(0.0, 0.25, 0.5, 0.75, 0.9, beside=("ratio_rule", "quantile"))
+    ] = 0.5
+    prototype_weight: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.5, 1.0, 2.0, 4.0, fedavg=0.0)] = 1.0
+    beta_mode: Annotated[Literal["clip", "hard"], READING] = "clip"
+    pce_target: Annotated[Literal["global_weak", "batch_weak"], READING] = "global_weak"
+    gradient_split: Annotated[Literal["exact", "delta"], READING] = "delta"
+    client_weights: Annotated[Literal["samples", "clusters"], READING] = "samples"
+    classifier_average: Annotated[Literal["cohort", "trained"], READING] = "trained"
+    normalize_delta: Annotated[bool, READING] = True
+    resolution: Annotated[Literal["paper", "authors"], READING] = "paper"
+    init_pass: Annotated[Literal["epoch", "step"], READING] = "epoch"
+    prototypes: Annotated[Literal["global", "local"], NotSearched("local is an ablation")] = "global"
+    modality_selection: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    sketch: Annotated[int, NOT_NEGATIVE, COST] = 0
+    feature_norm: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 3.0, 6.0, 12.0)] = 6.0
+    placebo: Annotated[Literal["none", "random-picks", "random-modality", "random-prototypes"], PLACEBO] = "none"
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -27,7 +27,7 @@ from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.request import Send, names_as_sent
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE, READING, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
@@ -50,20 +50,21 @@ class FedMSplit(Averaging[SplitState]):
     """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`, which is FedAvg per block. The tables of the CMSFed paper seem to report
-            `block_mean`, according to an unfinished file in its authors' code.
+        mode: `personal`, or `block_mean`, FedAvg per block, which the CMSFed paper's tables seem to report, according
+            to an unfinished file in its code.
         lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1 in third-party
             code.
-        similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine of the angle between
-            the two vectors, divided by the temperature. `dot` is the dot product divided by the square root of the
-            number of entries.
+        similarity: similarity of parameter vectors: their `cosine` divided by the temperature, or their `dot` product
+            divided by the root of the number of entries.
         temperature: temperature of `cosine`.
     """
 
-    mode: Literal["personal", "block_mean"] = "personal"
-    lam: Annotated[float, NOT_NEGATIVE] = 0.01
-    similarity: Literal["cosine", "dot"] = "cosine"
-    temperature: Annotated[float, POSITIVE] = 0.1
+    mode: Annotated[Literal["personal", "block_mean"], SearchRange("personal", "block_mean", fedavg="block_mean")] = (
+        "personal"
+    )
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.01
+    similarity: Annotated[Literal["cosine", "dot"], READING] = "cosine"
+    temperature: Annotated[float, POSITIVE, SearchRange(0.05, 0.1, 0.5, 1.0, beside=("similarity", "cosine"))] = 0.1
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

@@ -26,7 +26,7 @@ from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.request import Send
-from polyfed.core.schema import PROBABILITY
+from polyfed.core.schema import PLACEBO, PROBABILITY, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.context import ClientContext
@@ -44,16 +44,16 @@ class Apfl(Averaging):
     """Federated averaging, and a mixture of local and global model for each client.
 
     Attributes:
-        alpha: the first weight of a client's own model in its mixture. The paper tries 0.25, 0.5 and 0.75; 0 predicts
-            with the global model, and 1 with a model that the client trains alone.
+        alpha: the first weight of a client's own model in its mixture (0.25, 0.5 and 0.75 in the paper); 0 predicts
+            with the global model, 1 with one that the client trains alone.
         adaptive: whether every client learns its alpha.
-        placebo: `initial` is a control: the own model is mixed with the initial model, which knows nothing of the other
-            clients. `none`, the default, is the method of the paper.
+        placebo: `initial` is a control: the own model is mixed with the initial one, which knows nothing of other
+            clients. `none` is the method.
     """
 
-    alpha: Annotated[float, PROBABILITY] = 0.5
-    adaptive: bool = True
-    placebo: Literal["none", "initial"] = "none"
+    alpha: Annotated[float, PROBABILITY, SearchRange(0.0, 0.25, 0.5, 0.75, 1.0, fedavg=0.0)] = 0.5
+    adaptive: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

@@ -21,7 +21,7 @@ from polyfed.algorithms.averaging.private_blocks import epochs_of
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import Tree, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult
@@ -38,16 +38,16 @@ class Ditto(Averaging):
     """Federated averaging, and a regularised personal model for each client.
 
     Attributes:
-        lam: lambda, weight of the pull towards the global model. The paper tries 0.05, 0.1, 0.2, 1 and 2. 0 trains the
-            personal model alone.
-        personal_epochs: epochs in which the personal model trains in each round; 0 means as many as [train] gives.
-        placebo: `initial` is a control: the personal model is pulled towards the initial model, which knows nothing of
-            the other clients. `none`, the default, is the method of the paper.
+        lam: lambda, weight of the pull towards the global model (0.05 to 2 in the paper); 0 trains the personal model
+            alone.
+        personal_epochs: epochs of the personal model in each round; 0 for those of [train].
+        placebo: `initial` is a control: the pull is towards the initial model, which knows nothing of other clients.
+            `none` is the method.
     """
 
-    lam: Annotated[float, NOT_NEGATIVE] = 1.0
-    personal_epochs: Annotated[int, NOT_NEGATIVE] = 0
-    placebo: Literal["none", "initial"] = "none"
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.05, 0.1, 0.2, 1.0, 2.0)] = 1.0
+    personal_epochs: Annotated[int, NOT_NEGATIVE, COST] = 0
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

@@ -29,7 +29,7 @@ from polyfed.algorithms.personal.blocks import Blocks, Layout, Wanted, layouts, 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
+from polyfed.core.schema import AT_LEAST_TWO, COST, NOT_NEGATIVE, PROBABILITY, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
 from polyfed.federation.clock import Timetable
@@ -87,22 +87,22 @@ class FedFomo(Algorithm[FedFomoState]):
     """Personal models as mixtures of other clients' models.
 
     Attributes:
-        uploads: how many clients send a block in a round: a share of all clients, or a count.
-        every: with n, a client holds out every n-th of its training rows. With 5, this is 20 %, as in the paper.
-        candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
-            preferred so far. 0 means all, as in the FMML paper.
-        explore: the value of epsilon in round 1. Epsilon is the probability that a candidate is drawn at random.
-        explore_decay: amount by which epsilon decreases in every round.
+        uploads: clients that send a block in a round: a share of all clients, or a count.
+        every: a client holds out every n-th of its training rows: with 5, 20 %, as in the paper.
+        candidates: most blocks of other clients that a client receives, those that it has preferred so far; 0 for all,
+            as in the FMML paper.
+        explore: epsilon, the probability that a candidate is drawn at random, in round 1.
+        explore_decay: by how much epsilon decreases in every round.
     """
 
     mixing: ClassVar[str] = "fedfomo mixes each block with weights from the loss of the whole model"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    uploads: float | int = 1.0
-    every: Annotated[int, AT_LEAST_TWO] = 5
-    candidates: Annotated[int, NOT_NEGATIVE] = 0
-    explore: Annotated[float, PROBABILITY] = 0.3
-    explore_decay: Annotated[float, NOT_NEGATIVE] = 0.05
+    uploads: Annotated[float | int, COST] = 1.0
+    every: Annotated[int, AT_LEAST_TWO, NotSearched("decides how many rows the clients hold out")] = 5
+    candidates: Annotated[int, NOT_NEGATIVE, COST] = 0
+    explore: Annotated[float, PROBABILITY, SearchRange(0.0, 0.1, 0.3, 0.5)] = 0.3
+    explore_decay: Annotated[float, NOT_NEGATIVE, NotSearched("goes with explore")] = 0.05
 
     def __post_init__(self) -> None:
         """Check the options.

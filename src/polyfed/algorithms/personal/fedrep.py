@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class FedRep(Averaging):
 
     Attributes:
         private: the blocks that every client keeps: `head`, or the names of other blocks that stand for it.
-        private_epochs: epochs in which a client trains only its head, at the start of each round. The paper uses 10.
+        private_epochs: epochs in which a client trains only its head, at the start of each round; 10 in the paper.
     """
 
     private: tuple[str, ...] = ("head",)
-    private_epochs: Annotated[int, NOT_NEGATIVE] = 10
+    private_epochs: Annotated[int, NOT_NEGATIVE, SearchRange(1, 2, 5, 10)] = 10
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

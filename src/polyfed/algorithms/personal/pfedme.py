@@ -26,7 +26,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import AT_LEAST_ONE, POSITIVE
+from polyfed.core.schema import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import Tree, add, clone, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult
@@ -41,18 +41,18 @@ class PFedMe(Averaging):
     """Personalised federated learning with Moreau envelopes. The mean is uniform by default, as in the paper.
 
     Attributes:
-        lam: lambda, weight of the pull of the personal model to the global one. The paper uses 15 to 30.
+        lam: lambda, weight of the pull of the personal model to the global one; 15 to 30 in the paper.
         inner_steps: K, gradient steps towards the personal model on each batch.
         inner_lr: learning rate of these steps. `inner_lr * lam` has to be below 2, else they diverge.
-        placebo: `initial` is a control: the personal model is solved for near the initial model, which knows nothing of
-            the other clients. `none`, the default, is the method of the paper.
+        placebo: `initial` is a control: the personal model is solved for near the initial one, which knows nothing of
+            other clients. `none` is the method.
     """
 
-    aggregation: Literal["weighted", "uniform"] = "uniform"
-    lam: Annotated[float, POSITIVE] = 15.0
-    inner_steps: Annotated[int, AT_LEAST_ONE] = 5
-    inner_lr: Annotated[float, POSITIVE] = 0.05
-    placebo: Literal["none", "initial"] = "none"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
+    lam: Annotated[float, POSITIVE, SearchRange(5.0, 15.0, 30.0)] = 15.0
+    inner_steps: Annotated[int, AT_LEAST_ONE, COST] = 5
+    inner_lr: Annotated[float, POSITIVE, SearchRange(0.005, 0.01, 0.02, 0.05)] = 0.05
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

@@ -11,13 +11,14 @@ The messages are the same as in split learning. Page: docs/algorithms/splitfed.m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
+from polyfed.core.schema import IN_RECIPE, NotSearched
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
@@ -32,22 +33,21 @@ class SplitFed(Algorithm[SplitState]):
     """Clients train in parallel.
 
     Attributes:
-        version: 1 keeps one upper half for each client and averages these halves at the end of a round. 2 keeps one
-            upper half for all clients.
+        version: 1 keeps one upper half for each client and averages them at the end of a round, 2 one for all clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        u_shaped: whether to keep the head and the labels on the clients. This option needs one more exchange per batch.
+        u_shaped: whether the head and the labels stay on the clients, at one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 
-    version: Literal[1, 2] = 1
-    aggregation: Literal["weighted", "uniform"] = "weighted"
+    version: Annotated[Literal[1, 2], NotSearched("another method")] = 1
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"
     selector: Selector = Uniform()
     mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
 
-    u_shaped: bool = False
+    u_shaped: Annotated[bool, NotSearched("decides what leaves a client")] = False
     cut: Cut = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
