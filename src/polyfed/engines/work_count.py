@@ -21,7 +21,7 @@ class MeteredClientData(ClientData):
 
     Local training costs `Job.passes` forward passes through each block with a trained parameter, usually three. It
     costs one forward pass through each block that is wholly frozen. A `fold` costs one forward pass through all blocks
-    of the client, independent of the computation in its step. A block's part of the first fusion layer counts only if its
+    of the client, independent of the computation in its step. A part of the first fusion layer counts only if its
     parameters are among those of the training: the clients of a cut model lack them.
 
     The number of rows of a given batch (`minimise(on=...)`) is a tensor, which `vmap` hides from Python. Its work is
