@@ -1,6 +1,7 @@
 """The small federation of the laws, for all tests, with further encoders."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.request import Request, Send
+from polyfed.deploy.device.local_states import places_of, state_before
+from polyfed.deploy.device.store import DeviceStore
+from polyfed.engines.protocol import RequestId
 from polyfed.experiment.recipes.engine_choice import engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
@@ -99,3 +103,14 @@ def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two trees are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def kept_states(folder: Path, run: str, client: int) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The local states that a device keeps of a client, by round and number of the request."""
+    with DeviceStore(folder).transaction(run, client) as memory:
+        found = {}
+        for round, request in places_of(memory):
+            state = state_before(memory, RequestId(run, 0, round, request + 1, client))
+            assert state is not None
+            found[round, request] = state[0]
+    return found
