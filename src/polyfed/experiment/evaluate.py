@@ -17,7 +17,7 @@ from torch import Tensor
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE
 from polyfed.core.system.json_and_toml import parse_json
@@ -137,8 +137,8 @@ def job_of(
         named = folder / RECIPE if folder.is_dir() else folder
         if not named.exists() or (recipe is None and not folder.is_dir()):
             raise RecipeError(
-                f"{path} holds no recipe, so its clients and rows are not known. Give one: polyfed evaluate {path} "
-                "--recipe RECIPE.toml"
+                f"{path} holds no recipe, so its clients and rows are not known. Give one: "
+                f"{command('evaluate', path, '--recipe', 'RECIPE.toml')}"
             )
         recipe = named
     base = recipe_of(recipe)

@@ -98,7 +98,10 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
 
 def _write_tree(tree: Tree, path: Path) -> str:
     """Write a Tree and return the SHA-256 of its file."""
+    path.touch()  # safetensors makes files that only their owner can read, unlike the other files of the folder
+    mode = path.stat().st_mode
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, path)
+    path.chmod(mode)
     sync(path)
     return sha256_of(path)
 
