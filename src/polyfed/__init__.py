@@ -2,8 +2,9 @@
 
 The names below are the public functions and classes. With them, a program can load or parse a recipe, `check` which
 data the recipe allows to leave the clients, `run` the recipe, and read the results of the run. It can also `sweep` a
-study of many runs, `compare` runs, and `recommend` a method for your data. If you write your own method, import from `polyfed.algorithms`, `polyfed.core`
-and `polyfed.training`. Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
+study of many runs, `compare` runs, and `recommend` a method for your data. If you write your own method, import from
+`polyfed.algorithms`, `polyfed.core` and `polyfed.training`. Each name is imported when it is first used, so that
+`polyfed --help` does not wait for PyTorch.
 """
 
 from importlib import import_module

@@ -151,14 +151,22 @@ class Planner:
     def all(self) -> Iterator[Candidate]:
         """Yield every candidate, without a verdict."""
         for name, cls in ALGORITHMS.items():
-            own = self.own if self.own.get("name") == name else {"name": name}
+            own = {"name": name, **self._private_options(cls)} | (self.own if self.own.get("name") == name else {})
             yield Candidate(name, name, {"algorithm": own})
             for option, value in _options(cls, own):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield Candidate(f"{name} {option}={shown}", name, {"algorithm": {**own, option: value}}, option=True)
         for name, optimiser in SERVERS.items():
             server = {**self.table.get("server", {}), "optimiser": optimiser}
-            yield Candidate(name, name, {"algorithm": {"name": "fedavg"}, "server": server})
+            own = {"name": "fedavg", **self._private_options(ALGORITHMS["fedavg"])}
+            yield Candidate(name, name, {"algorithm": own, "server": server})
+
+    def _private_options(self, cls: type[Algorithm]) -> dict[str, Any]:
+        """Return the options with which a method can honour the recipe's [privacy]: see `Algorithm.private_options`."""
+        if "privacy" not in self.table:
+            return {}
+        of_clients = self.table["privacy"].get("unit") == "client" and "aggregation" in choices(cls)
+        return {**cls.private_options, **({"aggregation": "uniform"} if of_clients else {})}  # equal weights bound each
 
     def judge(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the verdict of `polyfed check`."""

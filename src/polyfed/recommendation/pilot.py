@@ -28,6 +28,7 @@ from polyfed.experiment.results.json_text import json_ready
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.scheduler import sweep
+from polyfed.report.formatting import seconds_of
 from polyfed.report.scores import Metric
 
 TUNING = (101, 102, 103)
@@ -319,8 +320,11 @@ class Pilot:
             slow = max(arms, key=lambda arm: (arm.role == "candidate" and arm.name != "fedavg", arm.seconds))
             if slow.role != "candidate" or slow.name == "fedavg":
                 return {"trials": LADDER[-1][0], "tuning_seeds": LADDER[-1][1], "dropped": dropped}
-            price = self._price(slow, *LADDER[-1]) / self.jobs / 60
-            dropped[slow.name] = f"its search alone would take {price:.1f} of the {self.journal.minutes:g} minutes"
+            price = self._price(slow, *LADDER[-1]) / self.jobs
+            dropped[slow.name] = (
+                f"{self.journal.minutes:g} minutes are too few for all methods, and it is the slowest of those left "
+                f"(about {seconds_of(price)})"
+            )
 
     def _price(self, arm: Arm, trials: int, seeds: int) -> float:
         """Return about how many seconds the search and the first seeds of a method take."""

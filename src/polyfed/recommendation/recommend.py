@@ -264,10 +264,9 @@ def _arms(planner: Planner, candidates: Sequence[Candidate]) -> dict[str, Arm]:
         if candidate.method not in found:
             found[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
     for name, role in REFERENCES.items():
-        changes = reference_changes(name, planner.columns.modalities)
-        judged = Planner.judge(
-            _without_policy(planner) if name == "centralized" else planner, Candidate(name, name, changes)
-        )
+        changes = reference_changes(name, planner.columns.modalities, planner.metrics)
+        own = _without_policy(planner) if name == "centralized" else planner
+        judged = own.judge(Candidate(name, name, changes))
         if judged.planned and not judged.unmeasured:
             found[name] = Arm(name, role, changes)
     for arm in found.values():
