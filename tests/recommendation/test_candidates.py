@@ -1,7 +1,6 @@
 """A candidate is planned exactly if `polyfed check` accepts its recipe, by the recipe's and by a device's policy."""
 
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,11 @@ def accepted(table: dict[str, Any], folder: Path, policy: Path | None) -> bool:
     for words in ([], ["--node", str(policy)]):
         if words and policy is None:
             continue
-        with pytest.raises(SystemExit) as end, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        try:
             main(["check", str(path), *words])
-        if end.value.code:
-            return False
+        except SystemExit as end:
+            if end.code:
+                return False
     return True
 
 
@@ -78,14 +77,16 @@ def disagreements(seed: int, folder: Path, count: int) -> tuple[list[str], int]:
     return wrong, sum(one.planned for one in judged)
 
 
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
 def test_planned_is_accepted_and_not_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [disagreements(seed, tmp_path, 4) for seed in range(6)]
+    found = [disagreements(seed, tmp_path, 3) for seed in range(4)]
     assert [text for wrong, _ in found for text in wrong] == []
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
 def test_over_a_hundred_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [disagreements(seed, tmp_path, 8) for seed in range(6, 108)]
+    found = [disagreements(seed, tmp_path, 8) for seed in range(4, 108)]
     assert [text for wrong, _ in found for text in wrong] == []
     assert 50 < sum(count for _, count in found) < 700  # both verdicts occur
 

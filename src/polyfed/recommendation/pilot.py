@@ -383,7 +383,7 @@ class Pilot:
         unscored = (arm for arm in self.going if arm.role == "candidate" and not arm.scores)
         dropped |= {arm.name: "it has no score" for arm in unscored}
         dropped |= {arm.name: f"{arm.role} is behind" for arm in self.going if arm.role in dropped}
-        added = {}
+        added = dict[str, Any]()
         for arm in rivals[:most] if stage == 1 else ():
             if (changes := placebos(arm)) is not None:
                 added[f"{arm.name} placebo"] = {"of": arm.name, "set": changes}
