@@ -221,7 +221,7 @@ def population_for(
 def codes_of(source: Any, job: Recipe, rows: int) -> dict[str, Tensor]:
     """Return the groups of each row for the columns of an evaluation job."""
     method: Any = job.algorithm
-    return group_codes(getattr(source, "path", ""), getattr(method, "groups", {}), rows)
+    return group_codes(source, getattr(method, "groups", {}), rows)
 
 
 def _scaled(columns: Columns, scaling: Mapping[str, Scaling] | None) -> Columns:

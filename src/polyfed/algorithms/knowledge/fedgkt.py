@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, SCORING, Algorithm, Broadcast
 from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -114,8 +114,8 @@ class FedGKT(Algorithm[GktState]):
     Attributes:
         alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; 0.5 in the
             authors' configuration.
-        temperature: temperature of the distillation. The default is 3. The authors' configuration has temperature 100,
-            which makes the targets nearly uniform.
+        temperature: temperature of the distillation; 100 in the authors' configuration, which makes the targets nearly
+            uniform.
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.
@@ -244,7 +244,7 @@ class FedGKT(Algorithm[GktState]):
 
     @override
     def received_template(self, task: str, model: Model) -> Tree:
-        evaluates = task in ("score_own", "score_subsets", "count_scores")
+        evaluates = task in SCORING
         return self.top(model).template if evaluates else super().received_template(task, model)
 
     @override

@@ -143,8 +143,21 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
     elif recipe.algorithm.secure_aggregation is not None and evaluation.conformal_groups != "all":
         why = "secure aggregation gives sums over all clients only. Set conformal_groups = 'all'"
     else:
+        _refuse_shrinkage(recipe, population)
         return
     raise RecipeError(f"[evaluate] conformal = '{evaluation.conformal}': {why}", ("evaluate", "conformal"))
+
+
+def _refuse_shrinkage(recipe: Recipe, population: Population) -> None:
+    if not recipe.algorithm.evaluation.shrinkage:
+        return
+    if not isinstance(task_of(recipe), Classification):
+        why = "the widths of intervals follow from the counts of `conformal`, so predict_set has it anyway. Remove it"
+    elif len(population.columns.modalities) == 1:
+        why = "the data has one modality, so no row lacks one. Remove it"
+    else:
+        return
+    raise RecipeError(f"[evaluate] shrinkage = true: {why}", ("evaluate", "shrinkage"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

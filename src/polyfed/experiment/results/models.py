@@ -13,7 +13,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
-from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets
+from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets, sizes_shape
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
@@ -313,7 +313,7 @@ def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective
     if said is None:
         return None
     _, groups, bins = counts_shape("class" if said.get("kind") == "class" else "split", model, task)
-    return Conformal.read(said, (groups, bins))
+    return Conformal.read(said, (groups, bins), sizes_shape(model))
 
 
 def warn_unscaled(folder: Path) -> None:

@@ -105,7 +105,7 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     method: Any = recipe.algorithm
     if groups := getattr(method, "groups", {}):
-        codes = group_codes(getattr(recipe.data, "path", ""), groups, len(columns))
+        codes = group_codes(recipe.data, groups, len(columns))
         population = replace(population, columns=replace(population.columns, groups=codes))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
