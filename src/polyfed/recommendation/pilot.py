@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
 
@@ -26,8 +26,9 @@ from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.results.json_text import json_ready
 from polyfed.experiment.running.events import Listener
+from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
-from polyfed.experiment.study.scheduler import sweep
+from polyfed.experiment.study.pool import Pool
 from polyfed.report.formatting import seconds_of
 from polyfed.report.scores import Metric
 
@@ -187,6 +188,7 @@ class Pilot:
     out_of_time: bool = False
     metric: Metric | None = None
     board: Board | None = None
+    pool: Pool | None = None
 
     @property
     def rounds(self) -> int:
@@ -247,9 +249,19 @@ class Pilot:
             self.board = board
             self.journal.tick()
 
-        sweep(study, self.folder / "study", jobs=self.jobs, listeners=[*self.listeners, listen])
-        assert self.board is not None
-        return self.board
+        assert self.pool is not None, "the pilot is used in a `with` block"
+        return scheduler.carried_out(study, self.folder / "study", self.pool, [*self.listeners, listen])
+
+    def __enter__(self) -> Self:
+        """Start the processes, which all stages share: each takes seconds to load the libraries."""
+        self.pool = scheduler.processes(self.folder / "study", self.jobs)
+        self.pool.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End the processes."""
+        if self.pool is not None:
+            self.pool.__exit__(*error)
 
     def _probe(self) -> None:
         """Measure seconds and bytes of all methods, and drop those that fail or cost too much."""

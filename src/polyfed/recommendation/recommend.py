@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,12 @@ def recommend(
     A recommendation that was stopped goes on in its folder; its minutes count over all calls.
 
     Args:
-        given: a data file (.npz, .csv, .tsv, .parquet, .jsonl, or a folder of .npy files), a recipe's TOML file, or its
-            table. The recipe's method is one of the candidates; its model, clients and rounds hold for all.
+        given: a data file as in `polyfed init`, a recipe's TOML file, or its table. The recipe's method is one of the
+            candidates; its model, clients and rounds hold for all.
         out: the folder.
         minutes: the time; 0 only lists the candidates.
         policy: a device's policy file with [egress], [limits] and [require]. By default, the recipe's [egress] holds.
-        metric: the metric by which methods are compared, such as `global.uar`. By default `personal.mean` if the
-            clients have test rows of their own, otherwise the task's score of the global model.
+        metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
         max_bytes: the most bytes that a run may send, in both directions.
         max_seconds: the most seconds that a run may take.
@@ -139,7 +138,6 @@ def recommend(
     Raises:
         EgressError: the policy refuses every method.
         TooFewReplies: no method finished within the time.
-        PolyfedError: the data, the recipe or the policy is wrong.
     """
     started = time.monotonic()
     if minutes < 0:
@@ -148,20 +146,17 @@ def recommend(
     if epsilon is not None:
         table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,))
-    wanted = _wanted(methods)
-    folder = Path(out)
+    wanted, folder = _wanted(methods), Path(out)
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
         journal = Journal(folder / "plan.json", minutes, started=started)
         candidates = tuple(planner.judge(entry) for entry in planner.all() if entry.method in wanted)
         if not any(c.planned for c in candidates if c.method not in REFERENCES):
             raise EgressError(_all_refused(candidates))
-        if not minutes:
-            found = Recommendation(candidates, None, (), folder)
-        else:
-            limits = {"bytes": max_bytes, "seconds": max_seconds}
+        found = Recommendation(candidates, None, (), folder)
+        if minutes:
             pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners)
-            pilot.limits, pilot.arms = limits, _arms(planner, candidates)
+            pilot.limits = {"bytes": max_bytes, "seconds": max_seconds}
             found = _carried_out(pilot, planner, candidates)
         _write(found, planner)
         journal.write()
@@ -169,23 +164,27 @@ def recommend(
 
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
-    pilot.carry_out(lambda arm: _placebo_of(planner, arm))
+    pilot.arms = _arms(planner, candidates)
+    with pilot:
+        pilot.carry_out(lambda arm: _placebo_of(planner, arm))
+        order, subsets = _chosen(pilot, planner)
     assert pilot.metric is not None
-    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores]
-    most = max(len(arm.scores) for arm in rivals)
-    order = sorted((arm for arm in rivals if len(arm.scores) == most), key=pilot.standing)
-    choice = order[0]
-    several = len(planner.columns.modalities) > 1
-    scored = planner.judge(Candidate("subsets", choice.name, {**_sections(choice), "evaluate": {"subsets": "all"}}))
-    subsets = pilot.subsets(choice) if several and scored.planned and not pilot.out_of_time else {}
     lost = _not_tried(pilot, candidates)
     arms = list(pilot.arms.values())
     conclusion = concluded(arms, pilot.metric, subsets, lost, order=order)
-    timed = Conclusion(
-        **{f.name: getattr(conclusion, f.name) for f in fields(Conclusion)}
-        | {"out_of_time": pilot.out_of_time, "minutes": pilot.journal.minutes}
-    )
+    timed = replace(conclusion, out_of_time=pilot.out_of_time, minutes=pilot.journal.minutes)
     return Recommendation(candidates, timed, tuple(arms), pilot.folder)
+
+
+def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]]]:
+    """Return the candidates with the most seeds, the best first, and the scores of the best from every subset."""
+    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores]
+    most = max(len(arm.scores) for arm in rivals)
+    order = sorted((arm for arm in rivals if len(arm.scores) == most), key=pilot.standing)
+    choice, several = order[0], len(planner.columns.modalities) > 1
+    changes = {**_sections(choice), "evaluate": {"subsets": "all"}}
+    possible = several and not pilot.out_of_time and planner.judge(Candidate("subsets", choice.name, changes)).planned
+    return order, pilot.subsets(choice) if possible else {}
 
 
 def _table_of(
