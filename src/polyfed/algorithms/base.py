@@ -278,7 +278,6 @@ class Algorithm(ABC, Generic[S]):
         """Return a client's local state before its first task. It never leaves the client.
 
         Args:
-            context: the client context.
             key: random key of the client in this run, for random initial values.
         """
         return {}
@@ -458,7 +457,6 @@ class Algorithm(ABC, Generic[S]):
         """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
 
         Args:
-            state: the server's state.
             fed: the federation; this hook sends no requests.
             clients: the clients that will be evaluated.
         """
@@ -469,7 +467,6 @@ class Algorithm(ABC, Generic[S]):
 
         Args:
             got: the message from `evaluation_message`.
-            local: the client's local state.
         """
         params: Tree = got.params
         return params
@@ -485,7 +482,6 @@ class Algorithm(ABC, Generic[S]):
 
         Args:
             client: the client's number.
-            state: the server's state.
             fed: the federation. This hook sends no requests.
             local: returns the local state of a client, given its number.
         """
@@ -590,7 +586,6 @@ class Algorithm(ABC, Generic[S]):
 
         Args:
             replies: `OwnScore` of each client.
-            fed: the federation.
         """
         objective = fed.context.objective
         if isinstance(replies, SummedReplies):

@@ -162,7 +162,6 @@ def own_counts(
     With "class", a class with fewer rows than the device's limit `min_rows_per_class` is left out.
 
     Args:
-        context: the client context.
         w: the client's own model.
         data: the client's validation rows.
         logits: returns the logits of the model with the parameters `w`, (B, C).

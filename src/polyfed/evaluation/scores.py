@@ -202,7 +202,6 @@ def scores(
             "prototype", this applies only to modalities with class means.
         got: the parameters, and class means under `unimodal = "prototype"`. If the parameters come from a client that
             lacks modalities, the model predicts from that client's modalities.
-        data: the client dataset.
         unimodal: how to predict from a single modality; see `Evaluation`.
         subsets: which subsets of the modalities to score.
     """
@@ -284,7 +283,6 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
     """Compute a client's report on its own test rows.
 
     Args:
-        context: the client context.
         w: the client's own model.
         data: the client's test rows.
         predictor: how to predict with `w`.

@@ -233,7 +233,6 @@ class ClientRuntime:
 
         Args:
             store: the client's store.
-            request_id: id of the request.
             entries: the ledger's entries of this request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
             again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the

@@ -21,7 +21,6 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     """Refuse a recipe if its clients, or its over-selection of clients, do not fit the rest of the recipe.
 
     Args:
-        recipe: the recipe.
         population: the clients.
         one_device: whether the population holds only the device that checks the recipe. The number of clients is then
             not checked.

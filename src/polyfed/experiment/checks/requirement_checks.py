@@ -17,6 +17,7 @@ from polyfed.experiment.checks.privacy_faults import (
 )
 from polyfed.experiment.checks.protection import accounting_of, noise_and_rounds
 from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.column_statistics import fitted_columns, named
 from polyfed.model import Model
 from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.differential.guarantee import number
@@ -32,13 +33,15 @@ def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[s
 
     Args:
         required: the section [require] of the device.
-        recipe: the recipe.
         shared: whether other devices hold the same rows, as in a silo.
     """
     if required.secure_aggregation:
         yield from _unmet_sums(required, recipe)
     if required.max_epsilon is not None:
         yield from _unmet_noise(required, recipe, shared=shared)
+    demands = required.secure_aggregation or required.max_epsilon is not None
+    if demands and "statistic" not in required.unprotected and (fitted := fitted_columns(recipe)):
+        yield f"[require] of the device, and {named(fitted)}"
 
 
 def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial: Tree) -> Iterator[str]:
@@ -47,7 +50,6 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
     Args:
         required: the section [require] of the device.
         recipe: the recipe. The caller has already checked that `unmet` yields nothing for it.
-        model: the model.
         initial: the initial parameters.
     """
     if required.max_epsilon is None:

@@ -15,6 +15,7 @@ from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
+from polyfed.data.column_fitting import features_of
 from polyfed.engines.base import Engine
 from polyfed.evaluation.scores import Measured
 from polyfed.experiment.checks.check import check_before_run
@@ -138,7 +139,14 @@ class _Loop:
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
         models = models_of(
-            self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns), self._conformal()
+            self.recipe,
+            self.fed,
+            state,
+            locals,
+            columns.class_names,
+            scaling_of(columns),
+            self._conformal(),
+            features_of(columns),
         )
         result, folder = self._result(state, models), None
         if self.records is not None:
@@ -150,7 +158,8 @@ class _Loop:
         best = None
         if self.best is not None:
             own = self.best["locals"] if engine.keeps_locals else None
-            best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
+            facts = columns.class_names, scaling_of(columns), None, features_of(columns)
+            best = models_of(self.recipe, self.fed, self.best["state"], own, *facts)
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
 
     def _conformal(self) -> dict[str, Any] | None:
