@@ -2,7 +2,7 @@
 
     python benchmarks/recommend.py [--out runs/recommend] [--sets NAME ...] [--jobs N]
 
-For each set, the study gives every method seven trials on two tuning seeds without early stopping, and reports six
+For each set, the study gives every method 14 trials on three tuning seeds without early stopping, and reports ten
 seeds. The recommendation then has a quarter of the seconds that the study took. Both go on where they were stopped. The
 script prints the rows of docs/results/recommend.md.
 """
@@ -36,7 +36,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> recipe, and the sections that are replaced: methods meet the default policy and one way of training."""
 
 METHODS = ("fedavg", "fedprox", "moon", "feddyn", "fedavgm", "fedmsplit")
-TRIALS, SEEDS, ROUNDS, QUARTER = 7, 6, 10, 0.25
+TRIALS, SEEDS, ROUNDS, QUARTER = 14, 10, 10, 0.25
 
 
 def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict[str, list[float]], float]:
@@ -52,7 +52,13 @@ def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict
         "metric": list(planner.metrics),
         "set": {"evaluate.every": 0, "checkpoint.every": ROUNDS},
         "methods": methods,
-        "search": {"trials": TRIALS, "seeds": [101, 102], "sampler": "latin", "batch": TRIALS, "ranges": "default"},
+        "search": {
+            "trials": TRIALS,
+            "seeds": [101, 102, 103],
+            "sampler": "latin",
+            "batch": TRIALS,
+            "ranges": "default",
+        },
     }
     clock, started = out / "seconds.json", time.monotonic()
     before = json.loads(clock.read_text()) if clock.exists() else 0.0

@@ -142,9 +142,7 @@ def recommend(
     started = time.monotonic()
     if minutes < 0:
         raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
-    table = _table_of(given, overrides, dict(reading or {}), task)
-    if epsilon is not None:
-        table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
+    table = _table_of(given, overrides, dict(reading or {}), task, epsilon)
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,))
     wanted, folder = _wanted(methods), Path(out)
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
@@ -188,16 +186,24 @@ def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[i
 
 
 def _table_of(
-    given: str | Path | Mapping[str, Any], overrides: Sequence[str], reading: dict[str, Any], task: str | None
+    given: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    reading: dict[str, Any],
+    task: str | None,
+    epsilon: float | None,
 ) -> dict[str, Any]:
-    """Return the table of a recipe: of the file, or a first one for the data.
+    """Return the table of a recipe: of the file, or a first one for the data; with [privacy] if epsilon is given.
 
     Raises:
         PolyfedError: the file cannot be read.
     """
-    if isinstance(given, Mapping):
-        return deepcopy(dict(given))
-    path = Path(given)
+    table = deepcopy(dict(given)) if isinstance(given, Mapping) else _read(Path(given), overrides, reading, task)
+    if epsilon is not None:
+        table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
+    return table
+
+
+def _read(path: Path, overrides: Sequence[str], reading: dict[str, Any], task: str | None) -> dict[str, Any]:
     if path.suffix == ".toml":
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
