@@ -123,7 +123,7 @@ def recommend(
             candidates; its model, clients and rounds hold for all.
         out: the folder.
         minutes: the time; 0 only lists the candidates.
-        policy: a device's policy file with [egress], [limits] and [require]. By default, the recipe's [egress] holds.
+        policy: a device's policy file. By default, the recipe's [egress] holds.
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
         max_bytes: the most bytes that a run may send, in both directions.
@@ -132,8 +132,8 @@ def recommend(
         overrides: `section.key=value`, as in `polyfed run --set`.
         reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
         task: for a data file: the task.
-        jobs: the most runs at once; by default the number of cores.
-        listeners: called with the events of the sweeps.
+        jobs: as in `polyfed.sweep`.
+        listeners: as in `polyfed.sweep`.
 
     Raises:
         EgressError: the policy refuses every method.
