@@ -116,11 +116,10 @@ def recommend(
 ) -> Recommendation:
     """Find the method for these data, under these policies, within a time.
 
-    A recommendation that was stopped goes on in its folder; its minutes count over all calls.
+    A stopped recommendation goes on in its folder, and its minutes count over all calls.
 
     Args:
-        given: a data file as in `polyfed init`, a recipe's TOML file, or its table. The recipe's method is one of the
-            candidates; its model, clients and rounds hold for all.
+        given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
         out: the folder.
         minutes: the time; 0 only lists the candidates.
         policy: a device's policy file. By default, the recipe's [egress] holds.
@@ -129,7 +128,7 @@ def recommend(
         max_bytes: the most bytes that a run may send, in both directions.
         max_seconds: the most seconds that a run may take.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
-        overrides: `section.key=value`, as in `polyfed run --set`.
+        overrides: each `section.key=value`.
         reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
         task: for a data file: the task.
         jobs: as in `polyfed.sweep`.
