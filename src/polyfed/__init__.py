@@ -67,7 +67,7 @@ _PLACES = {
 
 _ROOMS = (
     *("core", "model", "data", "training", "privacy", "federation", "evaluation", "selection"),
-    *("algorithms", "engines", "report", "experiment", "deploy", "recommendation", "cli"),
+    *("algorithms", "engines", "report", "experiment", "deploy", "recommendation", "laws", "cli"),
 )
 """The packages that `import polyfed` makes available as attributes, as in `polyfed.algorithms.ALGORITHMS`."""
 

@@ -41,6 +41,7 @@ ROOMS = [
     "deploy",
     "recommendation",
     "start",
+    "laws",
     "cli",
 ]
 """The rooms of the package, lowest first: a file imports from its own room and from lower ones."""
