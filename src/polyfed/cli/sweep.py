@@ -113,7 +113,8 @@ def recommend_method(
                 listeners=[progress],
             )
     except KeyboardInterrupt:
-        raise Interrupted(f"go on with the same command, which has --out {shlex.quote(str(out))}") from None
+        again = command("recommend", given, "--out", out)
+        raise Interrupted(f"go on with: {again}, and the other options of this call") from None
     answer(found.facts(), *_shown(found), as_json=as_json)
 
 
@@ -143,5 +144,5 @@ def _shown(found: "Recommendation") -> list["RenderableType"]:
         role = row["role"] if row["role"] in ("candidate", "floor", "ceiling") else f"placebo of {row['role']}"
         table.add_row(row["method"], role, score, str(len(row["seeds"])), p, number_of(row["round_bytes"], "bytes"))
     recipe = found.folder / RECIPE
-    go_on = f"page: {found.folder / PAGE}; the recipe: polyfed run {shlex.quote(str(recipe))}"
+    go_on = f"page: {found.folder / PAGE}; the recipe: {command('run', recipe)}"
     return [titled("Methods that were tried", table), Text(found.paragraph), Text(go_on)]
