@@ -9,6 +9,7 @@ refuses every other path. The port on loopback serves all three interfaces, but 
 import asyncio
 import socket
 import sys
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from starlette.datastructures import Headers
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from polyfed.core.system.log_lines import logger_of
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
-from polyfed.engines.flower.server.device_keys import keep_registered, public_key
+from polyfed.engines.flower.server.device_keys import NewKeys, keep_registered, public_key
 from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts
 
 LOOPBACK = "127.0.0.1"
@@ -53,6 +55,9 @@ LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 
 HEAD_SECONDS = 30
 """Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
+
+KEY_SECONDS = 3.0
+"""Seconds between two looks for the public keys of devices that join."""
 
 Scope = MutableMapping[str, Any]
 
@@ -230,7 +235,19 @@ def run_superlink(
     )
     for server, bound in opened:
         Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
+    Thread(target=_register_for_ever, args=(NewKeys(credentials), state), daemon=True).start()
     whole.run()
+
+
+def _register_for_ever(keys: NewKeys, state: Callable[[], Any]) -> None:
+    """Look for keys of devices that join. An error of the database, such as a full disk, ends no device's access."""
+    while True:
+        time.sleep(KEY_SECONDS)
+        try:
+            keys.register(state())
+        except Exception as error:
+            keys.seen.clear()  # the next look reads all files again
+            logger_of("superlink", "stderr").warning("keys cannot be registered now: %s", error)
 
 
 class BoundedHead(H11Protocol):
