@@ -8,6 +8,7 @@ refuses every other path. The port on loopback serves all three interfaces, but 
 
 import asyncio
 import socket
+import ssl
 import sys
 import time
 from base64 import b64decode
@@ -56,8 +57,8 @@ LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 HEAD_SECONDS = 30
 """Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
 
-KEY_SECONDS = 3.0
-"""Seconds between two looks for the public keys of devices that join."""
+KEY_SECONDS, DAY = 3.0, 24 * 3600.0
+"""Seconds between two looks for the public keys of devices that join, and seconds of a day."""
 
 Scope = MutableMapping[str, Any]
 
@@ -194,6 +195,7 @@ def run_superlink(
     host: str,
     port: int,
     services: Iterable[Service] = (),
+    daily: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a SuperLink until a signal ends it.
 
@@ -205,6 +207,7 @@ def run_superlink(
         host: address of the public port, for SuperNodes.
         port: number of the public port, for SuperNodes.
         services: additional web applications.
+        daily: called once a day, for example to renew the certificate.
 
     Raises:
         RecipeError: Flower does not accept a public key, the database cannot register it again, or a newer release of
@@ -235,19 +238,53 @@ def run_superlink(
     )
     for server, bound in opened:
         Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
-    Thread(target=_register_for_ever, args=(NewKeys(credentials), state), daemon=True).start()
+    chain = Chain(credentials, [whole, *(server for server, _ in opened)])
+    Thread(target=_look_after, args=(NewKeys(credentials), state, chain, daily), daemon=True).start()
     whole.run()
 
 
-def _register_for_ever(keys: NewKeys, state: Callable[[], Any]) -> None:
-    """Look for keys of devices that join. An error of the database, such as a full disk, ends no device's access."""
+class Chain:
+    """The server's certificate, which running web servers take over when its file changes.
+
+    Args:
+        folder: folder with `server.pem` and `server.key`.
+        servers: the web servers. New connections to those with TLS get the new certificate; open ones go on.
+    """
+
+    def __init__(self, folder: Path, servers: Sequence[uvicorn.Server]) -> None:
+        self.folder, self.servers = folder, servers
+        self._stamp = (folder / "server.pem").stat().st_mtime_ns
+
+    def reload(self) -> None:
+        """Load the certificate if its file has changed.
+
+        Raises:
+            OSError: the files do not belong together (`ssl.SSLError`) or cannot be read. The old one stays in use.
+        """
+        pem, key = self.folder / "server.pem", self.folder / "server.key"
+        if (stamp := pem.stat().st_mtime_ns) == self._stamp:
+            return
+        self._stamp = stamp
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(pem, key)  # fails here first, if at all
+        for server in self.servers:
+            if server.config.loaded and server.config.ssl is not None:
+                server.config.ssl.load_cert_chain(pem, key)
+
+
+def _look_after(keys: NewKeys, state: Callable[[], Any], chain: Chain, daily: Callable[[], None]) -> None:
+    """Look for keys of devices that join and for a new certificate. No error, such as a full disk, ends this."""
+    day = time.monotonic()
     while True:
         time.sleep(KEY_SECONDS)
         try:
+            if time.monotonic() - day > DAY:
+                day = time.monotonic()
+                daily()
+            chain.reload()
             keys.register(state())
         except Exception as error:
             keys.seen.clear()  # the next look reads all files again
-            logger_of("superlink", "stderr").warning("keys cannot be registered now: %s", error)
+            logger_of("superlink", "stderr").warning("the folder of credentials cannot be used now: %s", error)
 
 
 class BoundedHead(H11Protocol):
