@@ -246,7 +246,19 @@ def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
 
 
-@pytest.mark.parametrize("shapes", [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a": {"x": 1}}])
+HUGE = [{"a": [2**40]}, {"a": [2**12] * 3}, {"a": [1] * 9}, {"a": []}, {f"m{number}": [1] for number in range(1001)}]
+MALFORMED = [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a": {"x": 1}}]
+
+
+@pytest.mark.parametrize("shapes", [*MALFORMED, *HUGE])
 def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: Any) -> None:
     with pytest.raises(BadReply, match="carries no facts about the federation"):
-        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": ""}})
+        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": "", "standardise": []}})
+
+
+@pytest.mark.parametrize("classes", [0, -1, 10**6, 10**9, 2.0, "2"])
+def test_a_hostile_server_cannot_make_a_device_build_a_model_of_any_number_of_classes(classes: Any) -> None:
+    facts = {"shapes": {"a": [3]}, "num_classes": 2, "frozen": "", "standardise": []}
+    assert Facts.read({"facts": facts}).num_classes == 2
+    with pytest.raises(BadReply, match="carries no facts about the federation"):
+        Facts.read({"facts": facts | {"num_classes": classes}})

@@ -334,9 +334,8 @@ def test_a_device_that_demands_noise_on_scores_tells_a_histogram_of_few_bins_wit
     assert int(answer.noise) >= 16
     assert (answer.in_bins[0] != 0).sum() <= 21, "few bins"
     assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)], "one for each subset"
-    assert "scores in this form get no noise" in str(
-        device.ask("count_sizes", Broadcast(device.params), 1, "two", "validation")
-    )
+    answer = device.ask("count_sizes", Broadcast(device.params), 1, "two", "validation")
+    assert "[require] score_noise" in str(answer), "they get no noise, so they do not leave"
 
 
 def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ def test_an_encoder_whose_options_are_no_json_is_refused(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def test_all_files_of_a_saved_model_may_be_read_by_the_same_people(tmp_path: Path) -> None:
+    run, _ = ended("fedavg", "sequential")
+    files = [*run.export(tmp_path / "model").iterdir()]
+    assert len({path.stat().st_mode for path in files}) == 1
+    assert {"model.json", "global.safetensors"} <= {path.name for path in files}
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run, _ = ended("fedavg")
     (tmp_path / "full").mkdir()

@@ -8,7 +8,7 @@ import typer
 
 from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, command
 
 
 class OnCorrupt(StrEnum):
@@ -89,7 +89,7 @@ def recipes(
     if copy:
         chosen, folder = ([name], Path()) if name is not None else (collection.names(), Path("recipes"))
         written = [str(path) for path in collection.copy_recipes(chosen, folder)]
-        go_on = f". Go on with: polyfed run {written[0]}" if name is not None else ""
+        go_on = f". Go on with: {command('run', written[0])}" if name is not None else ""
         what = written[0] if name is not None else f"{len(written)} recipes in {folder}"
         answer({"written": written}, f"wrote {what}{go_on}", as_json=as_json)
     elif name is not None:
@@ -140,5 +140,5 @@ def init(
         file, out, {"label": labels, "client": client, "split": split, "class_names": class_name}, task
     )
     lines = [f"guessed: {note}" for note in notes]
-    lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
+    lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

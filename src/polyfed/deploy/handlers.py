@@ -160,7 +160,7 @@ class Deployed:
 
         with blamed("its data cannot be used"):
             check_held(node, recipe)
-            population = population_on(node, recipe, facts, vet)
+            population = population_on(node, recipe, facts, vet, limits.value("min_rows_per_class") or 0)
         if facts is None:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
