@@ -253,12 +253,12 @@ MALFORMED = [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a"
 @pytest.mark.parametrize("shapes", [*MALFORMED, *HUGE])
 def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: Any) -> None:
     with pytest.raises(BadReply, match="carries no facts about the federation"):
-        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": "", "standardise": []}})
+        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}})
 
 
 @pytest.mark.parametrize("classes", [0, -1, 10**6, 10**9, 2.0, "2"])
 def test_a_hostile_server_cannot_make_a_device_build_a_model_of_any_number_of_classes(classes: Any) -> None:
-    facts = {"shapes": {"a": [3]}, "num_classes": 2, "frozen": "", "standardise": []}
+    facts = {"shapes": {"a": [3]}, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}
     assert Facts.read({"facts": facts}).num_classes == 2
     with pytest.raises(BadReply, match="carries no facts about the federation"):
         Facts.read({"facts": facts | {"num_classes": classes}})
