@@ -114,6 +114,12 @@ def init(
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
     ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=RULE", help="Make numbers of a column: one-hot, mean, or a table in TOML; docs/data.md."
+        ),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
     ] = None,
@@ -136,9 +142,8 @@ def init(
             "Python and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
         )
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = init.write_recipe(
-        file, out, {"label": labels, "client": client, "split": split, "class_names": class_name}, task
-    )
+    columns = {"label": labels, "client": client, "split": split, "class_names": class_name}
+    notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

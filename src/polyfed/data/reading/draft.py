@@ -45,6 +45,7 @@ class Draft:
         present: Modality -> bool (N,), for modalities that some rows lack.
         cut: Modality -> bool (N,), true for each row that has only some of the modality's values. These values were
             left out.
+        cures: Modality -> the rules of [data.columns] that would fill in the empty cells of the rows in `cut`.
         faulty: Modalities that could not be read. Their faults are known.
         class_names: Names of the classes or targets, or None.
         ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers
@@ -68,6 +69,7 @@ class Draft:
     split: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
     cut: Mapping[str, Any] = field(default_factory=dict)
+    cures: Mapping[str, str] = field(default_factory=dict)
     faulty: tuple[str, ...] = ()
     class_names: Sequence[str] | None = None
     ids: Any = "rows"
@@ -280,4 +282,4 @@ def _check_rows(
         problems.add(DataError(f"{draft.where} has no rows. Check where it comes from"))
     if not unequal and not draft.faulty and len(present) == len(draft.modalities) and num:
         with problems.noting():
-            refuse_bare_rows(present, draft.where, draft.cut)
+            refuse_bare_rows(present, draft.where, draft.cut, draft.cures)

@@ -99,7 +99,7 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
         return
     private = (*method.private, *blocks)
     try:
-        replace(method, private=private)
+        replace(assembly.recipe, algorithm=replace(method, private=private))
     except RecipeError:  # the method cannot keep private blocks
         return
     yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
