@@ -14,7 +14,7 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 
 from polyfed.core.errors import RecipeError
-from polyfed.engines.flower.server.device_keys import fingerprint, keep_registered, public_key
+from polyfed.engines.flower.server.device_keys import NewKeys, fingerprint, keep_registered, public_key
 from polyfed.engines.flower.server.link_facts import link_facts
 
 
@@ -63,3 +63,35 @@ def test_a_key_whose_file_is_gone_is_revoked_when_the_superlink_starts_again(
     (tmp_path / "lost.away").rename(lost)
     with pytest.raises(RecipeError, match=r"lost\.pub holds the key SHA256:\S+, which was revoked earlier"):
         started(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_a_device_joins_while_the_superlink_runs_and_a_faulty_file_stops_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = made(tmp_path, "first")
+    assert started(tmp_path)["registered"] == 1
+    state, keys = linkstate(tmp_path), NewKeys(tmp_path)
+    (tmp_path / "a-half.pub").write_text("ecdsa-sha2-nistp384 AAAA")  # as during a copy
+    (tmp_path / "b-loop.pub").symlink_to(tmp_path / "b-loop.pub")
+    joined = made(tmp_path, "joined")
+    keys.register(state)
+    assert state.get_node_id_by_public_key(public_key(joined)) is not None
+    said = capsys.readouterr().err
+    assert f"the key {fingerprint(public_key(joined))} of {joined} is registered" in said
+    assert said.count("a key was not registered") == 2
+    first.unlink()
+    (tmp_path / "b-loop.pub").unlink()
+    keys.register(state)
+    assert link_facts(state)["nodes"]["registered"] == 2, "nobody is revoked by a file that is gone for a moment"
+    assert not capsys.readouterr().err, "a faulty file is reported once"
+    shutil.copy(joined, tmp_path / "a-half.pub")
+    keys.register(state)
+    assert link_facts(state)["nodes"]["registered"] == 2
+    lost = public_key(joined)
+    state.delete_node(next(n.owner_aid for n in state.get_node_info()), state.get_node_id_by_public_key(lost))
+    shutil.copy(joined, tmp_path / "again.pub")
+    keys.register(state)
+    assert state.get_node_id_by_public_key(lost) is None, "a revoked key does not come back under another name"
+    assert "which was revoked earlier" in capsys.readouterr().err
