@@ -26,7 +26,7 @@ from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.device.privacy_budget import spend
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.device.store import STORE, DeviceStore
-from polyfed.engines.protocol import ENROLLED, REFUSED, REPLY, Facts, RequestId, hello, versions
+from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.checks.requirement_checks import release_of, unmet
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble
@@ -156,30 +156,27 @@ def test_a_device_refuses_a_recipe_that_lacks_the_protection(
     assert not left(server.devices)
 
 
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [("steps = 500", "[train] steps"), ("accumulate = 2", "accumulate = 1")],
-)
-def test_a_recipe_whose_training_breaks_the_accounting_is_refused(train: str, words: str, tmp_path: Path) -> None:
-    """The server of a hostile recipe does not check its own section [privacy], so the device checks it."""
+@pytest.mark.parametrize("train", ["steps = 500", "accumulate = 2"])
+def test_a_recipe_whose_training_breaks_the_accounting_is_refused(train: str, tmp_path: Path) -> None:
+    """The server of a hostile recipe does not check its own section [privacy]; no device can even read it."""
     require = EPSILON.replace("2.5", "9.0") + 'unit = "example"'
     server = Hostile(device(tmp_path, require, text("")))
     server.sends(text(EXAMPLE + NOISE, train))
     answer = server.ask()
-    assert answer.header["verdict"] == REFUSED
-    assert words in str(answer.header["reason"])
+    assert answer.header["verdict"] == FAILED
+    assert "the recipe cannot be read there" in str(answer.header["reason"])
     assert not left(server.devices)
 
 
 @pytest.mark.parametrize("epsilon", ["", "epsilon = 2.0\n"])
 def test_training_without_epochs_is_refused_before_its_epsilon_is_counted(epsilon: str, tmp_path: Path) -> None:
     """With `epochs = 0`, the accountant would count no use of a row, and `steps` would still use the rows."""
-    made = parse_recipe(tomllib.loads(text(EXAMPLE + (epsilon or NOISE), "epochs = 0\nsteps = 5")))
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(tomllib.loads(text(EXAMPLE + (epsilon or NOISE), "epochs = 0\nsteps = 5")))
+    assert refused.value.key == ("train", "steps")
     required = Requirements(max_epsilon=9.0, delta=1e-3, unit="example")
-    found = list(unmet(required, made, shared=False))
-    assert len(found) == 1
-    assert "[train] steps: clients would pass over their rows" in found[0]
-    idle = replace(made, algorithm=replace(made.algorithm, train=replace(made.algorithm.train, steps=None)))
+    made = parse_recipe(tomllib.loads(text(EXAMPLE + (epsilon or NOISE))))
+    idle = replace(made, algorithm=replace(made.algorithm, train=replace(made.algorithm.train, epochs=0)))
     assert not list(unmet(required, idle, shared=False)), "without steps, no row is used"
     for _ in range(2):
         with DeviceStore(tmp_path).transaction("run", 0) as memory:
