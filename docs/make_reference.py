@@ -30,12 +30,14 @@ def table(options: list[catalogue.Option]) -> str:
     """Options as a Markdown table."""
     if not options:
         return "No options.\n"
+    tried = ["" if option.search.startswith("not searched") else option.search for option in options]
     rows = [
         f"| `{option.name}` | {f'`{option.default}`' if option.default else 'required'} "
-        f"| {escaped(option.kind)} | {escaped(option.about)} |"
-        for option in options
+        f"| {escaped(option.kind)} | {f'{escaped(values)} | ' if any(tried) else ''}{escaped(option.about)} |"
+        for option, values in zip(options, tried, strict=True)
     ]
-    return "\n".join(["| key | default | type | |", "|---|---|---|---|", *rows]) + "\n"
+    heads = ["| key | default | type | a search tries | |", "|---|---|---|---|---|"]
+    return "\n".join([*(heads if any(tried) else ["| key | default | type | |", "|---|---|---|---|"]), *rows]) + "\n"
 
 
 def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:

@@ -20,7 +20,7 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -82,7 +82,7 @@ class Centralized(Algorithm[Pool]):
     mixing: ClassVar[str] = "the server trains on the rows of all modalities"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    width: Annotated[float, POSITIVE] = 1.0
+    width: Annotated[float, POSITIVE, OF_MODEL] = 1.0
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -12,7 +12,7 @@ Page: docs/algorithms/local.md.
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -21,7 +21,7 @@ from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
@@ -74,7 +74,7 @@ class Local(Algorithm[State]):
     only_evaluates: ClassVar[tuple[str, ...]] = ("upload",)
 
     selector: Selector = Uniform()
-    global_test: Literal["last", "always", "never"] = "last"
+    global_test: Annotated[Literal["last", "always", "never"], NotSearched("says what is measured")] = "last"
 
     def __post_init__(self) -> None:
         """Refuse every selector except `uniform`, because the others need a global model and Local has none.

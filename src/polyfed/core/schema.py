@@ -8,7 +8,7 @@ from functools import cache
 from numbers import Integral, Real
 from os import PathLike
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -49,6 +49,49 @@ BELOW_HALF = Within("from 0 up to, not including, 0.5", lambda value: (value >= 
 def between(low: int, high: int) -> Within:
     """The range from `low` to `high`, both included."""
     return Within(f"from {low} to {high}", lambda value: (low <= value) & (value <= high))
+
+
+@dataclass(frozen=True, init=False)
+class SearchRange:
+    """The values of an option that a search tries by default, as metadata of its type beside its range `Within`.
+
+    `mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, fedavg=0.0)] = 0.01`
+
+    Attributes:
+        values: the values, in the order of a search; numbers ascend.
+        fedavg: one of the values. If all options of a method that have this attribute have this value, the method is
+            FedAvg. None if there is no such value.
+        beside: another option and the values that it must have for this option to have an effect; empty if it always
+            has one.
+    """
+
+    values: tuple[Any, ...]
+    fedavg: Any
+    beside: tuple[Any, ...]
+
+    def __init__(self, *values: Any, fedavg: Any = None, beside: tuple[Any, ...] = ()) -> None:
+        assert len(values) > 1, values
+        assert fedavg is None or fedavg in values, (fedavg, values)
+        for name, value in (("values", values), ("fedavg", fedavg), ("beside", beside)):
+            object.__setattr__(self, name, value)
+
+    def applies(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the option has an effect beside these values of the other options."""
+        return not self.beside or options.get(self.beside[0]) in self.beside[1:]
+
+
+@dataclass(frozen=True)
+class NotSearched:
+    """Why no search varies an option by default, as metadata of its type: a text that completes "not searched:"."""
+
+    why: str
+
+
+PLACEBO = NotSearched("a control, not a setting")
+READING = NotSearched("two readings of the paper; the default is ours")
+IN_RECIPE = NotSearched("part of the recipe, the same for every method")
+COST = NotSearched("decides what a round costs")
+OF_MODEL = NotSearched("a part of the model")
 
 
 def check_ranges(section: str, spec: object) -> None:
@@ -142,9 +185,29 @@ def _is_a(value: Any, kind: type) -> bool:
 @cache
 def ranges(cls: type) -> dict[str, Within]:
     """For a dataclass, return each option whose type has a range, with this range."""
+    return _metadata(cls, Within)
+
+
+@cache
+def search_ranges(cls: type) -> dict[str, SearchRange]:
+    """For a dataclass, return each option that a search varies by default, with the values that it tries."""
+    return _metadata(cls, SearchRange)
+
+
+@cache
+def not_searched(cls: type) -> dict[str, NotSearched]:
+    """For a dataclass, return each option that no search varies by default and that says why."""
+    return _metadata(cls, NotSearched)
+
+
+M = TypeVar("M")
+
+
+def _metadata(cls: type, kind: type[M]) -> dict[str, M]:
+    """Return each option of a dataclass whose type has metadata of this kind, with the metadata."""
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
-    return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
+    return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, kind)}
 
 
 @cache

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError, TooFewReplies
-from polyfed.core.schema import BELOW_HALF, BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.schema import (
+    BELOW_HALF,
+    BELOW_ONE,
+    IN_RECIPE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    NotSearched,
+    SearchRange,
+    check_ranges,
+)
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import Tree, block_of, like, size_bytes
 from polyfed.federation import adapters
@@ -60,17 +69,41 @@ class ServerOptimiser:
             0 uses the median distance of the replies.
     """
 
-    optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
-    lr: Annotated[float, POSITIVE] = 1.0
-    momentum: Annotated[float, BELOW_ONE] = 0.9
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    beta2: Annotated[float, BELOW_ONE] = 0.99
-    tau: Annotated[float, POSITIVE] = 1e-3
-    aggregate: Literal[
-        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "hetlora", "flexlora"
+    optimiser: Annotated[
+        Literal["none", "avgm", "adam", "adagrad", "yogi"],
+        NotSearched("names the method: FedAvgM, FedAdam, FedAdagrad, FedYogi"),
+    ] = "none"
+    lr: Annotated[
+        float,
+        POSITIVE,
+        SearchRange(
+            0.003, 0.01, 0.03, 0.1, 0.3, 1.0, fedavg=1.0, beside=("optimiser", "avgm", "adam", "adagrad", "yogi")
+        ),
+    ] = 1.0
+    momentum: Annotated[
+        float, BELOW_ONE, SearchRange(0.0, 0.5, 0.9, 0.97, fedavg=0.0, beside=("optimiser", "avgm"))
+    ] = 0.9
+    beta1: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.9
+    beta2: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.99
+    tau: Annotated[
+        float, POSITIVE, SearchRange(0.0001, 0.001, 0.01, 0.1, beside=("optimiser", "adam", "adagrad", "yogi"))
+    ] = 1e-3
+    aggregate: Annotated[
+        Literal[
+            "mean",
+            "median",
+            "trimmed-mean",
+            "krum",
+            "multi-krum",
+            "geometric-median",
+            "norm-clip",
+            "hetlora",
+            "flexlora",
+        ],
+        IN_RECIPE,
     ] = "mean"
-    lying: Annotated[float, BELOW_HALF] = 0.2
-    max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+    lying: Annotated[float, BELOW_HALF, IN_RECIPE] = 0.2
+    max_norm: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
 
     def __post_init__(self) -> None:
         """Check types and ranges.

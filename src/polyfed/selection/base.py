@@ -10,13 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import check_ranges
+from polyfed.core.schema import COST, check_ranges
 from polyfed.core.tree import Tree
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
@@ -33,8 +33,8 @@ class Selector(ABC):
             clients.
     """
 
-    participation: float | int = 1.0
-    overselect: float | None = None
+    participation: Annotated[float | int, COST] = 1.0
+    overselect: Annotated[float | None, COST] = None
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import COST, NOT_NEGATIVE, READING
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, subtract, vector
 from polyfed.federation.context import ClientContext
@@ -80,10 +80,10 @@ class DivFl(Selector):
             section [train].
     """
 
-    grad: Literal["delta", "at_global"] = "delta"
-    greedy: Literal["stochastic", "lazy", "full"] = "stochastic"
-    weights: Literal["samples", "clusters"] = "samples"
-    sketch: Annotated[int, NOT_NEGATIVE] = 0
+    grad: Annotated[Literal["delta", "at_global"], COST] = "delta"
+    greedy: Annotated[Literal["stochastic", "lazy", "full"], COST] = "stochastic"
+    weights: Annotated[Literal["samples", "clusters"], READING] = "samples"
+    sketch: Annotated[int, NOT_NEGATIVE, COST] = 0
     train: Train = Train()
 
     @override

@@ -18,7 +18,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_ONE
+from polyfed.core.schema import AT_LEAST_ONE, COST, READING, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -59,11 +59,11 @@ class PowD(Selector):
             By default such clients are refused.
     """
 
-    d: Annotated[int, AT_LEAST_ONE] = 10
-    candidates: Literal["size", "uniform"] = "size"
-    variant: Literal["full", "batch", "reported"] = "full"
-    batch_size: Annotated[int, AT_LEAST_ONE] = 64
-    allow_incongruent: bool = False
+    d: Annotated[int, AT_LEAST_ONE, COST] = 10
+    candidates: Annotated[Literal["size", "uniform"], READING] = "size"
+    variant: Annotated[Literal["full", "batch", "reported"], COST] = "full"
+    batch_size: Annotated[int, AT_LEAST_ONE, COST] = 64
+    allow_incongruent: Annotated[bool, NotSearched("depends on the data")] = False
 
     @property
     def idle(self) -> dict[str, str]:

@@ -18,8 +18,10 @@ from polyfed.core.problems import Problems
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     BELOW_ONE,
+    IN_RECIPE,
     NOT_NEGATIVE,
     POSITIVE,
+    SearchRange,
     check_ranges,
     check_shares,
 )
@@ -64,23 +66,23 @@ class Train:
             A row that would lose all its modalities keeps one of them, drawn at random. Evaluations use complete rows.
     """
 
-    epochs: Annotated[int, NOT_NEGATIVE] = 1
-    steps: Annotated[int | None, NOT_NEGATIVE] = None
-    batch_size: Annotated[int, NOT_NEGATIVE] = 32
-    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: Annotated[float, NOT_NEGATIVE] = 0.05
-    lr_end: Annotated[float | None, NOT_NEGATIVE] = None
-    lr_schedule: Literal["constant", "linear", "cosine", "step", "authors"] = "constant"
-    lr_step: Annotated[int, NOT_NEGATIVE] = 80
-    momentum: Annotated[float, BELOW_ONE] = 0.0
-    nesterov: bool = False
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    beta2: Annotated[float, BELOW_ONE] = 0.999
-    eps: Annotated[float, POSITIVE] = 1e-8
-    clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-    precision: Literal["float32", "bf16"] = "float32"
-    accumulate: Annotated[int, AT_LEAST_ONE] = 1
+    epochs: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 1
+    steps: Annotated[int | None, NOT_NEGATIVE, IN_RECIPE] = None
+    batch_size: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 32
+    optimiser: Annotated[Literal["sgd", "adam", "adamw"], IN_RECIPE] = "sgd"
+    lr: Annotated[float, NOT_NEGATIVE, SearchRange(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)] = 0.05
+    lr_end: Annotated[float | None, NOT_NEGATIVE, IN_RECIPE] = None
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine", "step", "authors"], IN_RECIPE] = "constant"
+    lr_step: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 80
+    momentum: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.0
+    nesterov: Annotated[bool, IN_RECIPE] = False
+    weight_decay: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
+    beta1: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.9
+    beta2: Annotated[float, BELOW_ONE, IN_RECIPE] = 0.999
+    eps: Annotated[float, POSITIVE, IN_RECIPE] = 1e-8
+    clip_norm: Annotated[float, NOT_NEGATIVE, IN_RECIPE] = 0.0
+    precision: Annotated[Literal["float32", "bf16"], IN_RECIPE] = "float32"
+    accumulate: Annotated[int, AT_LEAST_ONE, IN_RECIPE] = 1
     modality_dropout: Mapping[str, float] | float = 0.0
 
     def __post_init__(self) -> None:

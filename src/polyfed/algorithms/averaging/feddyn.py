@@ -27,7 +27,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import POSITIVE
+from polyfed.core.schema import IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import SHARED, Tree, add, block_of, like, squared_distance, subtract
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -56,9 +56,9 @@ class FedDyn(Averaging):
             its length and no meaning. `none`, the default, is the method of the paper.
     """
 
-    aggregation: Literal["weighted", "uniform"] = "uniform"
-    alpha: Annotated[float, POSITIVE] = 0.01
-    placebo: Literal["none", "random"] = "none"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
+    alpha: Annotated[float, POSITIVE, SearchRange(0.001, 0.01, 0.1, 1.0)] = 0.01
+    placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

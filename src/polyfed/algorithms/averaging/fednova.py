@@ -32,7 +32,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, squared_distance
 from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
@@ -74,8 +74,8 @@ class FedNova(Averaging):
             is the method of the paper.
     """
 
-    mu: Annotated[float, NOT_NEGATIVE] = 0.0
-    placebo: Literal["none", "shuffled"] = "none"
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.0
+    placebo: Annotated[Literal["none", "shuffled"], PLACEBO] = "none"
 
     captions: ClassVar[Mapping[str, str]] = {
         "effective_steps": "The effective number of local steps by which the server moves the global model.",

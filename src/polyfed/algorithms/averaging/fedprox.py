@@ -16,7 +16,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 from polyfed.core.tree import Tree, squared_distance
 from polyfed.federation.context import ClientContext
 
@@ -30,7 +30,7 @@ class FedProx(Averaging):
             to 1.
     """
 
-    mu: Annotated[float, NOT_NEGATIVE] = 0.01
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0, fedavg=0.0)] = 0.01
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

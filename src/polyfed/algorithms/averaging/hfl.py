@@ -15,7 +15,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 from polyfed.core.tree import Tree, squared_distance
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -29,7 +29,7 @@ class Hfl(Averaging):
         mu: strength of the proximal term; 0 disables the term.
     """
 
-    mu: Annotated[float, NOT_NEGATIVE] = 0.0
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.0
 
     mixing: ClassVar[str] = "hfl stacks them into one"
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

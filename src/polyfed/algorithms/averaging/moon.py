@@ -29,7 +29,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE, NotSearched, SearchRange
 from polyfed.core.tree import Tree, like, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -57,10 +57,10 @@ class Moon(Averaging):
             works only without a projection head.
     """
 
-    mu: Annotated[float, NOT_NEGATIVE] = 1.0
-    temperature: Annotated[float, POSITIVE] = 0.5
-    projection: Annotated[int, NOT_NEGATIVE] = 256
-    per_modality: bool = False
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 1.0, 5.0, 10.0, fedavg=0.0)] = 1.0
+    temperature: Annotated[float, POSITIVE, SearchRange(0.1, 0.5, 1.0)] = 0.5
+    projection: Annotated[int, NOT_NEGATIVE, OF_MODEL] = 256
+    per_modality: Annotated[bool, NotSearched("needs projection = 0")] = False
 
     needs_embeddings: ClassVar[bool] = True
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

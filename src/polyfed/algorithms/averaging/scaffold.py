@@ -17,7 +17,7 @@ Clients and server send each other parameters and control variates. Page: docs/a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging, State
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import IN_RECIPE, NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
 from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
@@ -69,7 +69,7 @@ class ScaffoldState(State):
 class Scaffold(Averaging[ScaffoldState]):
     """Federated averaging with control variates. The mean is uniform by default, as in the paper."""
 
-    aggregation: Literal["weighted", "uniform"] = "uniform"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
 
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = Controlled

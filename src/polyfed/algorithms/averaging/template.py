@@ -35,7 +35,7 @@ from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
@@ -110,12 +110,12 @@ class Averaging(Algorithm[A]):
             personal evaluation. 0 disables fine-tuning.
     """
 
-    aggregation: Literal["weighted", "uniform"] = "weighted"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"
     selector: Selector = Uniform()
     server: ServerOptimiser = ServerOptimiser()
     private: tuple[str, ...] = ()
-    private_epochs: Annotated[int, NOT_NEGATIVE] = 0
-    fine_tune: Annotated[int, NOT_NEGATIVE] = 0
+    private_epochs: Annotated[int, NOT_NEGATIVE, NotSearched("needs private blocks")] = 0
+    fine_tune: Annotated[int, NOT_NEGATIVE, COST] = 0
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update

@@ -32,7 +32,17 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
-from polyfed.core.schema import BELOW_ONE, FLAG, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import (
+    BELOW_ONE,
+    COST,
+    FLAG,
+    NOT_NEGATIVE,
+    PLACEBO,
+    POSITIVE,
+    READING,
+    NotSearched,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.aggregation import aggregate
@@ -153,23 +163,27 @@ class CmsFed(Averaging[CmsFedState]):
             as the prototypes. These vectors do not change between rounds.
     """
 
-    ratio_rule: Literal["threshold", "quantile"] = "quantile"
-    dominance_threshold: float = 2.0
-    dominance_quantile: Annotated[float, BELOW_ONE] = 0.5
-    prototype_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    beta_mode: Literal["clip", "hard"] = "clip"
-    pce_target: Literal["global_weak", "batch_weak"] = "global_weak"
-    gradient_split: Literal["exact", "delta"] = "delta"
-    client_weights: Literal["samples", "clusters"] = "samples"
-    classifier_average: Literal["cohort", "trained"] = "trained"
-    normalize_delta: bool = True
-    resolution: Literal["paper", "authors"] = "paper"
-    init_pass: Literal["epoch", "step"] = "epoch"
-    prototypes: Literal["global", "local"] = "global"
-    modality_selection: bool = True
-    sketch: Annotated[int, NOT_NEGATIVE] = 0
-    feature_norm: Annotated[float, NOT_NEGATIVE] = 6.0
-    placebo: Literal["none", "random-picks", "random-modality", "random-prototypes"] = "none"
+    ratio_rule: Annotated[Literal["threshold", "quantile"], READING] = "quantile"
+    dominance_threshold: Annotated[float, SearchRange(0.8, 1.2, 1.5, 2.0, 2.5, beside=("ratio_rule", "threshold"))] = (
+        2.0
+    )
+    dominance_quantile: Annotated[
+        float, BELOW_ONE, SearchRange(0.0, 0.25, 0.5, 0.75, 0.9, beside=("ratio_rule", "quantile"))
+    ] = 0.5
+    prototype_weight: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.5, 1.0, 2.0, 4.0, fedavg=0.0)] = 1.0
+    beta_mode: Annotated[Literal["clip", "hard"], READING] = "clip"
+    pce_target: Annotated[Literal["global_weak", "batch_weak"], READING] = "global_weak"
+    gradient_split: Annotated[Literal["exact", "delta"], READING] = "delta"
+    client_weights: Annotated[Literal["samples", "clusters"], READING] = "samples"
+    classifier_average: Annotated[Literal["cohort", "trained"], READING] = "trained"
+    normalize_delta: Annotated[bool, READING] = True
+    resolution: Annotated[Literal["paper", "authors"], READING] = "paper"
+    init_pass: Annotated[Literal["epoch", "step"], READING] = "epoch"
+    prototypes: Annotated[Literal["global", "local"], NotSearched("local is an ablation")] = "global"
+    modality_selection: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    sketch: Annotated[int, NOT_NEGATIVE, COST] = 0
+    feature_norm: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 3.0, 6.0, 12.0)] = 6.0
+    placebo: Annotated[Literal["none", "random-picks", "random-modality", "random-prototypes"], PLACEBO] = "none"
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {

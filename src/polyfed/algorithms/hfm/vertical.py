@@ -61,7 +61,17 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import Message
 from polyfed.core.request import Task, names_as_sent
-from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    COST,
+    FRACTION,
+    IN_RECIPE,
+    NOT_NEGATIVE,
+    PLACEBO,
+    READING,
+    NotSearched,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score, possible
@@ -112,19 +122,19 @@ class Vertical(Algorithm[SiloState]):
             devices come from other rows of the mini-batch, so they are unrelated to its own samples.
     """
 
-    local_rounds: Annotated[int, AT_LEAST_ONE] = 5
-    exchanges: Annotated[int, AT_LEAST_ONE] = 2
-    local_unit: Literal["epoch", "step"] = "epoch"
-    head_update: Literal["device_average", "server"] = "device_average"
-    batch_fraction: Annotated[float, FRACTION] = 0.1
-    resample: bool = True
-    eval_embeddings: bool = True
-    inner_batch: Annotated[int, AT_LEAST_ONE] = 64
-    mu: Annotated[float, NOT_NEGATIVE] = 0.0
-    keep_optimiser: bool = False
-    overlap: Overlap = "exact"
+    local_rounds: Annotated[int, AT_LEAST_ONE, COST] = 5
+    exchanges: Annotated[int, AT_LEAST_ONE, COST] = 2
+    local_unit: Annotated[Literal["epoch", "step"], READING] = "epoch"
+    head_update: Annotated[Literal["device_average", "server"], READING] = "device_average"
+    batch_fraction: Annotated[float, FRACTION, SearchRange(0.05, 0.1, 0.2, 0.5)] = 0.1
+    resample: Annotated[bool, READING] = True
+    eval_embeddings: Annotated[bool, READING] = True
+    inner_batch: Annotated[int, AT_LEAST_ONE, IN_RECIPE] = 64
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1)] = 0.0
+    keep_optimiser: Annotated[bool, READING] = False
+    overlap: Annotated[Overlap, NotSearched("depends on the data")] = "exact"
     labels_at: str = ""
-    placebo: Literal["none", "shuffled"] = "none"
+    placebo: Annotated[Literal["none", "shuffled"], PLACEBO] = "none"
 
     captions: ClassVar[Mapping[str, str]] = {
         "exchanges": "Exchanges of embeddings so far, in each silo.",

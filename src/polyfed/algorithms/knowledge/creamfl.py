@@ -30,7 +30,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import AT_LEAST_ONE, COST, NOT_NEGATIVE, POSITIVE, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION
@@ -138,11 +138,11 @@ class CreamFL(Algorithm[CreamState]):
     mixing: ClassVar[str] = "creamfl contrasts the embeddings of each modality with all others"
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
 
-    inter: Annotated[float, NOT_NEGATIVE] = 0.5
-    intra: Annotated[float, NOT_NEGATIVE] = 0.5
-    temperature: Annotated[float, POSITIVE] = 0.5
-    distil: Annotated[float, NOT_NEGATIVE] = 0.3
-    server_epochs: Annotated[int, NOT_NEGATIVE] = 1
+    inter: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.5, 1.0)] = 0.5
+    intra: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.5, 1.0)] = 0.5
+    temperature: Annotated[float, POSITIVE, SearchRange(0.1, 0.5, 1.0)] = 0.5
+    distil: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.3, 1.0)] = 0.3
+    server_epochs: Annotated[int, NOT_NEGATIVE, COST] = 1
     selector: Selector = Uniform()
 
     needs_embeddings: ClassVar[bool] = True

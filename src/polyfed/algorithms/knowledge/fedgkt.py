@@ -27,7 +27,7 @@ from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import AT_LEAST_ONE, COST, NOT_NEGATIVE, OF_MODEL, POSITIVE, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, nested, under
 from polyfed.evaluation.scores import Predictor
@@ -129,11 +129,11 @@ class FedGKT(Algorithm[GktState]):
     mixing: ClassVar[str] = "fedgkt distils the predictions from all modalities into each of them"
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
 
-    alpha: Annotated[float, NOT_NEGATIVE] = 1.0
-    temperature: Annotated[float, POSITIVE] = 3.0
-    server_epochs: Annotated[int, NOT_NEGATIVE] = 2
+    alpha: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.5, 1.0, 2.0)] = 1.0
+    temperature: Annotated[float, POSITIVE, SearchRange(1.0, 3.0, 10.0)] = 3.0
+    server_epochs: Annotated[int, NOT_NEGATIVE, COST] = 2
     server_hidden: tuple[int, ...] = (256, 256)
-    server_embedding: Annotated[int, AT_LEAST_ONE] = 128
+    server_embedding: Annotated[int, AT_LEAST_ONE, OF_MODEL] = 128
     selector: Selector = Uniform()
 
     needs_embeddings: ClassVar[bool] = True

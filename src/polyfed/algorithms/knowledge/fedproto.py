@@ -23,7 +23,7 @@ from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.conformal import ScoreCounts
@@ -132,13 +132,15 @@ class FedProto(Averaging[ProtoState]):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 
-    mode: Literal["mm_fedavg", "original"] = "mm_fedavg"
-    proto_weight: Literal["count", "uniform"] = "count"
-    lam: Annotated[float, NOT_NEGATIVE] = 1.0
-    alpha_p: Annotated[float, NOT_NEGATIVE] = 1.0
-    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
-    feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-    predict_by: Literal["logits", "prototype"] = "prototype"
+    mode: Annotated[Literal["mm_fedavg", "original"], NotSearched("original is another method")] = "mm_fedavg"
+    proto_weight: Annotated[Literal["count", "uniform"], READING] = "count"
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 1.0, 5.0, beside=("mode", "original"))] = 1.0
+    alpha_p: Annotated[
+        float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 1.0, 5.0, fedavg=0.0, beside=("mode", "mm_fedavg"))
+    ] = 1.0
+    active_rounds: Annotated[int, NOT_NEGATIVE, NotSearched("the rounds of the paper")] = 70
+    feature_norm: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 3.0, 6.0, 12.0)] = 0.0
+    predict_by: Annotated[Literal["logits", "prototype"], READING] = "prototype"
 
     needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Shared

@@ -27,7 +27,7 @@ from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.request import Send, names_as_sent
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE, READING, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
@@ -60,10 +60,12 @@ class FedMSplit(Averaging[SplitState]):
         temperature: temperature of `cosine`.
     """
 
-    mode: Literal["personal", "block_mean"] = "personal"
-    lam: Annotated[float, NOT_NEGATIVE] = 0.01
-    similarity: Literal["cosine", "dot"] = "cosine"
-    temperature: Annotated[float, POSITIVE] = 0.1
+    mode: Annotated[Literal["personal", "block_mean"], SearchRange("personal", "block_mean", fedavg="block_mean")] = (
+        "personal"
+    )
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.01
+    similarity: Annotated[Literal["cosine", "dot"], READING] = "cosine"
+    temperature: Annotated[float, POSITIVE, SearchRange(0.05, 0.1, 0.5, 1.0, beside=("similarity", "cosine"))] = 0.1
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

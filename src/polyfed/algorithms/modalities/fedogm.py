@@ -27,7 +27,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, PLACEBO, NotSearched, SearchRange
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model
@@ -56,11 +56,11 @@ class FedOgm(Averaging):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "it compares modalities by the probability of the true class"
 
-    alpha: Annotated[float, NOT_NEGATIVE] = 0.8
-    ge: bool = True
-    active_rounds: Annotated[int, NOT_NEGATIVE] = 71
-    scale_params: Literal["conv4d", "all_weights"] = "conv4d"
-    placebo: Literal["none", "constant"] = "none"
+    alpha: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.3, 0.5, 0.8, 1.0, fedavg=0.0)] = 0.8
+    ge: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    active_rounds: Annotated[int, NOT_NEGATIVE, NotSearched("the rounds of the paper")] = 71
+    scale_params: Annotated[Literal["conv4d", "all_weights"], NotSearched("depends on the encoders")] = "conv4d"
+    placebo: Annotated[Literal["none", "constant"], PLACEBO] = "none"
 
     @override
     def check_model(self, model: Model) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -59,13 +59,13 @@ class FedPmr(Averaging):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 
-    alpha: Annotated[float, NOT_NEGATIVE] = 1.0
-    coef: Literal["clip", "hard"] = "clip"
-    active_rounds: Annotated[int, NOT_NEGATIVE] = 71
-    per: bool = False
-    mu: Annotated[float, NOT_NEGATIVE] = 0.01
-    per_epochs: Annotated[int, NOT_NEGATIVE] = 10
-    feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+    alpha: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 0.5, 1.0, 2.0, 5.0, fedavg=0.0)] = 1.0
+    coef: Annotated[Literal["clip", "hard"], READING] = "clip"
+    active_rounds: Annotated[int, NOT_NEGATIVE, NotSearched("the rounds of the paper")] = 71
+    per: Annotated[bool, NotSearched("an optional part; with it, mu is searched")] = False
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.001, 0.01, 0.1, beside=("per", True))] = 0.01
+    per_epochs: Annotated[int, NOT_NEGATIVE, NotSearched("the epochs of the paper")] = 10
+    feature_norm: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 3.0, 6.0, 12.0)] = 0.0
 
     needs_embeddings: ClassVar[bool] = True
 

@@ -38,7 +38,18 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    COST,
+    IN_RECIPE,
+    NOT_NEGATIVE,
+    OF_MODEL,
+    PLACEBO,
+    POSITIVE,
+    READING,
+    NotSearched,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
 from polyfed.federation.context import ClientContext
@@ -115,26 +126,26 @@ class PartialFL(Averaging[PartialState]):
             `teacher_accuracy`.
     """
 
-    aggregation: Literal["weighted", "uniform"] = "uniform"
-    beta: Annotated[float, NOT_NEGATIVE] = 0.01
-    beta_local: Annotated[float | None, NOT_NEGATIVE] = None
-    temperature: Annotated[float, POSITIVE] = 0.1
-    negatives: Negatives = "intra"
-    same_class_negatives: bool = True
-    normalise: bool = True
-    mu: Annotated[float, NOT_NEGATIVE] = 0.0
-    global_model: Literal["private", "all"] = "private"
-    inputs: Literal["embeddings", "raw"] = "embeddings"
-    local_start: Literal["own", "common"] = "own"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
+    beta: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.01
+    beta_local: Annotated[float | None, NOT_NEGATIVE, NotSearched("equals beta, as in the paper")] = None
+    temperature: Annotated[float, POSITIVE, SearchRange(0.05, 0.1, 0.2)] = 0.1
+    negatives: Annotated[Negatives, READING] = "intra"
+    same_class_negatives: Annotated[bool, READING] = True
+    normalise: Annotated[bool, READING] = True
+    mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1)] = 0.0
+    global_model: Annotated[Literal["private", "all"], OF_MODEL] = "private"
+    inputs: Annotated[Literal["embeddings", "raw"], NotSearched("depends on the data")] = "embeddings"
+    local_start: Annotated[Literal["own", "common"], READING] = "own"
     local_hidden: tuple[int, ...] = (256,)
     local_encoders: Mapping[str, Any] = field(default_factory=dict)
     server_hidden: tuple[int, ...] = (1024, 1024, 512)
     server_encoders: Mapping[str, Any] = field(default_factory=dict)
-    server_epochs: Annotated[int, AT_LEAST_ONE] = 1
-    keep_server_optimiser: bool = True
-    keep_local_optimiser: bool = False
-    placebo: Literal["none", "noise", "shuffled", "frozen"] = "none"
-    probe: bool = False
+    server_epochs: Annotated[int, AT_LEAST_ONE, COST] = 1
+    keep_server_optimiser: Annotated[bool, READING] = True
+    keep_local_optimiser: Annotated[bool, READING] = False
+    placebo: Annotated[Literal["none", "noise", "shuffled", "frozen"], PLACEBO] = "none"
+    probe: Annotated[bool, NotSearched("says what is measured")] = False
 
     captions: ClassVar[Mapping[str, str]] = {
         "loss_local": "The training loss of the devices' local models; the mean over devices.",

@@ -26,7 +26,7 @@ from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.request import Send
-from polyfed.core.schema import PROBABILITY
+from polyfed.core.schema import PLACEBO, PROBABILITY, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.context import ClientContext
@@ -50,9 +50,9 @@ class Apfl(Averaging):
             clients. `none`, the default, is the method of the paper.
     """
 
-    alpha: Annotated[float, PROBABILITY] = 0.5
-    adaptive: bool = True
-    placebo: Literal["none", "initial"] = "none"
+    alpha: Annotated[float, PROBABILITY, SearchRange(0.0, 0.25, 0.5, 0.75, 1.0, fedavg=0.0)] = 0.5
+    adaptive: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

@@ -21,7 +21,7 @@ from polyfed.algorithms.averaging.private_blocks import epochs_of
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import Tree, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult
@@ -45,9 +45,9 @@ class Ditto(Averaging):
             the other clients. `none`, the default, is the method of the paper.
     """
 
-    lam: Annotated[float, NOT_NEGATIVE] = 1.0
-    personal_epochs: Annotated[int, NOT_NEGATIVE] = 0
-    placebo: Literal["none", "initial"] = "none"
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.05, 0.1, 0.2, 1.0, 2.0)] = 1.0
+    personal_epochs: Annotated[int, NOT_NEGATIVE, COST] = 0
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

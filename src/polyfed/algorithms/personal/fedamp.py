@@ -29,7 +29,17 @@ from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.personal import blocks as exchange
 from polyfed.algorithms.personal.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.core.batch import Batch
-from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    COST,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    READING,
+    NotSearched,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, keep_on_host, nested, squared_distance, under
 from polyfed.federation.clock import Timetable
@@ -119,15 +129,15 @@ class FedAmp(Algorithm[FedAmpState]):
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    uploads: float | int = 1.0
-    heuristic: bool = False
-    lam: Annotated[float, NOT_NEGATIVE] = 1.0
-    alpha: Annotated[float, POSITIVE] = 1e4
-    alpha_decay: Annotated[float, FRACTION] = 0.1
-    alpha_every: Annotated[int, AT_LEAST_ONE] = 30
-    sigma: Annotated[float, NOT_NEGATIVE] = 0.0
-    self_weight: Annotated[float, BELOW_ONE] = 0.0
-    start: Literal["own", "cloud"] = "own"
+    uploads: Annotated[float | int, COST] = 1.0
+    heuristic: Annotated[bool, NotSearched("HeurFedAMP is another method")] = False
+    lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 1.0, 10.0)] = 1.0
+    alpha: Annotated[float, POSITIVE, SearchRange(1.0, 10.0, 100.0, 1000.0, 10000.0)] = 1e4
+    alpha_decay: Annotated[float, FRACTION, NotSearched("goes with alpha")] = 0.1
+    alpha_every: Annotated[int, AT_LEAST_ONE, NotSearched("goes with alpha")] = 30
+    sigma: Annotated[float, NOT_NEGATIVE, NotSearched("0 takes the value of third-party code")] = 0.0
+    self_weight: Annotated[float, BELOW_ONE, SearchRange(0.0, 0.3, 0.6, 0.9, beside=("heuristic", True))] = 0.0
+    start: Annotated[Literal["own", "cloud"], READING] = "own"
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class FedAvgFt(Averaging):
             personal evaluation.
     """
 
-    fine_tune: Annotated[int, NOT_NEGATIVE] = 2
+    fine_tune: Annotated[int, NOT_NEGATIVE, SearchRange(1, 2, 5)] = 2
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

@@ -10,7 +10,7 @@ FedBN is `Averaging` with the private words `norms`: private_blocks.py. Page: do
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -18,6 +18,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.private_blocks import NORMS, names_of
 from polyfed.algorithms.base import UPDATES
 from polyfed.core import keys
+from polyfed.core.schema import PLACEBO
 from polyfed.model import Model
 
 
@@ -32,7 +33,7 @@ class FedBn(Averaging):
     """
 
     private: tuple[str, ...] = (NORMS,)
-    placebo: Literal["none", "random"] = "none"
+    placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

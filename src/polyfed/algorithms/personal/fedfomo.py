@@ -29,7 +29,7 @@ from polyfed.algorithms.personal.blocks import Blocks, Layout, Wanted, layouts, 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
+from polyfed.core.schema import AT_LEAST_TWO, COST, NOT_NEGATIVE, PROBABILITY, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
 from polyfed.federation.clock import Timetable
@@ -98,11 +98,11 @@ class FedFomo(Algorithm[FedFomoState]):
     mixing: ClassVar[str] = "fedfomo mixes each block with weights from the loss of the whole model"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    uploads: float | int = 1.0
-    every: Annotated[int, AT_LEAST_TWO] = 5
-    candidates: Annotated[int, NOT_NEGATIVE] = 0
-    explore: Annotated[float, PROBABILITY] = 0.3
-    explore_decay: Annotated[float, NOT_NEGATIVE] = 0.05
+    uploads: Annotated[float | int, COST] = 1.0
+    every: Annotated[int, AT_LEAST_TWO, NotSearched("decides how many rows the clients hold out")] = 5
+    candidates: Annotated[int, NOT_NEGATIVE, COST] = 0
+    explore: Annotated[float, PROBABILITY, SearchRange(0.0, 0.1, 0.3, 0.5)] = 0.3
+    explore_decay: Annotated[float, NOT_NEGATIVE, NotSearched("goes with explore")] = 0.05
 
     def __post_init__(self) -> None:
         """Check the options.

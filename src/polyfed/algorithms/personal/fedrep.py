@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import NOT_NEGATIVE, SearchRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class FedRep(Averaging):
     """
 
     private: tuple[str, ...] = ("head",)
-    private_epochs: Annotated[int, NOT_NEGATIVE] = 10
+    private_epochs: Annotated[int, NOT_NEGATIVE, SearchRange(1, 2, 5, 10)] = 10
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

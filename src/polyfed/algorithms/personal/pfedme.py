@@ -26,7 +26,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import AT_LEAST_ONE, POSITIVE
+from polyfed.core.schema import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import Tree, add, clone, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult
@@ -48,11 +48,11 @@ class PFedMe(Averaging):
             the other clients. `none`, the default, is the method of the paper.
     """
 
-    aggregation: Literal["weighted", "uniform"] = "uniform"
-    lam: Annotated[float, POSITIVE] = 15.0
-    inner_steps: Annotated[int, AT_LEAST_ONE] = 5
-    inner_lr: Annotated[float, POSITIVE] = 0.05
-    placebo: Literal["none", "initial"] = "none"
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
+    lam: Annotated[float, POSITIVE, SearchRange(5.0, 15.0, 30.0)] = 15.0
+    inner_steps: Annotated[int, AT_LEAST_ONE, COST] = 5
+    inner_lr: Annotated[float, POSITIVE, SearchRange(0.005, 0.01, 0.02, 0.05)] = 0.05
+    placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
 

@@ -37,7 +37,7 @@ from polyfed.algorithms.pfmml.coefficients import (
 from polyfed.algorithms.pfmml.deliveries import Deliveries
 from polyfed.core import keys
 from polyfed.core.request import Send
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, READING, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
 from polyfed.evaluation.scores import Measured
@@ -125,18 +125,18 @@ class Pfmml(Algorithm[PfmmlState]):
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
-    uploads: float | int = 1 / 3
-    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 2.0
-    max_age: Annotated[int, NOT_NEGATIVE] = 10
-    rule: Literal["ratio", "linear"] = "ratio"
-    price_per_second: Annotated[float, NOT_NEGATIVE] = 1e-4
-    grad_sign: Literal[-1, 1] = -1
-    scale: Literal["normalised", "raw", "per-step", "per-size"] = "normalised"
-    record: Literal["last", "previous-round"] = "last"
-    learn: Literal["after", "before"] = "after"
-    softmax_over: Literal["all", "owners"] = "all"
-    waits_for: Literal["scheduled", "all"] = "scheduled"
-    placebo: Literal["none", "uniform", "shuffled"] = "none"
+    uploads: Annotated[float | int, COST] = 1 / 3
+    coefficient_lr: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.5, 1.0, 2.0, 4.0, 8.0)] = 2.0
+    max_age: Annotated[int, NOT_NEGATIVE, COST] = 10
+    rule: Annotated[Literal["ratio", "linear"], READING] = "ratio"
+    price_per_second: Annotated[float, NOT_NEGATIVE, SearchRange(0.0001, 0.001, 0.01, beside=("rule", "linear"))] = 1e-4
+    grad_sign: Annotated[Literal[-1, 1], READING] = -1
+    scale: Annotated[Literal["normalised", "raw", "per-step", "per-size"], READING] = "normalised"
+    record: Annotated[Literal["last", "previous-round"], READING] = "last"
+    learn: Annotated[Literal["after", "before"], READING] = "after"
+    softmax_over: Annotated[Literal["all", "owners"], READING] = "all"
+    waits_for: Annotated[Literal["scheduled", "all"], COST] = "scheduled"
+    placebo: Annotated[Literal["none", "uniform", "shuffled"], PLACEBO] = "none"
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"scale": "raw", "coefficient_lr": 0.01}}
 

@@ -14,7 +14,7 @@ docs/algorithms/split-learning.md.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from typing_extensions import override
 
@@ -22,6 +22,7 @@ from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.core import keys
+from polyfed.core.schema import NotSearched
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -76,7 +77,7 @@ class SplitLearning(Algorithm[SplitState]):
     mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
 
-    u_shaped: bool = False
+    u_shaped: Annotated[bool, NotSearched("decides what leaves a client")] = False
     cut: Cut = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -11,13 +11,14 @@ The messages are the same as in split learning. Page: docs/algorithms/splitfed.m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
+from polyfed.core.schema import IN_RECIPE, NotSearched
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
@@ -41,13 +42,13 @@ class SplitFed(Algorithm[SplitState]):
         cut: the client tasks and the server's step, made from the other options.
     """
 
-    version: Literal[1, 2] = 1
-    aggregation: Literal["weighted", "uniform"] = "weighted"
+    version: Annotated[Literal[1, 2], NotSearched("another method")] = 1
+    aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"
     selector: Selector = Uniform()
     mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
 
-    u_shaped: bool = False
+    u_shaped: Annotated[bool, NotSearched("decides what leaves a client")] = False
     cut: Cut = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

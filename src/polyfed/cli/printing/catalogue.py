@@ -16,6 +16,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import ALTERS, Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.registry import find
+from polyfed.core.schema import SearchRange, Within, not_searched, search_ranges
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
@@ -35,12 +36,14 @@ class Option:
         kind: the type, as in the source code.
         default: the default in TOML. Empty if the key is required.
         about: the explanation.
+        search: the values that a search tries by default, or "not searched: " and why. Empty if the option has neither.
     """
 
     name: str
     kind: str
     default: str
     about: str
+    search: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ def options(cls: type, leave_out: tuple[str, ...] = ()) -> list[Option]:
             origin.setdefault(name, depth)
     own = [f for f in dataclasses.fields(cls) if f.init and f.name not in leave_out]
     ordered = sorted(own, key=lambda f: origin[f.name])
-    return [Option(f.name, _kind(f.type), _default(f), about.get(f.name, "")) for f in ordered]
+    searched = {name: _values(entry) for name, entry in search_ranges(cls).items()}
+    searched |= {name: f"not searched: {entry.why}" for name, entry in not_searched(cls).items()}
+    return [
+        Option(f.name, _kind(f.type), _default(f), about.get(f.name, ""), searched.get(f.name, "")) for f in ordered
+    ]
 
 
 def hyper_parameters(cls: type[Algorithm]) -> list[Option]:
@@ -198,13 +205,20 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
 def _kind(annotation: Any) -> str:
     """Return a type as text, with the choices of a Literal or the allowed range."""
     if get_origin(annotation) is Annotated:
-        base, *ranges = get_args(annotation)
-        return ", ".join([_kind(base), *(entry.words for entry in ranges)])
+        base, *extras = get_args(annotation)
+        return ", ".join([_kind(base), *(entry.words for entry in extras if isinstance(entry, Within))])
     if get_origin(annotation) is Union:  # a union of types with a Literal
         return " | ".join(_kind(part) if part is not type(None) else "None" for part in get_args(annotation))
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     text = re.sub(r"\b(?:typing|collections\.abc)\.", "", text)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | ").replace("'", '"'), text)
+
+
+def _values(searched: SearchRange) -> str:
+    """Return the values that a search tries, and the value of another option that they need."""
+    values = ", ".join(_toml(value) for value in searched.values)
+    name, *needed = searched.beside or ("",)
+    return f"{values} with {name} = {' or '.join(map(_toml, needed))}" if name else values
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -76,5 +76,7 @@ def _options(section: str, options: Sequence[Option]) -> RenderableType:
         return Text(f"{section} has no options.")
     table = plain_table("key", "default", "type", "", left=4)
     for option in options:
-        table.add_row(option.name, Text(option.default or "(required)"), Text(option.kind), Text(option.about))
+        tried = option.search and not option.search.startswith("not searched")
+        about = f"{option.about} [a search tries {option.search}]" if tried else option.about
+        table.add_row(option.name, Text(option.default or "(required)"), Text(option.kind), Text(about))
     return titled(f"Options of {section}", table)

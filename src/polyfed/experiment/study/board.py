@@ -10,6 +10,7 @@ from typing import Any, Literal
 from polyfed.core.system.files import FACTS, RESULT, ROUNDS, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
+from polyfed.experiment.study.default_ranges import edge_notes
 from polyfed.experiment.study.plan import Cell
 from polyfed.experiment.study.search import Searcher
 from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run
@@ -248,11 +249,24 @@ class Board:
             for number, entries in sorted(self.reported.items())
         )
         shared = [(SHARED_RUNS, places) for _, places in twins if len(places) > 1]
-        return shared + _gathered(
-            (note, self._place(cell))
-            for number, cell in enumerate(self.cells)
-            for note in notes_of([entry.notes for entry in self._runs_of(number) if entry.state == "finished"])
+        edges = _gathered((note, self._place(cell)) for n, cell in enumerate(self.cells) for note in self.edges(n))
+        return (
+            shared
+            + edges
+            + _gathered(
+                (note, self._place(cell))
+                for number, cell in enumerate(self.cells)
+                for note in notes_of([entry.notes for entry in self._runs_of(number) if entry.state == "finished"])
+            )
         )
+
+    def edges(self, number: int) -> list[str]:
+        """Return a sentence for each value of a cell that its search chose at an edge of its range."""
+        reported = self.reported.get(number)
+        if not reported or number not in self.searches:
+            return []
+        cell = self.cells[number]
+        return list(edge_notes(cell.space, reported[0].chosen, cell.table))
 
     def _runs_of(self, number: int) -> list[Entry]:
         found = self.reported.get(number)

@@ -154,6 +154,7 @@ def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "values": dict(cell.values),
         "chosen": dict(entry.chosen),
         "settings_of": cell.settings_of,
+        "edges": [] if number is None else board.edges(number),
     }
 
 

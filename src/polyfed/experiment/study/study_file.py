@@ -9,6 +9,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.experiment.study.default_ranges import default_space
 from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
@@ -81,7 +82,7 @@ def parse_study(
     study = _section("", Study, top, problems, parts | {"name": name, "folder": folder})
     if study is None:
         return None
-    study = _with_scenario(study)
+    study = _with_default_ranges(_with_scenario(study))
     checks = _check_matches, _check_values, _check_sizes, _check_pruning, _check_settings_of, _check_metrics
     for check in (*checks, _check_recipes):
         check(study, problems)
@@ -159,6 +160,19 @@ def _with_scenario(study: Study) -> Study:
         return study
     name = Path(study.recipe).stem if study.recipe else "recipe"
     return replace(study, scenarios={name: Scenario()})
+
+
+def _with_default_ranges(study: Study) -> Study:
+    """Return the study. With `[search] ranges = "default"`, each method with a search has the values of its options."""
+    if study.search is None or not study.search.ranges:
+        return study
+    methods = {}
+    for name, method in study.methods.items():
+        fixed = study.set | method.set | study.grid | method.grid
+        found = {} if method.settings_of else default_space(name, fixed)
+        kept = {} if method.settings_of else study.search.keys
+        methods[name] = replace(method, search=found | kept | method.search)
+    return replace(study, methods={**methods})
 
 
 def _check_seeds(study: Study, problems: list[str]) -> bool:

@@ -78,6 +78,8 @@ class Search:
         trials: The number of settings that are tried for each method in each scenario.
         seeds: The seeds of each trial. They must differ from the reported seeds.
         keys: Keys that are searched for every method, with their lists or ranges.
+        ranges: With "default", every method also searches the values that its options declare, and the learning rate.
+            Keys of the method, of `keys` and of `set` have precedence.
         sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
             `step`.
         sampler_seed: The seed of the sampler.
@@ -95,6 +97,7 @@ class Search:
     trials: Annotated[int, AT_LEAST_ONE]
     seeds: list[int] | dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
+    ranges: Literal["", "default"] = ""
     sampler: Literal["tpe", "random", "qmc", "grid"] = "tpe"
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     batch: Annotated[int, AT_LEAST_ONE] = 4

@@ -222,8 +222,9 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
             metrics=own.metrics,
             searched=own.searched,
             settings_of=own.settings_of,
-            notes=tuple(
-                notes_of([notes_of_run(() if run is None else run.remarks, folder.result) for folder, run in bundle])
+            notes=(
+                *own.edges,
+                *notes_of([notes_of_run(() if run is None else run.remarks, folder.result) for folder, run in bundle]),
             ),
         )
         for (label, own), bundle in zip(names, bundles.values(), strict=True)

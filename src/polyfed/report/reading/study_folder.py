@@ -18,7 +18,7 @@ from polyfed.report.reading.run_schema import ANY_KEYS, parse_as
 class StudyRun(TypedDict):
     """A run in `study.json`.
 
-    Older folders have no `why`, no `remarks` and no `settings_of`. `chosen` is empty without a search.
+    Older folders lack the keys that are not required. `chosen` is empty without a search.
     """
 
     folder: str
@@ -30,6 +30,7 @@ class StudyRun(TypedDict):
     remarks: NotRequired[list[str]]
     chosen: NotRequired[dict[str, Any]]
     settings_of: NotRequired[str]
+    edges: NotRequired[list[str]]
 
 
 class AbsentFacts(TypedDict):
@@ -66,6 +67,7 @@ class NamedRun:
         remarks: the warnings that the run gave.
         searched: the keys of the recipe whose values the study's search chose.
         settings_of: the method for which the search chose these values, if this is another method. Otherwise empty.
+        edges: a sentence for each of these values that lies at an edge of its range.
     """
 
     folder: Path
@@ -75,6 +77,7 @@ class NamedRun:
     remarks: tuple[str, ...] = ()
     searched: tuple[str, ...] = ()
     settings_of: str = ""
+    edges: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ def _reported(path: Path) -> list[NamedRun]:
             tuple(run.get("remarks", [])),
             tuple(run.get("chosen", {})),
             run.get("settings_of", ""),
+            tuple(run.get("edges", [])),
         )
         for run in runs
     ]
