@@ -1,12 +1,12 @@
-"""MFedMC: against a bare loop with missing rows, its selections by hand, its bytes, its placebo, and what it refuses."""
+"""MFedMC: against a bare loop with missing rows, its selections by hand, its bytes, its placebo, its refusals."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from algorithms.test_blockwise import plainly
 
+from algorithms.test_blockwise import plainly
 from oracles import blockwise
 from oracles import mfedmc as oracle
 from polyfed.algorithms.modalities.mfedmc import FUSION, FUSION_STREAM, Offer, scaled, shapley
@@ -126,7 +126,8 @@ def test_a_client_sends_what_was_taken_and_nothing_else_and_the_placebo_costs_th
         parts, state, ledger = played(made)
         rows = [r for r in ledger if r["destination"] == "server"]
         head = parts.algorithm.private_names(parts.fed.context.model)
-        assert head and not set(state.params) & head
+        assert head
+        assert not set(state.params) & head
         for round in range(1, 4):
             offered = sum(r["round"] == round and r["message"] == "Offer" and r["field"] == "losses" for r in rows)
             for m in ("a", "b"):

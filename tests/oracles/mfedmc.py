@@ -65,7 +65,9 @@ def trained(w: Weights, client: Client, fed: Federation, t: int, stream: int) ->
     fusion, encoders = [n for n in w if is_fusion(n)], [n for n in w if not is_fusion(n)]
     for rows in client.steps[stream][t]:
         leaves = {**w, **{n: w[n].detach().clone().requires_grad_() for n in fusion}}
-        w = step(w, fusion, cross_entropy(together(leaves, client, rows, tuple(client.x)), client.y[rows]), leaves, fed.lr)
+        w = step(
+            w, fusion, cross_entropy(together(leaves, client, rows, tuple(client.x)), client.y[rows]), leaves, fed.lr
+        )
     before = copied(w)
     for rows in client.steps[0][t]:
         leaves = {**w, **{n: w[n].detach().clone().requires_grad_() for n in encoders}}
@@ -93,7 +95,10 @@ def scaled(values: dict[str, float]) -> dict[str, float]:
 def mfedmc(fed: Federation, w: Weights, options: Options) -> tuple[Weights, list[Weights], list[dict[str, list[int]]]]:
     """The common encoders, the clients' fusions, and by round who sent the encoder of each modality."""
     common = {n: v.clone() for n, v in w.items() if not is_fusion(n)}
-    fusion = [{n: v.clone() for n, v in w.items() if n == "bias" or (is_fusion(n) and n.split(".")[0] in c.x)} for c in fed.clients]
+    fusion = [
+        {n: v.clone() for n, v in w.items() if n == "bias" or (is_fusion(n) and n.split(".")[0] in c.x)}
+        for c in fed.clients
+    ]
     last = [dict.fromkeys(c.x, 0) for c in fed.clients]
     log: list[dict[str, list[int]]] = []
     for t, cohort in enumerate(fed.cohorts):
@@ -105,18 +110,26 @@ def mfedmc(fed: Federation, w: Weights, options: Options) -> tuple[Weights, list
             start, models[k] = trained(start, own, fed, t, options.fusion_stream)
             fusion[k] = {n: start[n] for n in fusion[k]}
             impact = scaled(impacts(models[k], own))
-            sizes = {m: sum(v.numel() for n, v in start.items() if n.split(".")[0] == m and not is_fusion(n)) for m in own.x}
+            sizes = {
+                m: sum(v.numel() for n, v in start.items() if n.split(".")[0] == m and not is_fusion(n)) for m in own.x
+            }
             small = scaled({m: float(size) for m, size in sizes.items()})
             rank = sorted(
                 own.x,
-                key=lambda m, k=k, i=impact, s=small: -(
-                    options.impact * i[m] + options.smallness * (1 - s[m]) + options.recency * (t + 1 - last[k][m]) / (t + 1)
+                key=lambda m, k=k, i=impact, s=small: (
+                    -(
+                        options.impact * i[m]
+                        + options.smallness * (1 - s[m])
+                        + options.recency * (t + 1 - last[k][m]) / (t + 1)
+                    )
                 ),
             )
             losses = alone(models[k], own, torch.arange(len(own.y)))
             for m in rank[: options.uploads]:
                 offers.setdefault(m, []).append((float(losses[m]), k))
-        log.append({m: sorted(k for _, k in sorted(offers[m])[: ceil(options.share * len(cohort))]) for m in sorted(offers)})
+        log.append(
+            {m: sorted(k for _, k in sorted(offers[m])[: ceil(options.share * len(cohort))]) for m in sorted(offers)}
+        )
         for m, senders in log[-1].items():
             sizes = {k: len(fed.clients[k].y) for k in senders}
             for n in [n for n in common if n.split(".")[0] == m]:

@@ -37,7 +37,16 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import MODALITIES, Message, carries, message
 from polyfed.core.request import Send
-from polyfed.core.schema import AT_LEAST_ONE, FLAG, FRACTION, NOT_NEGATIVE, ZERO_OR_ONE
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    COST,
+    FLAG,
+    FRACTION,
+    NOT_NEGATIVE,
+    PLACEBO,
+    ZERO_OR_ONE,
+    SearchRange,
+)
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, nested, under
 from polyfed.federation.aggregation import aggregate
@@ -63,7 +72,7 @@ MOST = 8
 
 @message
 class Offer(Message):
-    """A client's reply after training: for each of its modalities, whether it offers the encoder, and its loss alone."""
+    """A client's reply after training: for each modality, whether it offers the encoder, and the loss of it alone."""
 
     offered: Tree = carries(
         "statistic",
@@ -115,13 +124,13 @@ class MFedMC(Averaging[UploadState]):
             both as many as MFedMC. `none`, the default, is the method of the paper.
     """
 
-    uploads: Annotated[int, AT_LEAST_ONE] = 1
-    client_share: Annotated[float, FRACTION] = 0.2
-    impact: Annotated[float, NOT_NEGATIVE] = 1 / 3
-    smallness: Annotated[float, NOT_NEGATIVE] = 1 / 3
-    recency: Annotated[float, NOT_NEGATIVE] = 1 / 3
-    fusion_epochs: Annotated[int, NOT_NEGATIVE] = 0
-    placebo: Literal["none", "random-blocks"] = "none"
+    uploads: Annotated[int, AT_LEAST_ONE, COST] = 1
+    client_share: Annotated[float, FRACTION, COST] = 0.2
+    impact: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 1 / 3, 1.0)] = 1 / 3
+    smallness: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 1 / 3, 1.0)] = 1 / 3
+    recency: Annotated[float, NOT_NEGATIVE, SearchRange(1 / 3, 1.0)] = 1 / 3
+    fusion_epochs: Annotated[int, NOT_NEGATIVE, COST] = 0
+    placebo: Annotated[Literal["none", "random-blocks"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = "mfedmc chooses the encoders that leave by the Shapley values of all modalities"
     needs_embeddings: ClassVar[bool] = True
@@ -181,10 +190,11 @@ class MFedMC(Averaging[UploadState]):
     def round(self, state: UploadState, fed: Federation) -> UploadState:
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
 
-        def incomplete(client: int, offer: Message) -> str:
+        def incomplete(client: int, offer: Any) -> str:
             own = {*fed.clients.owned(client)}
-            said = [*vars(offer)["offered"]], [*vars(offer)["losses"]]
-            return "" if all({*names} == own for names in said) else f"says nothing of some of its {len(own)} encoders"
+            return (
+                "" if {*offer.offered} == {*offer.losses} == own else f"does not offer or judge each of {sorted(own)}"
+            )
 
         enough = self.selector.enough(fed.clients)
         offers = fed.ask(self.train_all, cohort, Broadcast(state.params), enough=enough, accept=incomplete)
@@ -192,8 +202,8 @@ class MFedMC(Averaging[UploadState]):
         wanted = self.taken(offers, fed)
         asked = {client: Taken({m: torch.ones(()) for m in one}) for client, one in wanted.items()}
 
-        def lacking(client: int, reply: Message) -> str:
-            sent = {block_of(name) for name in vars(reply)["params"]}
+        def lacking(client: int, reply: Any) -> str:
+            sent = {block_of(name) for name in reply.params}
             return "" if sent == {*wanted[client]} else f"sent encoders of {sorted(sent)}, asked for {wanted[client]}"
 
         replies = fed.ask(self.send, list(asked), asked, quorum=False, accept=lacking)
