@@ -1,5 +1,6 @@
 """Write docs/recipes.md from the docstrings of the dataclasses that are the schema: `make docs`."""
 
+import re
 from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
@@ -17,27 +18,33 @@ keys `seed` (default 1) and `rounds` (default 10) come before the sections.
 In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early fusion):
 images along their channels, vectors along their features.
 
+Each entry has a key with its default, in brackets the allowed values, and what it is for; `none` is a key that is left
+out. Members of a group name after "Shared" the options that the group explains.
+
 [egress.md](egress.md) explains `[egress.*]`, and [outputs.md](outputs.md) the files that a run writes.
 """
 
 
-def escaped(text: str) -> str:
-    """Text in a cell of a Markdown table."""
-    return text.replace("|", "\\|")
+PLAIN = ("str", "bool", "int", "float")
+"""Types that a default shows, so that an entry need not name them."""
 
 
-def table(options: list[catalogue.Option]) -> str:
-    """Options as a Markdown table."""
-    if not options:
-        return "No options.\n"
-    tried = ["" if option.search.startswith("not searched") else option.search for option in options]
-    rows = [
-        f"| `{option.name}` | {f'`{option.default}`' if option.default else 'required'} "
-        f"| {escaped(option.kind)} | {f'{escaped(values)} | ' if any(tried) else ''}{escaped(option.about)} |"
-        for option, values in zip(options, tried, strict=True)
-    ]
-    heads = ["| key | default | type | a search tries | |", "|---|---|---|---|---|"]
-    return "\n".join([*(heads if any(tried) else ["| key | default | type | |", "|---|---|---|---|"]), *rows]) + "\n"
+def entry(option: catalogue.Option) -> str:
+    """An option as an entry of a list: key and default, what else it may be, and what it is for."""
+    base, _, ranges = (option.kind, "", "") if "[" in option.kind else option.kind.partition(", ")
+    kinds = [part for part in base.split(" | ") if part != "None"]
+    named = all(part.startswith('"') and re.search(rf"[`\"]{part[1:-1]}[`\"]", option.about) for part in kinds)
+    if named or base == "Any" or (base in PLAIN and option.default not in ("", "none")):
+        kinds = []
+    facts = ["required"] * (not option.default) + [" or ".join(kinds)] * bool(kinds) + [ranges] * bool(ranges)
+    key = f"{option.name} = {option.default}" if option.default else option.name
+    tried = f" A search tries {option.search}." * bool(option.search and not option.search.startswith("not searched"))
+    return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts) + f": {option.about}{tried}"
+
+
+def entries(options: list[catalogue.Option]) -> str:
+    """Options as a Markdown list."""
+    return "\n".join(map(entry, options)) + "\n" if options else "No options.\n"
 
 
 def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
@@ -47,14 +54,19 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
         for option in options:
             holders.setdefault(option, []).append(name)
     common = [option for option, names in holders.items() if len(names) > 1]
-    parts = ["### Options of several\n", table(common)] if common else []
+    names = [option.name for option in common]
+    parts = ["### Options of several\n", entries(common)] if common else []
     for name, (about, options) in members.items():
         own = [option for option in options if option not in common]
-        shared = ", ".join(f"`{option.name} = {option.default}`" for option in options if option in common)
+        shared = ", ".join(
+            f"`{option.name}`" if names.count(option.name) == 1 else f"`{option.name} = {option.default}`"
+            for option in options
+            if option in common
+        )
         lines = [
             about,
-            table(own) if own or not shared else "",
-            f"Also, from the table above, {shared}.\n" if shared else "",
+            entries(own) if own or not shared else "",
+            f"Shared: {shared}.\n" if shared else "",
         ]
         parts += [f"### {name}\n", *filter(None, lines)]
     return "\n".join(parts)
@@ -68,7 +80,7 @@ def reference() -> str:
         if section.classes is not None and name != "algorithm":
             named.append((section.title, section.classes, f"[{name}] name"))
         elif section.classes is None and section.cls is not None:
-            parts.append(f"## [{name}]\n\n{table(catalogue.options(section.cls))}")
+            parts.append(f"## [{name}]\n\n{entries(catalogue.options(section.cls))}")
     for title, registry, place in named:
         members = {
             name: ("", catalogue.options(registry[name], ("kind", "participation", "overselect")))

@@ -75,8 +75,8 @@ class Centralized(Algorithm[Pool]):
     """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: factor for the hidden sizes and the embedding. A factor above 1 gives a model that is larger than
-            the federated model, for a comparison. The PartialFL paper also compares with a larger model.
+        width: factor for the hidden sizes and the embedding, for a comparison with a larger model, as in the PartialFL
+            paper.
     """
 
     mixing: ClassVar[str] = "the server trains on the rows of all modalities"

@@ -65,8 +65,8 @@ class Local(Algorithm[State]):
     Attributes:
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        global_test: when clients upload their models, which the server then evaluates on its own test rows: `last`
-            (after the last round), `always` (at every evaluation) or `never`.
+        global_test: when clients upload their models, for a test on the server's rows: after the `last` round, `always`
+            (at every evaluation) or `never`.
     """
 
     mixing: ClassVar[str] = ""

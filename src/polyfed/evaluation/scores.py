@@ -93,26 +93,22 @@ class Evaluation:
     """When and how to evaluate: the [evaluate] section.
 
     Attributes:
-        every: rounds between two evaluations. The last round is always evaluated. If this is 0, only the last round is
-            evaluated.
+        every: rounds between two evaluations; 0 evaluates only the last round, which is always evaluated.
         personal: whether to evaluate clients on their own test rows, if they have any.
-        clients: number of clients that evaluate on their own test rows. Each evaluation draws them anew, uniformly and
-            without replacement. If None, every client with test rows evaluates, which takes long if there are hundreds
-            of thousands of clients.
-        own_validation: whether clients also score the model on their own validation rows, for the group
-            `personal_validation`. In a deployment, these are the rows of split 2 of a device. `[stop] metric =
-            "personal_validation.weighted"` sets this option.
-        unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
-            OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
-            nearest mean of the modality's features over the training rows. Every client sends these class means before
-            each evaluation (kind `prototypes`); this works only with algorithms that average parameters. `auto` is
-            `head` if the model has a linear head, else `zero`.
-        subsets: which subsets of the modalities to score, for the metrics `subset.NAME` and `worst_subset`: `each`
-            (each modality alone, and all modalities but one), `all` (with up to five modalities), or the mean over
-            the subsets of each of the `sizes`. See docs/missing.md.
-        conformal: whether clients count how well the final model predicts their validation rows, so that
-            `predict_set` can return sets of classes, or intervals, that hold the truth with a promised probability.
-            `split` promises it for all rows together, `class` for the rows of each class.
+        clients: number of clients that evaluate on their own test rows, drawn anew each time without replacement. None
+            is every client with test rows, which takes long for hundreds of thousands.
+        own_validation: whether clients also score the model on their own validation rows (rows of split 2 of a device),
+            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it.
+        unimodal: how to predict from a single modality: `head` by the modality's slice of a linear head (OGM-GE),
+            `zero` with the features of all others at zero, or `prototype` by the nearest class mean of the modality's
+            features, for which every client sends its means (kind `prototypes`) before each evaluation; only for
+            algorithms that average parameters. `auto` is `head` if the model has a linear head, else `zero`.
+        subsets: which subsets of the modalities to score, for `subset.NAME` and `worst_subset`: `each` alone and all
+            but one, `all` (up to five modalities), or the mean over those of each of the `sizes` (docs/missing.md); or
+            `none`.
+        conformal: whether clients count how well the final model predicts their validation rows, so that `predict_set`
+            can return sets of classes, or intervals, that hold the truth with a promised probability: `none`, `split`
+            for all rows together, or `class` for the rows of each class.
         conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
             or each `client`. Under secure aggregation, only `all`.
     """

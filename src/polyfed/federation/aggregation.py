@@ -61,9 +61,9 @@ class ServerOptimiser:
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment (Reddi et al. use 1e-3). The second moment starts at tau^2.
-        aggregate: how the replies are combined, block by block. `mean` averages them. `median`, `trimmed-mean`, `krum`,
-            `multi-krum`, `geometric-median` and `norm-clip` limit the influence of a minority of lying clients.
-            `hetlora` and `flexlora` combine LoRA adapters by rules of their own (docs/models.md).
+        aggregate: how the replies are combined, block by block: `mean`; `median`, `trimmed-mean`, `krum`, `multi-krum`,
+            `geometric-median` or `norm-clip`, which limit the influence of a minority of lying clients; or `hetlora` or
+            `flexlora`, rules for LoRA adapters (docs/models.md).
         lying: largest share of false replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand.
         max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
             0 uses the median distance of the replies.

@@ -33,16 +33,13 @@ class Attack:
     The update of a client is the difference between the parameters that it returns and those that it received.
 
     Attributes:
-        name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
-            shifts the mean of the attackers' updates by a number of standard deviations. The shift is the largest one
-            with which the false replies still look like honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough",
-            NeurIPS 2019). `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one
-            class. polyfed flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It
-            also multiplies the update by `scale`. With a large factor, this attack is called model replacement
-            (Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020).
-        share: share of all clients that attack, rounded to a number of clients. polyfed draws these clients from the
-            run's seed.
-        clients: the numbers of the clients that attack. If this list is not empty, `share` has no effect.
+        name: `scaling` multiplies the attacker's update by `scale`, `sign-flip` by -`scale`. `alie` shifts the mean of
+            the attackers' updates as far as the replies still look honest (Baruch et al., NeurIPS 2019). `label-flip`
+            trains on label C - 1 - y (all classes; Tolpegin et al., ESORICS 2020, flip one). `backdoor` trains on some
+            rows with a trigger and the label `target`, and multiplies the update by `scale` (Bagdasaryan et al.,
+            AISTATS 2020).
+        share: share of all clients that attack, rounded to a number and drawn from the run's seed.
+        clients: the numbers of the clients that attack, in place of `share`.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.
         modality: the modality that carries the trigger of `backdoor`; empty for the first modality of the data.
         target: the class that the model should predict for a row with the trigger.

@@ -38,10 +38,9 @@ class Network:
         rate_down_bps: rate from server to client if `channel` is `fixed`.
         latency_s: delay of each message in either direction, independent of its size.
         compute_flops_per_s: a device's speed.
-        stragglers: share of the devices that compute more slowly. polyfed draws them once for the run.
+        stragglers: share of the devices that compute more slowly, drawn once for the run.
         straggler_slowdown: factor by which stragglers are slower.
-        deadline_s: longest time of a client in a round. The server drops slower clients from the round. None waits for
-            all clients.
+        deadline_s: longest time of a client in a round, after which the server drops it; None waits for all.
     """
 
     channel: Literal["wireless", "fixed"] = "wireless"

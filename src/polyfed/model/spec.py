@@ -29,26 +29,25 @@ class ModelSpec:
     """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. You can also give your own class
-            that extends `polyfed.model.Fusion`, as `package.module:Class`. In Python, you can give the class itself.
+        fusion: `concat`, `sum`, `gated` or `attention` (`polyfed.model.fusion`), or your own class that extends
+            `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
         attention_hidden: width of the scoring network of the fusion `attention` (512 in FedMultimodal).
-        attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal). Each head computes one weighted
-            sum of the time steps.
+        attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal), each of which computes one
+            weighted sum of the time steps.
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
         fusion_options: more arguments for the constructor of your own fusion.
-        module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`. In Python, you
-            can give the class itself or an existing module. See docs/models.md.
+        module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`; in Python, also
+            the class or a module (docs/models.md).
         module_options: more arguments for the constructor of `module`.
-        blocks: for each modality, prefixes of parameter names in `module`. The parameters with these prefixes serve
-            only this modality.
-        init: where the initial parameters come from (warm start): the folder of a run, a folder that `Run.export`
-            wrote, or a safetensors file with names as in a Tree, such as `audio.encoder.0.weight`. If it is empty, the
-            parameters are drawn from the seed.
-        init_blocks: the blocks that `init` fills: modalities, or `shared`. The others are drawn from the seed. If it
-            is empty, `init` fills all of them.
+        blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
+        init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
+            safetensors file with names as in a Tree, such as `audio.encoder.0.weight`. Empty: they are drawn from the
+            seed.
+        init_blocks: the blocks that `init` fills (modalities, or `shared`); empty for all. The others are drawn from
+            the seed.
         freeze: blocks of `init` that keep its values: they are neither trained nor sent, and stay in evaluation mode.
     """
 

@@ -23,11 +23,10 @@ class Classification(OfClasses):
     """One class for each row. Labels are int64 (N,), or whole numbers of a float type.
 
     Attributes:
-        class_weights: weight of each class in the training loss, which is then a weighted mean as in PyTorch. If empty,
-            all weights are 1. The reported loss of test rows is not weighted.
-        ranking: whether to report AUROC and average precision on the server's rows. With two classes, both metrics are
-            computed for class 1. With more classes, each class is compared with all others, and the mean over the
-            classes is reported.
+        class_weights: weight of each class in the training loss, then a weighted mean as in PyTorch; empty for 1. The
+            reported test loss is not weighted.
+        ranking: whether to report AUROC and average precision on the server's rows: of class 1 with two classes, else
+            the mean over classes, each against all others.
     """
 
     NAME: ClassVar[str] = "classification"

@@ -36,7 +36,7 @@ class MultiLabel(Objective):
 
     Attributes:
         threshold: a label is predicted if its probability is above this number.
-        positive_weights: weight of each label's positive rows in the training loss. If empty, all weights are 1.
+        positive_weights: weight of each label's positive rows in the training loss; empty for 1.
     """
 
     NAME: ClassVar[str] = "multi-label"

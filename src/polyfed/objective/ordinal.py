@@ -27,7 +27,7 @@ class Ordinal(OfClasses):
     Wang, Gao, Hua, "Ordinal Regression With Multiple Output CNN for Age Estimation", CVPR 2016, Eq. 4 to 6.
 
     Attributes:
-        class_weights: weight of the rows of each level in the training loss. If empty, all weights are 1.
+        class_weights: weight of the rows of each level in the training loss; empty for 1.
     """
 
     NAME: ClassVar[str] = "ordinal"

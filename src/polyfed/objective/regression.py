@@ -38,15 +38,14 @@ class Regression(Objective):
 
     Attributes:
         error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.
-        delta: the threshold of the Huber loss, which is quadratic for smaller errors and linear for larger ones. The
-            errors are those of the model's output, `(y - shift) / scale`.
-        shift: number that is subtracted from the targets, such as their mean, or one number for each target. If it is
-            not given, a simulation takes the mean over the rows that train of each target that is far from the outputs
-            of a new model, unless [data] standardise is false; a deployment, which has no statistics over all clients,
-            takes 0.
-        scale: number by which the shifted targets are divided, such as their standard deviation, or one for each
-            target. If it is not given, it is chosen as `shift` is.
-        target_weights: weight of each target in the loss. If empty, all weights are 1.
+        delta: threshold of the Huber loss, in units of the model's output, `(y - shift) / scale`: quadratic below,
+            linear above.
+        shift: number that is subtracted from the targets, one or one for each. By default a simulation takes the mean,
+            over the rows that train, of each target that is far from the outputs of a new model, unless [data]
+            standardise is false; a deployment, which has no statistics over all clients, takes 0.
+        scale: number by which the shifted targets are divided, such as their standard deviation, one or one for each;
+            by default as for `shift`.
+        target_weights: weight of each target in the loss; empty for 1.
         report: `sentiment` adds Acc-7, Acc-2 and F1 as in papers on CMU-MOSI and CMU-MOSEI, for one target from -3 to
             3.
     """

@@ -41,7 +41,7 @@ class Retrieval(Objective):
 
     Attributes:
         dimension: D, the width of the common embedding.
-        temperature: number by which the similarities are divided. CLIP learns this number and starts at 0.07.
+        temperature: number by which the similarities are divided; CLIP learns it, from 0.07 on.
     """
 
     NAME: ClassVar[str] = "retrieval"

@@ -65,19 +65,15 @@ class DivFl(Selector):
     """Chooses diverse clients. If a client lacks a block, the client's vector has zeros in place of this block.
 
     Attributes:
-        grad: the vector that describes a client. `delta` is the change of the client's parameters in local training
-            (CMSFed's comparison). `at_global` is the full-batch gradient at the global model (DivFL's code). Under
-            `at_global`, the server requests the cohort's gradients in every round.
-        greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
-            `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
-            number of clients.
-        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. With `clusters`,
-            each client is assigned to the nearest chosen client, and the weight of a chosen client is the number of
-            clients that are assigned to it. The paper describes `clusters`, but it is commented out in the paper's
-            code.
+        grad: the vector that describes a client: `delta`, the change of its parameters in local training (CMSFed's
+            comparison), or `at_global`, the full-batch gradient at the global model (DivFL's code), which the server
+            requests of the cohort in every round.
+        greedy: `full` tries every client in each pass, `lazy` makes the same choice with fewer evaluations,
+            `stochastic` tries max(b, N / 10) random ones, for a cohort of b from N clients.
+        weights: weights of the chosen clients in the mean: `samples`, the method's own, or `clusters`, the number of
+            clients to which a chosen one is nearest (in the paper, but commented out in its code).
         sketch: size to which vectors are projected; 0 does not project them.
-        train: options of the local training that computes `delta` in the first round. They are the options of the
-            section [train].
+        train: the options of [train] for the local training that computes `delta` in the first round.
     """
 
     grad: Annotated[Literal["delta", "at_global"], COST] = "delta"

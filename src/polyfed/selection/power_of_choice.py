@@ -49,14 +49,13 @@ class PowD(Selector):
 
     Attributes:
         d: number of candidates in a round; 10 in CMSFed's comparison.
-        candidates: how candidates are drawn without replacement: `size` draws them in proportion to their training
-            rows, as in the paper, and `uniform` draws all with equal probability.
-        variant: `full` asks candidates for the loss on all of their rows. `batch` (cpow-d in the paper) asks for the
-            loss on one mini-batch. `reported` (rpow-d) sends no request and uses the training loss that each client
-            last reported; clients that never reported a loss come first.
+        candidates: how candidates are drawn without replacement: by `size`, in proportion to their training rows, as in
+            the paper, or `uniform`.
+        variant: `full` asks candidates for the loss on all their rows, `batch` (cpow-d in the paper) on one mini-batch.
+            `reported` (rpow-d) sends no request and uses the training loss that each last reported; clients without one
+            come first.
         batch_size: batch size of the variant `batch`.
         allow_incongruent: whether clients may have different modalities, although their losses are then not comparable.
-            By default such clients are refused.
     """
 
     d: Annotated[int, AT_LEAST_ONE, COST] = 10

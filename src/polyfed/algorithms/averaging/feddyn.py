@@ -52,8 +52,8 @@ class FedDyn(Averaging):
 
     Attributes:
         alpha: weight of the regulariser. The paper uses 0.1, 0.01 and 0.001.
-        placebo: `random` is a control: in the local loss, the entries of g_k get random signs, so the linear term has
-            its length and no meaning. `none`, the default, is the method of the paper.
+        placebo: `random` is a control: the entries of g_k in the local loss get random signs, so the linear term keeps
+            its length and loses its meaning. `none` is the method.
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"

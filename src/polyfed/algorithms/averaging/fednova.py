@@ -69,9 +69,9 @@ class FedNova(Averaging):
     """Federated averaging of normalised updates.
 
     Attributes:
-        mu: weight of a proximal term in the local loss, as in FedProx; 0 leaves it out.
-        placebo: `shuffled` is a control: the lengths of the cohort are permuted among its clients. `none`, the default,
-            is the method of the paper.
+        mu: weight of a proximal term in the local loss, as in FedProx.
+        placebo: `shuffled` is a control: the lengths of the cohort are permuted among its clients. `none` is the
+            method.
     """
 
     mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.0

@@ -26,8 +26,7 @@ class FedProx(Averaging):
     """FedAvg with a proximal term in the local loss.
 
     Attributes:
-        mu: weight of the proximal term. 0 gives FedAvg. The PartialFL paper uses 0.01, and the FedProx paper uses 0.001
-            to 1.
+        mu: weight of the proximal term; 0 is FedAvg. 0.01 in the PartialFL paper, 0.001 to 1 in FedProx's.
     """
 
     mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0, fedavg=0.0)] = 0.01

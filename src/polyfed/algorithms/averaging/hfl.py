@@ -26,7 +26,7 @@ class Hfl(Averaging):
     """HFL: FedAvg on stacked modalities, or FedProx if `mu` is above 0.
 
     Attributes:
-        mu: strength of the proximal term; 0 disables the term.
+        mu: strength of the proximal term.
     """
 
     mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.0

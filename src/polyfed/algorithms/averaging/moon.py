@@ -49,12 +49,11 @@ class Moon(Averaging):
     """FedAvg with a model-contrastive term in the local loss.
 
     Attributes:
-        mu: weight of the contrastive term. The paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
-        temperature: temperature tau of the cosine similarities. The paper uses 0.5.
-        projection: width of the projection head. The paper uses a width of 256. With `projection = 0`, there is no
+        mu: weight of the contrastive term; 0.1 to 10 in the paper, 5 on CIFAR-10.
+        temperature: temperature tau of the cosine similarities; 0.5 in the paper.
+        projection: width of the projection head, 256 in the paper; 0 for none.
+        per_modality: whether to contrast the features of each modality instead of their concatenation; only without a
             projection head.
-        per_modality: whether to contrast the features of each modality instead of their concatenation. This option
-            works only without a projection head.
     """
 
     mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.1, 1.0, 5.0, 10.0, fedavg=0.0)] = 1.0

@@ -97,17 +97,17 @@ class Averaging(Algorithm[A]):
     Subclasses override the hooks that the module's docstring lists.
 
     Attributes:
-        aggregation: the weights of the mean. `weighted` weights each client by its number of rows (McMahan et al.,
-            2017, Algorithm 1). `uniform` gives every client the same weight.
+        aggregation: weights of the mean: `weighted` by each client's number of rows (McMahan et al., 2017, Algorithm
+            1), or `uniform`.
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
-        private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders), `encoders` or `norms` (all normalisation layers). Every client then has its own model; see
+        private: blocks that every client keeps and never sends, so that it has its own model: `shared`, a modality,
+            `head` (everything after the encoders), `encoders` or `norms` (all normalisation layers); see
             docs/algorithms/private-blocks.md.
-        private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other
-            blocks, as in FedRep. 0 trains all blocks together, as in FedPer.
+        private_epochs: epochs in which a client trains only its private blocks, and afterwards only the others, as in
+            FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
-            personal evaluation. 0 disables fine-tuning.
+            personal evaluation; 0 for none.
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"

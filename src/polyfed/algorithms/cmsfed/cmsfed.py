@@ -122,45 +122,43 @@ class CmsFed(Averaging[CmsFedState]):
     FedAvg+PCE. If `[selection] name = "divfl"` is set in addition, the method is DivFL+PCE.
 
     Attributes:
-        ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
-            whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients whose ratio is above the
-            `dominance_quantile` of all clients' ratios. Such clients always exist, unless all ratios are equal.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. With inf, the rule
-            applies to no client, because no ratio is above inf.
+        ratio_rule: which clients train only the weak modality: those whose dominance ratio is above
+            `dominance_threshold` (`threshold`, the paper), or above the `dominance_quantile` of all ratios
+            (`quantile`), which exist unless all ratios are equal.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`; 1.5 to 2.5 in the paper. With inf, no client is above
+            it.
         dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small for the
             rule to apply.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed. `clip` is alpha_p * clip(ratio - 1, 0, 1), as in
-            the paper. `hard` is alpha_p if the ratio is above 1, and otherwise 0, as in the released code.
-        pce_target: the modality to which PCE is applied. `global_weak` is the weak modality of the federation (Eq. 9);
-            `batch_weak` is the weak modality of the batch (released code).
-        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` instead compares how far
-            training moved the encoders (released code), so clients upload no gradients.
-        client_weights: weights of the clients in the mean. `samples` uses the number of rows. Under `clusters`, every
-            client of the federation is represented by the chosen client with the most similar gradient. The weight of a
-            chosen client is the number of rows of all clients that it represents (the gamma of Eq. 6). In the block of
-            the weak modality, similarity means a small distance D_2 between the gradients of this modality's encoder.
-            In the other blocks, it means a small distance D_1 between the gradients of the cross-entropy.
-        classifier_average: the clients over which the server averages the classifier. Each modality has its own columns
-            in the classifier, and the server averages these columns separately. `cohort` averages over all chosen
-            clients. A client that did not train a modality then contributes the columns that it received. `trained`
-            averages only over the clients that trained the modality.
-        normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
+        beta_mode: beta, the weight of PCE in a batch: `clip` is alpha_p * clip(ratio - 1, 0, 1), as in the paper,
+            `hard` is alpha_p if the ratio is above 1, else 0, as in the released code.
+        pce_target: the modality to which PCE is applied: the weak one of the federation (`global_weak`, Eq. 9) or of
+            the batch (`batch_weak`, released code).
+        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
+            moved the encoders (released code), so clients upload no gradients.
+        client_weights: weights of the clients in the mean: `samples`, their rows, or `clusters` (the gamma of Eq. 6),
+            the rows of all clients that a chosen one represents, because its gradient is the most similar: for the weak
+            modality's block in the distance D_2 of its encoder's gradients, for the others in the distance D_1 of the
+            gradients of the cross-entropy.
+        classifier_average: the clients over which the server averages each modality's columns of the classifier: only
+            those that `trained` the modality, or the whole `cohort`, in which the others contribute the columns that
+            they received.
+        normalize_delta: whether deltas are divided by learning rate and steps, so that clients of unequal size are
+            comparable.
         resolution: which candidates join the cohort. In each pass, each of the two facility-location problems proposes
-            one client. Under `paper` (Eq. 13-14), both clients join. Under `authors` (the released code), only one of
-            them joins.
-        init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
-            one full-batch `step`.
-        prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.
-        modality_selection: if false, the selector draws the cohort, and each client in it trains all its modalities.
+            one client; both join under `paper` (Eq. 13-14), one under `authors` (the released code).
+        init_pass: how the first gradients are computed: by an `epoch` of training whose result is discarded, or one
+            full-batch `step`.
+        prototypes: `global`, or `local`: each client's own, computed again for every epoch.
+        modality_selection: whether CMSFed chooses clients and modalities; if not, the selector draws the cohort, and
+            each client trains all modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
-            them, as in the paper. Without scaling, training can lower PCE by lengthening the features until the
-            classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
-        placebo: a control experiment. A placebo costs as much as CMSFed, but makes one part of the method random.
-            `random-picks` draws both candidates of a pass at random instead of by facility location. `random-modality`
-            draws the weak modality of a round at random. `random-prototypes` sends random vectors of the same lengths
-            as the prototypes. These vectors do not change between rounds.
+            them, as in the paper, and then training can lower PCE by longer features until the classifier diverges
+            (docs/algorithms/cmsfed.md).
+        placebo: a control of the same cost with one random part: `random-picks` draws both candidates of a pass,
+            `random-modality` the weak modality of a round, and `random-prototypes` vectors of the prototypes' lengths,
+            the same in all rounds. `none` is the method.
     """
 
     ratio_rule: Annotated[Literal["threshold", "quantile"], READING] = "quantile"

@@ -26,8 +26,8 @@ class TrainingScope:
         full_strength: if true, PCE has its full weight in every batch. If false, the weight comes from a comparison of
             the modalities in each batch. If the client trains only one modality, there is no other modality to compare
             it with, and PCE is not added.
-        feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
-            the features.
+        feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
+            them, as in the paper, and then training can lower the prototypical cross-entropy simply by longer features.
     """
 
     context: ClientContext

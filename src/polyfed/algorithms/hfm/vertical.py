@@ -95,31 +95,27 @@ class Vertical(Algorithm[SiloState]):
     Attributes:
         local_rounds: Q, local rounds between two exchanges; 5 in the report.
         exchanges: R, exchanges in a round; 2 in the report.
-        local_unit: the unit of a local round. `epoch`: one pass over B_m in mini-batches of `inner_batch`. `step`: one
+        local_unit: a local round is an `epoch`, one pass over B_m in mini-batches of `inner_batch`, or a `step`, one
             gradient step on the whole of B_m, which is Eq. 1 to the letter.
-        head_update: how the head is trained. `device_average`: devices train copies of the head, and the edge computes
-            their mean. `server` (C-VFL): while a device trains its encoders, the head is frozen. The head is trained
-            separately, for Q local rounds on the stale embeddings. The edge has no labels, so the silo's first device
-            with labels trains the head.
+        head_update: how the head is trained. `device_average`: devices train copies, of which the edge computes the
+            mean. `server` (C-VFL): it is frozen while devices train their encoders, then trained for Q local rounds on
+            the stale embeddings, by the silo's first device with labels, since the edge has none.
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
-        resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
+        resample: whether every exchange draws a new B_m; otherwise one serves the whole run.
         eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
         inner_batch: rows of a step if `local_unit` is `epoch`; replaces [train] batch_size.
-        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
-        keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
-            exchange starts a fresh optimiser. The report on HFM does not say which of the two its authors use. This
-            option needs `head_update = "device_average"`.
+        mu: strength of the proximal term (Eq. 4) towards the received blocks.
+        keep_optimiser: whether a device keeps its optimiser's moments between exchanges, of which the report says
+            nothing. It needs `head_update = "device_average"`.
         overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
-            same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and
-            replaces an embedding that no device has by zeros. Under `common` and `all`, several devices may hold one
-            modality; the edge takes the mean of their embeddings of a sample.
-        labels_at: the modality whose devices hold the labels. In each exchange, these devices compute the gradients of
-            the loss with respect to the embeddings of the other devices. The other devices use these gradients instead
-            of labels in all local rounds until the next exchange (FedBCD, Liu et al., IEEE Transactions on Signal
-            Processing 70, 2022). If this option is empty, all devices hold the labels, as in the report on HFM.
-        placebo: whether to run a control experiment, which costs as much as the method, instead of the method itself.
-            `none` runs the method. `shuffled` runs the control: the embeddings that each device receives from other
-            devices come from other rows of the mini-batch, so they are unrelated to its own samples.
+            same order, `common` uses those that every modality has, `all` uses every sample, with zeros for a missing
+            embedding. Under the last two, several devices may hold one modality, and the edge takes the mean of their
+            embeddings.
+        labels_at: the modality whose devices hold the labels; empty if all do, as in the report. In each exchange they
+            compute the gradients of the loss with respect to the others' embeddings, which the others use in place of
+            labels until the next (FedBCD, Liu et al., IEEE TSP 70, 2022).
+        placebo: `shuffled` is a control of the same cost: the embeddings from other devices come from other rows of the
+            mini-batch. `none` is the method.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE, COST] = 5

@@ -128,8 +128,8 @@ class CreamFL(Algorithm[CreamState]):
         inter: weight of the inter-modal contrast, which uses the other modality's global representations.
         intra: weight of the intra-modal contrast, which uses the client's previous representations.
         temperature: temperature of both contrastive terms.
-        distil: weight of the distillation term in the loss of the server's model. This term is the mean squared
-            distance between the model's representations and the aggregated representations.
+        distil: weight of the distillation term in the server's loss, the mean squared distance between its
+            representations and the aggregated ones.
         server_epochs: epochs of the server over the public set in a round.
         selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
             is allowed.

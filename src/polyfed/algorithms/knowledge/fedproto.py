@@ -113,19 +113,18 @@ class FedProto(Averaging[ProtoState]):
     """Local training with class prototypes.
 
     Attributes:
-        mode: with `original`, every client keeps its own model, and only prototypes are sent. With `mm_fedavg`, the
-            server also averages the clients' parameters, and clients use the prototypes in their loss.
-        proto_weight: how clients are weighted in the global prototypes. `count` uses their number of rows of the class,
-            as in the paper's formula. `uniform` weights them equally, as in the authors' code.
+        mode: `original`: every client keeps its own model, and only prototypes are sent. `mm_fedavg`: the server also
+            averages the parameters, and clients use the prototypes in their loss.
+        proto_weight: how clients are weighted in the global prototypes: by `count`, their rows of the class, as in the
+            paper's formula, or `uniform`, as in the authors' code.
         lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
         alpha_p: weight of the prototypical cross-entropy under `mm_fedavg`.
-        active_rounds: number of rounds with the prototypical cross-entropy, from the second round. The first round has
-            no prototypes. The comparison in the CMSFed paper uses 70 rounds.
-        feature_norm: length to which features are scaled before they are compared with prototypes. With 0, features are
-            not scaled, and the published method does not scale them either. Without scaling, the term of `mm_fedavg`
-            can grow without bound.
-        predict_by: how a client's model predicts under `original`. `logits` uses the outputs of the model. `prototype`
-            predicts the class of the nearest global prototype, with distances summed over modalities (the paper).
+        active_rounds: number of rounds with the prototypical cross-entropy, from the second, since the first has no
+            prototypes; 70 in the comparison of the CMSFed paper.
+        feature_norm: length to which features are scaled before they are compared with prototypes; 0 does not scale
+            them, as published, and then the term of `mm_fedavg` can grow without bound.
+        predict_by: how a client's model predicts under `original`: by its `logits`, or by the nearest global
+            `prototype`, with distances summed over modalities (the paper).
     """
 
     mixing: ClassVar[str] = "fedproto adds a loss on the embeddings of all modalities"

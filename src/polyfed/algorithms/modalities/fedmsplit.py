@@ -50,13 +50,12 @@ class FedMSplit(Averaging[SplitState]):
     """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`, which is FedAvg per block. The tables of the CMSFed paper seem to report
-            `block_mean`, according to an unfinished file in its authors' code.
+        mode: `personal`, or `block_mean`, FedAvg per block, which the CMSFed paper's tables seem to report, according
+            to an unfinished file in its code.
         lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1 in third-party
             code.
-        similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine of the angle between
-            the two vectors, divided by the temperature. `dot` is the dot product divided by the square root of the
-            number of entries.
+        similarity: similarity of parameter vectors: their `cosine` divided by the temperature, or their `dot` product
+            divided by the root of the number of entries.
         temperature: temperature of `cosine`.
     """
 

@@ -42,14 +42,14 @@ class FedOgm(Averaging):
     """FedAvg with gradient modulation. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: strength of the modulation. The authors' code uses 0.8 on CREMA-D and 0.1 on VGGSound.
+        alpha: strength of the modulation; 0.8 on CREMA-D and 0.1 on VGGSound in the authors' code.
         ge: whether to add noise (generalisation enhancement).
-        active_rounds: number of rounds, from the first, in which gradients are modulated. The comparison in the CMSFed
-            paper uses 71 rounds, counted from 0 to 70.
-        scale_params: which gradients are modulated. `conv4d` selects the four-dimensional convolution weights of the
-            encoders. `all_weights` selects all their weight matrices, for encoders without convolutions.
-        placebo: `constant` is a control: in every batch, the gradients of all modalities are scaled by one number, the
-            mean of their coefficients. No modality is then favoured. `none`, the default, is the method of the paper.
+        active_rounds: number of rounds, from the first, in which gradients are modulated; 71 in the comparison of the
+            CMSFed paper.
+        scale_params: which gradients are modulated: those of the encoders' four-dimensional convolution weights
+            (`conv4d`), or `all_weights`, for encoders without convolutions.
+        placebo: `constant` is a control: in every batch all modalities' gradients are scaled by the mean of their
+            coefficients, so none is favoured. `none` is the method.
     """
 
     mixing: ClassVar[str] = "fedogm scales the gradient of each modality by the scores of all others"

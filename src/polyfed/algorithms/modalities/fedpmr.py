@@ -40,17 +40,14 @@ class FedPmr(Averaging):
 
     Attributes:
         alpha: weight of the prototypical cross-entropy; 1 or 2 in the paper.
-        coef: how the weight depends on the imbalance ratio. `clip` is alpha * clip(ratio - 1, 0, 1), as in the paper.
-            `hard` is alpha if the ratio is above 1 and otherwise 0, as in the comparison of the CMSFed paper.
-        active_rounds: only the first `active_rounds` rounds of the run use modal rebalance. Later rounds train as under
-            FedAvg. The comparison in the CMSFed paper uses 71 rounds, counted from 0 to 70.
+        coef: how the weight depends on the imbalance ratio: `clip` is alpha * clip(ratio - 1, 0, 1), as in the paper,
+            `hard` is alpha if the ratio is above 1, else 0, as in the comparison of the CMSFed paper.
+        active_rounds: number of rounds, from the first, with modal rebalance; 71 in the comparison of the CMSFed paper.
         per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
         mu: weight of PER; 1e-2 or 1e-3 in the paper.
-        per_epochs: only the first `per_epochs` local epochs of the run use PER (E_r in the paper). Local epochs are
-            counted over all rounds.
-        feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
-            them, as in the paper. Without scaling, training can lower the prototypical cross-entropy simply by making
-            the features longer.
+        per_epochs: number of local epochs, from the first of the run, with PER (E_r in the paper).
+        feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
+            them, as in the paper, and then training can lower the prototypical cross-entropy simply by longer features.
     """
 
     mixing: ClassVar[str] = (

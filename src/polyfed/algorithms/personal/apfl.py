@@ -43,11 +43,11 @@ class Apfl(Averaging):
     """Federated averaging, and a mixture of local and global model for each client.
 
     Attributes:
-        alpha: the first weight of a client's own model in its mixture. The paper tries 0.25, 0.5 and 0.75; 0 predicts
-            with the global model, and 1 with a model that the client trains alone.
+        alpha: the first weight of a client's own model in its mixture (0.25, 0.5 and 0.75 in the paper); 0 predicts
+            with the global model, 1 with one that the client trains alone.
         adaptive: whether every client learns its alpha.
-        placebo: `initial` is a control: the own model is mixed with the initial model, which knows nothing of the other
-            clients. `none`, the default, is the method of the paper.
+        placebo: `initial` is a control: the own model is mixed with the initial one, which knows nothing of other
+            clients. `none` is the method.
     """
 
     alpha: Annotated[float, PROBABILITY, SearchRange(0.0, 0.25, 0.5, 0.75, 1.0, fedavg=0.0)] = 0.5

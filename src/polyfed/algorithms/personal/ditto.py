@@ -38,11 +38,11 @@ class Ditto(Averaging):
     """Federated averaging, and a regularised personal model for each client.
 
     Attributes:
-        lam: lambda, weight of the pull towards the global model. The paper tries 0.05, 0.1, 0.2, 1 and 2. 0 trains the
-            personal model alone.
-        personal_epochs: epochs in which the personal model trains in each round; 0 means as many as [train] gives.
-        placebo: `initial` is a control: the personal model is pulled towards the initial model, which knows nothing of
-            the other clients. `none`, the default, is the method of the paper.
+        lam: lambda, weight of the pull towards the global model (0.05 to 2 in the paper); 0 trains the personal model
+            alone.
+        personal_epochs: epochs of the personal model in each round; 0 for those of [train].
+        placebo: `initial` is a control: the pull is towards the initial model, which knows nothing of other clients.
+            `none` is the method.
     """
 
     lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.05, 0.1, 0.2, 1.0, 2.0)] = 1.0

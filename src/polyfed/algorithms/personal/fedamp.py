@@ -116,11 +116,10 @@ class FedAmp(Algorithm[FedAmpState]):
         alpha: step size of message passing in round 1.
         alpha_decay: factor by which alpha is multiplied after every `alpha_every` rounds.
         alpha_every: rounds between two decays of alpha; 30 in third-party code.
-        sigma: without `heuristic`, the width sigma of A(x) = 1 - e^(-x / sigma); with `heuristic`, the factor of the
-            cosine similarities in the softmax. If this option is 0, polyfed uses 1e6 without `heuristic`, and 25 with
-            it.
+        sigma: without `heuristic`, the width sigma of A(x) = 1 - e^(-x / sigma), where 0 stands for 1e6; with it, the
+            factor of the cosine similarities in the softmax, where 0 stands for 25.
         self_weight: weight of a client's own model under the heuristic; 0 selects 1 / number of uploads.
-        start: where local training starts: from the client's `own` model, or from its `cloud` model.
+        start: local training starts from the client's `own` model or from its `cloud` model.
     """
 
     captions: ClassVar[Mapping[str, str]] = {

@@ -29,7 +29,7 @@ class FedBn(Averaging):
     Attributes:
         private: the blocks that every client keeps: `norms`, all normalisation layers, and others besides.
         placebo: `random` is a control: every client keeps as many other layers, drawn at random, and shares its
-            normalisation layers. `none`, the default, is the method of the paper.
+            normalisation layers. `none` is the method.
     """
 
     private: tuple[str, ...] = (NORMS,)

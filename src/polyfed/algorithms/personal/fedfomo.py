@@ -87,12 +87,12 @@ class FedFomo(Algorithm[FedFomoState]):
     """Personal models as mixtures of other clients' models.
 
     Attributes:
-        uploads: how many clients send a block in a round: a share of all clients, or a count.
-        every: with n, a client holds out every n-th of its training rows. With 5, this is 20 %, as in the paper.
-        candidates: the largest number of other clients' blocks that a client receives. These are the blocks that it has
-            preferred so far. 0 means all, as in the FMML paper.
-        explore: the value of epsilon in round 1. Epsilon is the probability that a candidate is drawn at random.
-        explore_decay: amount by which epsilon decreases in every round.
+        uploads: clients that send a block in a round: a share of all clients, or a count.
+        every: a client holds out every n-th of its training rows: with 5, 20 %, as in the paper.
+        candidates: most blocks of other clients that a client receives, those that it has preferred so far; 0 for all,
+            as in the FMML paper.
+        explore: epsilon, the probability that a candidate is drawn at random, in round 1.
+        explore_decay: by how much epsilon decreases in every round.
     """
 
     mixing: ClassVar[str] = "fedfomo mixes each block with weights from the loss of the whole model"

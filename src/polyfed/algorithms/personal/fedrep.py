@@ -22,7 +22,7 @@ class FedRep(Averaging):
 
     Attributes:
         private: the blocks that every client keeps: `head`, or the names of other blocks that stand for it.
-        private_epochs: epochs in which a client trains only its head, at the start of each round. The paper uses 10.
+        private_epochs: epochs in which a client trains only its head, at the start of each round; 10 in the paper.
     """
 
     private: tuple[str, ...] = ("head",)

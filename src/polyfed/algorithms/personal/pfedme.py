@@ -41,11 +41,11 @@ class PFedMe(Averaging):
     """Personalised federated learning with Moreau envelopes. The mean is uniform by default, as in the paper.
 
     Attributes:
-        lam: lambda, weight of the pull of the personal model to the global one. The paper uses 15 to 30.
+        lam: lambda, weight of the pull of the personal model to the global one; 15 to 30 in the paper.
         inner_steps: K, gradient steps towards the personal model on each batch.
         inner_lr: learning rate of these steps. `inner_lr * lam` has to be below 2, else they diverge.
-        placebo: `initial` is a control: the personal model is solved for near the initial model, which knows nothing of
-            the other clients. `none`, the default, is the method of the paper.
+        placebo: `initial` is a control: the personal model is solved for near the initial one, which knows nothing of
+            other clients. `none` is the method.
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"

@@ -69,7 +69,7 @@ class SplitLearning(Algorithm[SplitState]):
     Attributes:
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        u_shaped: whether to keep the head and the labels on the clients. This option needs one more exchange per batch.
+        u_shaped: whether the head and the labels stay on the clients, at one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 

@@ -33,12 +33,11 @@ class SplitFed(Algorithm[SplitState]):
     """Clients train in parallel.
 
     Attributes:
-        version: 1 keeps one upper half for each client and averages these halves at the end of a round. 2 keeps one
-            upper half for all clients.
+        version: 1 keeps one upper half for each client and averages them at the end of a round, 2 one for all clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
         selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
             allowed.
-        u_shaped: whether to keep the head and the labels on the clients. This option needs one more exchange per batch.
+        u_shaped: whether the head and the labels stay on the clients, at one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 

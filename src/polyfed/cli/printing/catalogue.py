@@ -234,4 +234,6 @@ def _toml(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(entry) for entry in value)}]"
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}()"
     return "none" if value is None else str(value)

@@ -76,8 +76,7 @@ class Ecg(PlainExtractor):
     Attributes:
         leads: Names of the leads, as in the header, in upper or lower case.
         samples: Length that a record must have.
-        normalise: "window" shifts and scales every lead by its mean and deviation (+ 1e-5) over the record; "none"
-            keeps millivolts.
+        normalise: "window" standardises every lead over the record (FedMultimodal); "none" keeps millivolts.
     """
 
     leads: tuple[str, ...]

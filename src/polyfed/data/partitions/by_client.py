@@ -23,7 +23,7 @@ class ByClient(Partition):
 
     Attributes:
         shards: Clients per natural client.
-        alpha: Concentration of the Dirichlet distribution that cuts a natural client; unused with one shard.
+        alpha: Concentration of the Dirichlet distribution, also of the one that cuts natural clients into `shards`.
         min_size: Minimum number of rows of each shard; unused with one shard.
     """
 

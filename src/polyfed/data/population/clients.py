@@ -36,80 +36,67 @@ class ClientsSpec:
 
     Attributes:
         partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
-            "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
-            Your own partition is a dataclass that extends `polyfed.data.Partition`. If your dataclass has a field `x`,
-            the key `x` of [clients] sets this field. In Python, you can also give an object with the method `split`.
-        num: Number of clients; 10 if a recipe does not give it. The partition "by-client" does not accept this option,
-            because the data determines the number. "silos" does not accept it either, because `silos` determines the
-            number.
-        alpha: Concentration of the Dirichlet partitions. With "by-client" and `shards` above 1, each natural client is
-            cut into shards by a Dirichlet distribution, and `alpha` is the concentration of this distribution.
+            "by-client", "classes-per-client", "main-class", "silos", or your own dataclass that extends
+            `polyfed.data.Partition`, "package.module:Class", whose fields are then keys of [clients]. In Python, also
+            an object with the method `split`.
+        num: Number of clients; 10 if a recipe does not give it. "by-client" takes the number from the data and "silos"
+            from `silos`, so they refuse this option.
+        alpha: Concentration of the Dirichlet distribution, also of the one that cuts natural clients into `shards`.
         min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
         main_share: With "main-class": share of the main class in a client's rows. In the FMML paper, 0.5 is non-IID-2
             and 0.3 is non-IID-3.
-        exclude_main: With "main-class": if true, the rows beyond `main_share` never come from the client's main class.
-            If false, they come from all classes, including its main class.
+        exclude_main: With "main-class": whether the rows beyond `main_share` never come from the client's main class.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos; 4 if a recipe does not give it. A silo has one device for each entry of
-            `holdings`. If `holdings` is not given, a silo has one device for each modality. If several entries list the
-            same modalities, their devices divide the silo's rows among themselves, so each row is on one of these
-            devices.
-        silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
-            with the options of this section. With "by-client", each natural client is a silo.
+            `holdings`, or else for each modality. Devices with the same modalities divide the silo's rows among
+            themselves.
+        silo_partition: With "silos": the rule that splits training rows over silos, any partition except "silos". With
+            "by-client", each natural client is a silo.
         silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
-        silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every remaining row goes to only
-            one entry of `holdings`, drawn at random.
+        silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every other row goes to one entry
+            of `holdings`, drawn at random.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: Share of additional clients that the server asks (0.3 in Bonawitz et al., 2019). If `participation`
-            gives n clients, the server asks n * (1 + overselect) clients. It closes the request when n clients have
-            replied, so the round leaves out the slowest clients. If None, no additional clients are asked.
-        missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
-            clients that hold another modality.
-        keep_both: A share p. Of the K clients, int(p * K) clients keep all modalities. The other clients hold one
-            modality each, and are divided evenly over the modalities, in order. If an odd number of clients is divided
-            over two modalities, the first modality gets one client fewer.
+        overselect: Share of additional clients (0.3 in Bonawitz et al., 2019). If `participation` gives n clients, the
+            server asks n * (1 + overselect) and closes the request when n have replied, so the slowest are left out.
+        missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
+            another modality.
+        keep_both: A share p. Of the K clients, int(p * K) keep all modalities. The others hold one each and are divided
+            evenly over the modalities, in order.
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
-        missing_rows: Modality -> share of rows that lack it, drawn at random. A single number is the share of every
-            modality. The shares are exact on average over draws. Every row keeps a modality, so a client's only
-            modality is never missing. See docs/missing.md.
-        missing_rows_test: The same for test and validation rows. If None, these have the shares of `missing_rows`.
-        missing_rows_pattern: Which rows lack a modality. "random": each row alone, all with the same share. "client":
-            each client draws its own share from a Beta distribution. "label": each class does. "spans": whole spans of
-            consecutive rows lack it, as if a sensor failed.
+        missing_rows: Modality -> share of rows that lack it, drawn at random; a single number is the share of every
+            modality. Every row keeps a modality, so a client's only modality is never missing (docs/missing.md).
+        missing_rows_test: The same for test and validation rows; None takes the shares of `missing_rows`.
+        missing_rows_pattern: Which rows lack a modality: "random", each row alone with the same share; "client" or
+            "label", each client or class with its own share from a Beta distribution; "spans", whole spans of
+            consecutive rows, as if a sensor failed.
         missing_rows_concentration: With "client" and "label": the sum of both parameters of the Beta distribution,
-            whose mean is the given share. Larger values bring the shares nearer to the mean.
-        missing_rows_span: With "spans": the number of rows of a span. The rows of a natural client, or else of a
-            client, are cut into spans in the order of the table.
+            whose mean is the given share. Larger values bring the shares nearer to it.
+        missing_rows_span: With "spans": rows of a span. The rows of a natural client, or else of a client, are cut in
+            the order of the table.
         missing_rows_empty: Whether a row may lack all modalities, which are then lost independently of each other.
-        ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
-            An adapter whose rank is already lower keeps its rank. If None, every client has the rank of the model's
-            adapters.
-        personal_test: Each client's own test rows. With a number such as 0.25, this share of the client's training rows
-            becomes its test rows. "split_personal": the rows that the data marks as test rows; guard rows are left out.
-            "matched": drawn from the global test set in the proportions of the client's labels. A client with a tenth
-            of the training rows gets about a tenth of the global test set, and a test row may go to several clients. If
-            None, clients have no own test rows.
-        test_clients: Natural clients whose rows are the global test set, so that they take no part in training: a share
-            of them, or a list of their numbers (the sorted order of their names). Rows of all other natural clients
-            that the data marks as test rows become training rows. It works with every source whose data says which
-            rows belong to whom.
-        folds: The number of parts into which the natural clients are divided at random. The rows of one part are the
-            global test set, as with `test_clients`. With as many folds as natural clients, one is left out at a time.
-        fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them with `grid`, and
-            `polyfed compare` pools them.
-        seed: Seed of the partition, the validation split and the modality assignment. If None, the run's own seed is
-            used. If this seed is set, you can repeat the run with other values of the run's own seed. All these runs
-            then have the same clients, and only the random numbers of training differ.
-        validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
-            "by-client", it is taken from each natural client before the client is cut into shards.
-        measure_on: The rows on which the run is evaluated. If None, these are the test rows. With "validation", the run
-            does not use the test rows. The pooled validation rows replace the global test set, and a `validation` share
-            of each client's training rows replaces the client's own test rows. `polyfed sweep` uses "validation" to
-            choose options.
+        ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the model's adapters, or a lower one that an
+            adapter already has (docs/models.md). None leaves all ranks as they are.
+        personal_test: Each client's own test rows: a share of its training rows, such as 0.25; "split_personal", the
+            rows that the data marks; or "matched", drawn from the global test set in the proportions of the client's
+            labels, as many in proportion as it has training rows, where a row may go to several clients. None gives
+            none.
+        test_clients: Natural clients whose rows are the global test set and do not train: a share of them, or a list of
+            their numbers (the sorted order of their names). Rows of the others that the data marks as test rows train.
+        folds: Number of parts into which the natural clients are divided at random. The rows of one part are the global
+            test set, as with `test_clients`.
+        fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools
+            them.
+        seed: Seed of the partition, the validation split and the modality assignment, by default the run's own. Set it
+            to repeat a run with other random numbers on the same clients.
+        validation: Share of each client's training rows that is pooled at the server, to choose the best round; with
+            "by-client", of each natural client.
+        measure_on: "validation" evaluates on validation rows instead of test rows: the pooled ones replace the global
+            test set, and a `validation` share of each client's training rows its own test rows. `polyfed sweep` chooses
+            options with it.
     """
 
     partition: Any = "iid"

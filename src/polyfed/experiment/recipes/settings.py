@@ -16,35 +16,30 @@ class EngineSpec:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
         cluster: `ray` trains the clients on the nodes of a Ray cluster (docs/cluster.md), with the results of one
-            machine. `workers` is then the number of actors; 0 means one for each core of the cluster. Empty: this
-            machine alone.
-        address: (`cluster` only) HOST:PORT of the cluster's head. If it is empty, the variable RAY_ADDRESS says it; if
-            that is empty too, this machine starts a cluster, unless it already has one.
-        workers: the number of processes that train clients. On a CPU, 0 means one process for each core (fewer if
-            `threads` is above 1), at most 64. This process runs small requests alone, and the result does not depend on
-            the number. On a GPU, 0 or 1 means that this process trains on one GPU. With 2 or more, each worker process
-            trains on one GPU, several may share a GPU, and this process stays on the CPU. The last bits of the result
-            then depend on the number, unless `stack` is set and all GPUs are of the same kind. Worker processes need
-            Linux.
-        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. With 0,
-            polyfed uses one thread, or PyTorch's default number for large operations that worker processes cannot
-            share (docs/performance.md). On small operations, several threads lose more time by waiting than they save,
-            above all on a busy machine.
-        stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
-            number by a memory budget. With 0 on a CPU, clients run one by one if their model has large 2-d
-            convolutions, because such a model is slower in a stack.
-        replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
-            Results may differ in their last bits. With `replay`, a loss that you wrote may read only its two arguments
-            (parameters and batch) and the variables that it closes over. Switch `replay` off if your loss reads other
-            values.
-        cuda_graphs: whether polyfed runs each replayed step on a GPU as a CUDA graph, with one call instead of one call
-            for each operation. The default is off, because nobody has measured this option on a GPU.
+            machine; `workers` is then the number of actors, 0 for one on each core. Empty: this machine alone.
+        address: (`cluster` only) HOST:PORT of the cluster's head, else the variable RAY_ADDRESS, else this machine,
+            which starts a cluster unless it has one.
+        workers: number of processes that train clients (Linux only). On a CPU, 0 means one for each core (fewer if
+            `threads` is above 1), at most 64; small requests run in this process, and the result does not depend on the
+            number. On a GPU, 0 or 1 trains on one GPU from this process; with 2 or more, each worker trains on one GPU,
+            which several may share, and the last bits depend on the number, unless `stack` is set and all GPUs are of
+            the same kind.
+        threads: number of threads of PyTorch on the CPU, in this and in each worker process. 0 is one, or PyTorch's
+            default for large operations that worker processes cannot share (docs/performance.md). On small operations
+            several threads wait more than they save.
+        stack: largest number of clients in one stack of the vectorised engine. With 0 it follows from a memory budget,
+            and on a CPU clients with large 2-d convolutions, which are slower in a stack, run one by one.
+        replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster; the
+            last bits may differ. A loss of yours may then read only its two arguments (parameters and batch) and the
+            variables that it closes over.
+        cuda_graphs: whether each replayed step on a GPU runs as a CUDA graph. Off by default, because nobody has
+            measured it on a GPU.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         outlier_factor: the server drops a reply whose update is more than this many times as large as the median update
-            of the replies (docs/robustness.md); 0 keeps replies of any size. Raise it if honest clients are dropped.
-        debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
-            Otherwise, the run continues, and the round leaves this client out.
+            of the replies (docs/robustness.md); 0 drops none.
+        debug: whether an exception in a client ends the run, with client, round, task and shapes, instead of leaving
+            the client out of the round.
     """
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
@@ -101,39 +96,33 @@ class DeploymentSpec:
     Attributes:
         nodes: the number of clients to wait for before the first round of a deployment; 0 means
             [clients] num.
-        min_nodes: if fewer clients have connected after `enrol_seconds`, the run ends before its first
-            round with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too
-            many classes) is left out. Set `min_nodes` if the run may go on without such a client.
-        enrol_seconds: how many seconds the server waits for clients before the first round. If
-            `on_refusal` is `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes`
-            have enrolled.
-        classes: the number of classes of a deployment. Valid labels are smaller than this number; a
-            client with other labels is left out. With 0, the server chooses the smallest number of classes that meets
-            two conditions: all labels of the server's own rows are valid, and more than half of the clients have only
-            valid labels. Set the number if some clients lack classes.
-        shapes: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
-            shape is left out. A modality that is not listed has the shape of the server's own rows. If the server has
-            no rows, such a modality has the shape that more than half of the clients with this modality report.
-        rows_cap: the limit on the number of rows that a client reports, as a multiple of the median
-            over all clients. The server reduces larger numbers to the limit, because the numbers are weights and the
-            server cannot check them; 0 removes the limit.
-        reply_seconds: how many seconds a client has for its reply. The server ignores a later reply. A
-            client that missed a deadline still receives later requests. In its next 2 requests, however, the server
-            waits for this client at most 1.1 times as long as the other clients took. Each further miss in a row
-            doubles the number of these requests, up to 64.
-        close_at: the server closes a request as soon as this share of the asked clients has replied. If
-            the share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more
-            clients than needed.
-        away_seconds: how many seconds the server waits for a client to come back after its node signed
-            off or went offline. The wait never exceeds `reply_seconds`.
+        min_nodes: if fewer clients have connected after `enrol_seconds`, the run ends before its first round with exit
+            code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too many classes)
+            is left out and does not count.
+        enrol_seconds: how many seconds the server waits for clients before the first round; with `on_refusal = "drop"`
+            only until all `nodes` have enrolled or refused, and `min_nodes` enrolled.
+        classes: the number of classes; a client with other labels is left out. With 0 it is the smallest for which all
+            labels of the server's own rows, and those of more than half of the clients, are valid. Set it if some
+            clients lack classes.
+        shapes: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another is left out.
+            Otherwise it is that of the server's own rows, or else that which more than half of the clients with this
+            modality report.
+        rows_cap: limit on the number of rows that a client reports, a weight that the server cannot check, as a
+            multiple of the median over all clients. Larger numbers are reduced to it; 0 removes it.
+        reply_seconds: how many seconds a client has for its reply; a later one is ignored. After a miss, the server
+            waits for this client in its next 2 requests at most 1.1 times as long as the others took; each further miss
+            in a row doubles the number of these requests, up to 64.
+        close_at: share of the asked clients whose replies close a request. Below 1, the result depends on which clients
+            are fast.
+        away_seconds: how many seconds, within `reply_seconds`, the server waits for a client to come back whose node
+            signed off or went offline.
         on_refusal: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
             leaves the client out of the request.
-        relay: `server-sees` lets messages between clients of a silo pass through the server, which can
-            read them; `refused` refuses algorithms that send such messages.
-        message_megabytes: the largest message that the server sends or reads, in units of 2**20 bytes.
-            Each device has its own limit, which `polyfed supernode --message-megabytes` sets.
-        client_cpus: the number of CPUs for each client in a simulation. The more CPUs a client gets,
-            the fewer clients run at the same time on the machine.
+        relay: `server-sees` lets messages within a silo pass through the server, which can read them; `refused` refuses
+            algorithms that send such messages.
+        message_megabytes: largest message that the server sends or reads, in units of 2**20 bytes. Devices have their
+            own limit, `polyfed supernode --message-megabytes`.
+        client_cpus: number of CPUs for each client in a simulation, which limits how many run at the same time.
     """
 
     nodes: Annotated[int, NOT_NEGATIVE] = 0
@@ -160,10 +149,9 @@ class CheckpointSpec:
     """The [checkpoint] section.
 
     Attributes:
-        every: number of rounds from one checkpoint to the next; 0 means no checkpoints before the last round. The last
-            round always has a checkpoint.
-        updates: whether the run keeps the update of every client in every round, for `polyfed contribution`. They take
-            a model's size for each client of a round.
+        every: rounds between two checkpoints; 0 writes one only after the last round, which always has one.
+        updates: whether the run keeps every client's update of every round, a model's size each, for `polyfed
+            contribution`.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -190,17 +178,13 @@ class StopSpec:
     """The [stop] section: which round is the best one, and what ends a run before its last round.
 
     Attributes:
-        metric: the validation metric that chooses the best round, such as `validation.loss` (on the server's validation
-            rows) or `personal_validation.weighted` (on the clients' own validation rows: in a deployment, rows of split
-            2 of each device). If it is empty, this is the task's metric on the server's validation rows, such as
-            `validation.macro_f1`.
-        patience: the run ends after this number of evaluations in a row without an improvement of `metric`. If None,
-            no metric ends the run.
+        metric: the validation metric that chooses the best round, such as `validation.loss` (the server's validation
+            rows) or `personal_validation.weighted` (the clients' own). Empty: the task's metric on the server's
+            validation rows, such as `validation.macro_f1`.
+        patience: the run ends after this number of evaluations in a row without an improvement; None does not end it.
         min_delta: an improvement must be larger than this.
-        max_seconds: the run ends after the round in which its time reaches this number of seconds, resumed parts
-            included.
-        max_bytes: the run ends after the round in which the bytes sent up and down, evaluations included, reach this
-            number.
+        max_seconds: the run ends after the round in which its time, with resumed parts, reaches this number of seconds.
+        max_bytes: the run ends after the round in which the bytes sent both ways, with evaluations, reach this number.
         max_epsilon: the run ends before the first round that would raise the epsilon of [privacy] above this number.
     """
 

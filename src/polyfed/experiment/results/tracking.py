@@ -56,8 +56,7 @@ class TensorBoard(Tracker):
     """Curves in TensorBoard: `tensorboard --logdir runs`. Needs the extra `polyfed[tracking]`.
 
     Attributes:
-        folder: the folder of the event files. If empty, the files are in the subfolder `tensorboard` of the run's
-            folder.
+        folder: the folder of the event files, by default `tensorboard` in the run's folder.
     """
 
     folder: str = ""
@@ -75,7 +74,7 @@ class MLflow(Tracker):
 
     Attributes:
         uri: where MLflow stores its runs: a database such as `sqlite:///runs/mlflow.db`, or the address of a server,
-            which then receives the numbers. If empty, MLflow uses the file `mlflow.db` in the folder of the run.
+            which then receives the numbers; by default `mlflow.db` in the folder of the run.
         experiment: the name of the experiment that the run belongs to.
     """
 
@@ -98,8 +97,7 @@ class WandB(Tracker):
         mode: `offline` writes files, which `wandb sync` uploads later. `online` sends the numbers to the server that
             was set by `wandb login`.
         project: the project that the run belongs to.
-        folder: the folder that will contain the subfolder `wandb` with the files. If empty, it is the folder of the
-            run.
+        folder: the folder of the subfolder `wandb`, by default the folder of the run.
     """
 
     mode: Literal["offline", "online"] = "offline"

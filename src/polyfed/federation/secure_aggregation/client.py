@@ -78,11 +78,10 @@ class SecureAggregation:
     """The [secure_aggregation] section of a recipe. If it is present, the server reads only sums over the clients.
 
     Attributes:
-        min_clients: least number of clients in a sum. If fewer clients of the cohort have a block, they do not send
-            this block.
-        threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. If the
-            server follows the protocol, it cannot read the reply of any individual client, even if some clients reveal
-            their secrets to the server. The share of these clients in the cohort must be below `threshold`.
+        min_clients: least number of clients in a sum. A block that fewer of the cohort have is not sent.
+        threshold: share of the cohort that must stay until the end; the others may drop out. A server that follows the
+            protocol cannot read a single reply, even with the secrets of clients whose share of the cohort is below
+            `threshold`.
         range: largest absolute value of a parameter, gradient or prototype. A client refuses to send a larger value.
         bits: size of the integers that carry parameters, gradients and prototypes: 32 or 64.
     """

@@ -29,12 +29,12 @@ class HuggingFace(EncoderSpec):
 
     Attributes:
         path: folder of a saved model, or its name in the hub's local cache.
-        frozen: whether the backbone keeps its weights unchanged. A frozen backbone is in no Tree. It is neither trained
-            nor sent, and only the linear map trains.
-        lora: a table with the fields of `Lora` (`lora.py`). It trains small matrices (adapters) beside layers of
-            the frozen backbone. Only these matrices and the linear map are trained and sent. Needs the extra `lora`.
+        frozen: whether the backbone keeps its weights: it is then in no Tree, and only the linear map is trained and
+            sent.
+        lora: a table with the fields of `Lora` (`lora.py`): small matrices (adapters) beside layers of the frozen
+            backbone, which with the linear map are all that is trained and sent. Needs the extra `lora`.
         checkpointing: whether the backbone's layers compute their activations again in the backward pass, to save
-            memory (gradient checkpointing). The engine `vectorised` then runs one client after another.
+            memory (gradient checkpointing); clients then run one after another.
     """
 
     kind: Literal["hf"] = "hf"

@@ -170,8 +170,8 @@ class ResNet18(EncoderSpec):
     averaged. A linear map follows if the last width differs from that of the embedding.
 
     Attributes:
-        stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool. `cifar` is a 3 x 3
-            convolution with stride 1 (docs/algorithms/hfm.md).
+        stem: first layers: `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool, `cifar` a 3 x 3 convolution
+            with stride 1 (docs/algorithms/hfm.md).
         widths: channels of the four stages. HFM uses [16, 32, 64, 64].
         norm: `batch`, or `group` with two groups, which fits every even width.
     """

@@ -22,7 +22,7 @@ class ConvGru(EncoderSpec):
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size. It must be odd, so that each stage halves the number of steps exactly.
+        kernel: kernel size, odd, so that each stage halves the number of steps exactly.
         dropout: dropout probability after each stage.
     """
 
@@ -126,8 +126,8 @@ class TokenTransformer(EncoderSpec):
     follow Devlin et al., "BERT" (NAACL 2019), Section 3. Both embeddings start from N(0, 0.02²) as in BERT.
 
     Attributes:
-        vocabulary: number of different ids. Every id must be smaller than this number.
-        padding: the id that fills up short texts. -1 if there is no such id.
+        vocabulary: number of different ids, above the largest id.
+        padding: the id that fills up short texts; -1 if there is none.
         layers: number of layers.
         heads: number of attention heads; the embedding must be divisible by it.
         feedforward: width of the feed-forward layers.

@@ -24,10 +24,9 @@ class Conv2dGru(EncoderSpec):
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size over time and frequency. It must be odd. With an odd kernel size, each stage halves the
-            number of time steps and the number of frequencies, rounded up.
+        kernel: kernel size over time and frequency, odd, so that each stage halves both, rounded up.
         hidden: width of the projection and of the GRUs.
-        layers: number of GRUs. Each GRU reads the states of the GRU before it.
+        layers: number of GRUs, each of which reads the states of the one before.
         dropout: dropout probability after each stage.
     """
 

@@ -18,35 +18,29 @@ class Privacy:
     """What a run protects, how much noise it adds, and how it counts epsilon: the [privacy] section of a recipe.
 
     Attributes:
-        unit: what the guarantee protects. `client` protects all data of one client: the client clips its update, which
-            is the difference between its trained and its received parameters. `example` protects one row: the client
-            clips the gradient of each row in every training step (DP-SGD).
+        unit: what the guarantee protects: with `client` all data of one client, which clips its update; with `example`
+            one row, whose gradient is clipped in every training step (DP-SGD).
         delta: the probability with which the guarantee may fail. It must be below 1 / (number of clients or rows).
-        epsilon: the budget for all rounds together. Without `noise_multiplier`, the accountant finds the noise with
-            which all rounds together spend this budget. With `noise_multiplier`, the run stops before a round that
-            would exceed the budget.
+        epsilon: the budget for all rounds together, for which the accountant finds the noise. With `noise_multiplier`,
+            the run stops before a round that would exceed it.
         noise_multiplier: standard deviation of the noise as a multiple of `clip_norm`.
         clip_norm: largest 2-norm of an update, or of the gradient of a row.
-        clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to
-            `clip_norm` / sqrt(B), so that the joint norm is still at most `clip_norm`. `adaptive` limits the norm over
-            all blocks, and changes the limit after each round, such that it follows a quantile of the norms of the
-            updates. It needs `unit = "client"` and `noise_at = "server"`. The first limit is `clip_norm`.
+        clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to `clip_norm` / sqrt(B).
+            `adaptive`, for `unit = "client"` and `noise_at = "server"`, limits the norm over all blocks and moves the
+            limit after each round towards a quantile of the norms of the updates, from `clip_norm` on.
         clip_quantile: the quantile that `clip = "adaptive"` follows.
         clip_lr: learning rate of the limit with `clip = "adaptive"`.
-        count_noise: standard deviation of the noise in a count that `clip = "adaptive"` needs. In each round, the
-            server counts how many updates have a norm below the limit, and adds this noise to the count. The default
-            is a twentieth of the cohort. With a smaller value, the updates need more noise.
-        noise_at: the place of the noise with `unit = "client"`. With `server`, the server adds noise once, to the sum
-            of the updates, so the clients have to trust the server. With `client`, each client adds noise to its update
-            before the update leaves.
-        accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions) of the library
-            dp-accounting. `pld` gives a smaller epsilon and takes a few seconds.
-        amplification: whether the accountant takes into account that the server draws the cohorts at random and in
-            secret (amplification by sampling). This needs `unit = "client"`, `noise_at = "server"`, the selector
-            `uniform` and `accountant = "rdp"`. A deployment refuses this option, because every device knows the seed of
-            the run and could compute the cohorts.
-        unprotected: kinds of data that may leave clients without protection. If unprotected data of any other kind
-            would leave a client, polyfed refuses the run.
+        count_noise: standard deviation of the noise in the number of updates whose norm is below the limit, which `clip
+            = "adaptive"` counts; by default a twentieth of the cohort. With a smaller value, the updates need more
+            noise.
+        noise_at: where noise is added with `unit = "client"`: at the `server`, once, to the sum of the updates, so the
+            clients have to trust it; or at each `client`, before its update leaves.
+        accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions, a smaller epsilon in a few
+            seconds) of dp-accounting.
+        amplification: whether the accountant counts that cohorts are drawn at random and in secret (amplification by
+            sampling). It needs `unit = "client"`, `noise_at = "server"`, the selector `uniform` and `accountant =
+            "rdp"`; a deployment, in which every device could compute the cohorts from the seed, refuses it.
+        unprotected: kinds of data that may leave clients without protection; a run that would send others is refused.
     """
 
     unit: Literal["client", "example"]

@@ -71,19 +71,19 @@ class Limits:
 
     Attributes:
         min_rows: least number of training rows that the client must have to take part.
-        min_batch_size: least number of rows in every batch of local training. If the last batch of an epoch is smaller,
-            `minimise` leaves it out. Every batch from `ClientData.batch` must have at least this number of rows.
+        min_batch_size: least number of rows in every batch of local training. `minimise` leaves out a smaller last
+            batch of an epoch.
         min_steps: least number of optimiser steps of local training within one request. A step may undo at most 10 % of
             what earlier steps have changed (`lr * weight_decay` and proximal terms).
-        min_rows_per_class: least number of training rows of a class of which a reply tells, such as in class prototypes
-            and counts of rows. For a modality, rows that lack it do not count. The classes below the limit are left
-            out. Replies that hold the labels of rows are refused if a class is below it. Default: `min_batch_size`.
+        min_rows_per_class: least number of training rows of a class of which a reply tells, such as in prototypes and
+            counts; for a modality, rows that lack it do not count. Smaller classes are left out, and replies with
+            labels of rows of such a class are refused. Default: `min_batch_size`.
         min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
             the positive rows of a label. Default: `min_batch_size`.
         min_group: least number of rows of a class, or of a group by a column, that an evaluation job may show. Smaller
-            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer. Bins of scores
-            with fewer rows are joined. It is never less than `min_test_rows`. If it is not set, it is 10 on a device.
-        max_rounds: number of the last round in which the client takes part. It refuses the requests of later rounds.
+            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer; bins of scores
+            with fewer rows are joined. It is at least `min_test_rows`, and by default 10 on a device.
+        max_rounds: the last round in which the client takes part.
         max_requests: most requests that the client answers in one round. Repeated requests count.
         max_requests_per_day: most requests that the device answers within 24 hours, in all runs together.
         max_runs_per_day: most runs with a new name in which the device begins to take part within 24 hours.

@@ -30,14 +30,12 @@ class HuggingFace(MediaSet):
     Attributes:
         path: A folder that `save_to_disk` wrote, a folder with files `<split>*.parquet`, `.csv` or `.jsonl`, or a
             folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
-        modalities: Modality -> kind. An "image" becomes pixels (3, size, size). A "text" becomes one embedding, which
-            `model` computes. "tokens" turns a text into token ids (64,). "audio" becomes a log-mel spectrogram
-            (600, 80). "values" are numbers, or lists of numbers that all have one shape.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
+        modalities: Modality -> kind: "image", pixels (3, size, size); "text", one embedding by `model`; "tokens", token
+            ids (64,); "audio", a log-mel spectrogram (600, 80); "values", numbers, or lists of numbers of one shape.
         columns: Modality -> column of its values, for modalities whose name differs from the column's name.
         label: Column with class numbers or names.
-        client: Column with the natural client. Empty if there are no natural clients.
+        client: Column with the natural client; empty if there is none.
         model: Folder of the model for "text" and "tokens", or its name in the hub's cache.
         size: Height and width of images.
     """

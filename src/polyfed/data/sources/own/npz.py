@@ -31,28 +31,23 @@ class Npz(Source):
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
-        label: Array of the labels. It holds class numbers 0..C-1 (N,), words (N,), or targets (N,) or (N, T). Words are
-            numbered in sorted order and kept as names. Targets are for objectives other than classification. They are
-            floats, with NaN for an unknown target, or integers (N, T) with T of at least 2. A boolean array
-            `<label>_known` of the same shape may mark the known targets. If the data has no labels and the task uses
-            none, set this option to "".
+        label: Array of the labels: class numbers 0..C-1 (N,), words (N,), numbered in sorted order and kept as names,
+            or targets (N,) or (N, T), floats with NaN for an unknown one, or integers with T of at least 2. A boolean
+            array `<label>_known` may mark the known targets. "" if the task needs no labels.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
-        ids: Array of sample ids, distinct integers. With "rows", the row numbers are the ids: row i of every array is
-            the same sample. If there are neither ids nor "rows", the ids count as unknown, and algorithms for silos
-            refuse the data.
-        layout: Modality -> axes of a sample, if the following rule guesses wrong. A sample with one axis is a vector
-            (F). A sample with two axes is an image (H, W) if its type is uint8, otherwise a sequence (T, F). A sample
-            with three axes is (H, W, C) if the last axis has 1, 3 or 4 entries, otherwise (C, H, W). Samples
-            are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences whose first axis is the features.
+        ids: Array of sample ids, distinct integers, or "rows": row i of every array is the same sample. With neither,
+            algorithms for silos refuse the data.
+        layout: Modality -> axes of a sample, if this rule guesses wrong: one axis is a vector (F); two are an image (H,
+            W) if the type is uint8, else a sequence (T, F); three are (H, W, C) if the last has 1, 3 or 4 entries, else
+            (C, H, W). "FT" is for sequences whose first axis is the features.
         standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
-            modalities, a list for some, "uneven" for those whose features differ in size, false for none. In the
-            others, uint8 images are scaled to [0, 1], and all other values are unchanged. A trained model scales new
-            samples with the same numbers.
-        test_share: Share of every class that is drawn as global test set if the file has no split array; 0 means no
-            test set. If the labels are targets, it is a share of all rows.
+            modalities, a list for some, "uneven" for those whose features differ in size, false for none. Other uint8
+            images are scaled to [0, 1], other values unchanged. A trained model scales new samples alike.
+        test_share: Share of every class (of targets: of all rows) that is the global test set if the file has no split
+            array; 0 for none.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 

@@ -84,32 +84,26 @@ class Table(Source):
     Attributes:
         path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
         modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
-        label: Column of the labels, which are words or class numbers from 0; or a list of columns with targets. If the
-            task needs no labels, this option may be empty.
+        label: Column of the labels, words or class numbers from 0, or a list of columns with targets; empty if the task
+            needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
-        ids: Column of the row ids, distinct whole numbers. If empty, polyfed uses a column of numbers that is named
-            `id`, `ids` or `row_id` and is not part of a modality. If there is no such column, or if this option is
-            "rows", the row numbers are the ids.
-        class_names: The names of the classes in order. Give them if the labels are numbers, or words whose order
-            matters.
+        ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
+            that is in no modality. Else, or with "rows", row numbers are the ids.
+        class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
-        layout: Modality -> axes of a sample in lists or pictures. Give the axes if polyfed guesses them wrong. The
-            guess is the same as in the source `npz`.
+        layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
         partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
-            "absent" in this row.
-        standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
-            modalities, a list for some, "uneven" for those whose features differ in size, false for none. The trained
-            models do the same with new samples.
-        test_share: Share of every class that is drawn as test set if there is no column of splits. If 0, there is no
-            test set.
+            "absent".
+        standardise: As in the source `npz`.
+        test_share: Share of every class that is the test set if there is no column of splits; 0 for none.
         seed: Seed for drawing that test set; the run's own seed has no effect.
-        separator: The character between the cells of a .csv file. If empty, it is a comma.
+        separator: The character between the cells of a .csv file, by default a comma.
         decimal: The character between the whole part and the decimals of a number.
-        comment: The character that begins a comment, which lasts to the end of its line. If empty, there is none.
+        comment: The character that begins a comment, to the end of its line; by default none.
         encoding: The encoding of a .csv or .tsv file, such as "cp1252" or "utf-16".
-        empty: Words that count as empty cells, such as "NA". By default only an empty cell is empty.
+        empty: Words that count as empty cells, such as "NA".
     """
 
     path: str

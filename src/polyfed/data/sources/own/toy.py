@@ -29,11 +29,10 @@ class Toy(Source):
         rows: Number of rows, all splits together.
         classes: Number of classes.
         shapes: Sample shape of each modality; `{a = [1, 8, 8], b = [3, 8, 8]}` gives tiny images.
-        snr: Signal-to-noise ratio of each modality. A modality without an entry has the ratio 1.
-        natural_clients: Number of natural clients, to which rows are assigned at random. 0 means that there are no
-            natural clients.
+        snr: Signal-to-noise ratio of each modality, 1 where it is not given.
+        natural_clients: Number of natural clients, to which rows are assigned at random; 0 for none.
         test_share: Share of every class that is the global test set.
-        seed: Seed of the draws. The run's own seed has no effect, so all runs share one data set.
+        seed: Seed of the draws, the same in all runs.
     """
 
     rows: Annotated[int, AT_LEAST_ONE] = 2000

@@ -39,11 +39,10 @@ class AvMnist(Source):
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` prints the layout.
-        fsdd: Folder with files `<digit>_<speaker>_<take>.wav`, or an .npz file. The .npz file holds the arrays `label`,
-            `client` and `split`, and either `logmel` or `audio` (int16, 8 kHz).
-        subset: Share of the images of each digit that the source keeps, in the training split and in the test split of
-            MNIST. The images are drawn at random.
-        seed: Seed of the pairs and the subset. The run's own seed has no effect.
+        fsdd: Folder with files `<digit>_<speaker>_<take>.wav`, or an .npz file with `label`, `client`, `split`, and
+            `logmel` or `audio` (int16, 8 kHz).
+        subset: Share of the images of each digit that is kept in each split of MNIST, drawn at random.
+        seed: Seed of the pairs and the subset, the same in all runs.
     """
 
     mnist: str

@@ -22,7 +22,7 @@ class CgDigits(Source):
     standardised per channel with training statistics.
 
     Attributes:
-        seed: Seed of the colours. The run's own seed has no effect, so all runs share one data set.
+        seed: Seed of the colours, the same in all runs.
     """
 
     seed: int = 0

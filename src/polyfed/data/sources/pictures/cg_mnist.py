@@ -34,13 +34,11 @@ class CgMnist(Source):
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` prints the layout.
-        colored: An .npz with coloured images. If empty, polyfed colours the digits itself, with random numbers from
-            `seed`. The .npz holds the images train_image and test_image (N, 28, 28, 3) and their labels train_label and
-            test_label, in MNIST's order. These arrays come from the release of the project "learning-not-to-learn". The
-            release itself is a pickle, which polyfed does not open, so convert it once.
-        subset: Share of the rows of each class that the source keeps, in the training split and in the test split. The
-            rows are drawn at random.
-        seed: Seed of the colours and the subset. The run's own seed has no effect.
+        colored: An .npz with coloured images: train_image and test_image (N, 28, 28, 3), train_label and test_label, in
+            MNIST's order, from the release of "learning-not-to-learn", a pickle, which polyfed does not open, so
+            convert it once. If empty, polyfed colours the digits itself.
+        subset: Share of the rows of each class that is kept in each split, drawn at random.
+        seed: Seed of the colours and the subset, the same in all runs.
     """
 
     path: str

@@ -43,12 +43,11 @@ class Cifar100(Source):
     deviation of CIFAR-100. `gray` uses its own mean and deviation over the training rows.
 
     Attributes:
-        path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` prints the layout. The python
-            version of CIFAR is a pickle, which polyfed does not open.
+        path: An .npz, or the folder of CIFAR's binary version (not the pickled python version); `polyfed data cifar100`
+            prints the layout.
         labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
-        subset: Share of the rows of each class that the source keeps, in the training split and in the test split. The
-            rows are drawn at random.
-        seed: Seed of the subset. The run's own seed has no effect.
+        subset: Share of the rows of each class that is kept in each split, drawn at random.
+        seed: Seed of the subset, the same in all runs.
     """
 
     path: str

@@ -37,16 +37,15 @@ class CrisisMmd(ImageText):
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "image", "text".
-        label: The annotation that serves as label: that of the "image" (as in FedMultimodal), or that of the "text".
+        label: The annotation that serves as label: that of the "image" (as in FedMultimodal) or the "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers. FedMultimodal
-            uses MobileBERT, which gives 512.
+        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers, FedMultimodal's
+            MobileBERT 512.
     """
 
     NAME: ClassVar[str] = "crisismmd"

@@ -30,13 +30,11 @@ class Food101(ImageText):
 
     Attributes:
         path: Folder with images/ and texts_txt/ or texts/, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "image", "text".
-        text_source: "page" is the text of the web page, as in the paper. "title" is the page's title, from the csv file
-            of titles. With titles the task has a different difficulty, so do not compare the results with those of the
-            paper.
-        seed: Seed of the validation draw. The run's own seed has no effect.
+        text_source: "page" is the text of the web page, as in the paper; "title" its title from the csv file, a task of
+            another difficulty.
+        seed: Seed of the validation draw, the same in all runs.
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.

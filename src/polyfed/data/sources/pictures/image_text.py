@@ -17,8 +17,7 @@ class ImageText(MediaSet):
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "image", "text".
         image: "embedding" (a vector that `image_model` computes from the image) or "pixels" (the image itself, with the
             shape (3, size, size), for the encoders `resnet18` and `hf`).

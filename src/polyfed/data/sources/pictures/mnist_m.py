@@ -32,11 +32,10 @@ class MnistM(Source):
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` prints the layout.
-        backgrounds: Folder of pictures of at least 28 x 28 pixels; the original uses BSDS500's training images. Instead
-            of a folder, an .npz file also works. It holds one array with the name `image`, uint8 (n, H, W, 3).
-        subset: Share of the rows that is kept, drawn at random. The share is the same for every class, in the training
-            rows and in the test rows.
-        seed: Seed of the crops and the subset; 42 in the public script. The run's own seed has no effect.
+        backgrounds: Folder of pictures of at least 28 x 28 pixels, in the original BSDS500's training images, or an
+            .npz file with the array `image`, uint8 (n, H, W, 3).
+        subset: Share of the rows of each class that is kept in each split, drawn at random.
+        seed: Seed of the crops and the subset, the same in all runs; 42 in the public script.
     """
 
     path: str

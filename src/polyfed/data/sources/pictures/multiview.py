@@ -35,9 +35,9 @@ class MultiView(Source):
 
     Attributes:
         path: The data set's folder; `polyfed data multiview` prints the layout.
-        views: Modality -> names of its views, stacked as channels, such as `{ front = ["v001"], back = ["v007"] }`. If
-            empty, each view of the first object is a modality with the view's name.
-        size: Height and width in pixels. The papers use 224. For quick runs, use 64.
+        views: Modality -> names of its views, stacked as channels, such as `{ front = ["v001"], back = ["v007"] }`; by
+            default each view of the first object is a modality.
+        size: Height and width in pixels; 224 in the papers.
         gray: Whether to use one gray channel for each view instead of three colour channels.
     """
 

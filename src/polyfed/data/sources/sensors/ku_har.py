@@ -45,15 +45,12 @@ class KuHar(MediaSet):
 
     Attributes:
         path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "acc", "gyro".
         activities: Number of activities, 8 or 18.
-        fold: Number of the test fold, 1 to 5. The subjects are ordered by their numbers and divided into five folds,
-            and one fold is the test set.
-        min_windows: A training subject with fewer windows is left out. FedMultimodal uses 10.
-        normalise: "window" shifts and scales each window and axis by its own mean and deviation, as FedMultimodal does;
-            "none" does not change the numbers.
+        fold: The test fold: one of five, into which the subjects are divided by number.
+        min_windows: A training subject with fewer windows is left out; 10 in FedMultimodal.
+        normalise: "window" standardises each axis of each window, as FedMultimodal does; "none" keeps the numbers.
     """
 
     NAME: ClassVar[str] = "ku-har"

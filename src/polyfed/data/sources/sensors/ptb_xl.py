@@ -36,13 +36,11 @@ class PtbXl(MediaSet):
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "limb", "chest".
-        labels: How many superclasses the label of a record can contain. The value is "one" or "several".
+        labels: Superclasses in the label of a record: "one" or "several".
         min_records: A site with fewer training records is left out of training. FedMultimodal uses 10.
-        normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
-            "none" keeps the values in millivolts.
+        normalise: "window" standardises every lead over the record (FedMultimodal); "none" keeps millivolts.
     """
 
     NAME: ClassVar[str] = "ptb-xl"

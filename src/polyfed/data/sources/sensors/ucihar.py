@@ -33,11 +33,10 @@ class UciHar(Source):
         path: The folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label 0..5,
             client, split and, optionally, split_personal.
         modalities: Which of the three modalities are used; FedMultimodal uses acc and gyro.
-        split: "official", or "none", which uses all 30 subjects for training. Combine "none" with
-            clients.personal_test.
-        normalise: "train" normalises each axis by training statistics. "window" uses the mean and deviation of every
-            window and axis, (x - mean) / (deviation + 1e-5), as FedMultimodal does. "window" removes offset and
-            amplitude, so sitting, standing and lying are hard to distinguish. "none" keeps the stored values.
+        split: "official", or "none", in which all 30 subjects train, for use with clients.personal_test.
+        normalise: "train" standardises each axis over the training rows; "window" each axis of each window, (x - mean)
+            / (deviation + 1e-5), as FedMultimodal does, which makes sitting, standing and lying hard to tell apart;
+            "none" keeps the values.
     """
 
     path: str

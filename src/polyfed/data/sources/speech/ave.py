@@ -28,8 +28,7 @@ class Ave(MediaSet):
 
     Attributes:
         path: Folder AVE_Dataset, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "audio", "visual".
         frames: Number of frames in a sample, chosen from one frame per second; 4 in CMSFed.
         frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first

@@ -88,11 +88,11 @@ class Mosei(_Cmu):
     All arrays are read into memory.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl. If you give
-            a .pkl, the error prints the command that converts it.
+        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl (aligned) or ..._noalign.pkl; for a .pkl,
+            the error prints the command.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it is 1 if score >= 0, otherwise 0.
-            polyfed inferred both rules, so papers may use other rules; see docs/data.md.
+        classes: 7, the class round(clip(score, -3, 3)) + 3, or 2, which is 1 if score >= 0. Both rules are inferred, so
+            papers may use others (docs/data.md).
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding; aligned files have 50.
@@ -123,11 +123,10 @@ class Mosi(_Cmu):
     file. For the utterance-level vectors of Poria et al., use the source `npz`.
 
     Attributes:
-        path: The .npz (or folder of .npy) converted from mosi_data.pkl. If you give a .pkl, the error prints the
-            command that converts it.
+        path: The .npz (or folder of .npy) converted from mosi_data.pkl; for a .pkl, the error prints the command.
         modalities: "text", "audio", "vision".
-        classes: 7 or 2. With 7, the class is round(clip(score, -3, 3)) + 3. With 2, it is 1 if score >= 0, otherwise 0.
-            polyfed inferred both rules, so papers may use other rules; see docs/data.md.
+        classes: 7, the class round(clip(score, -3, 3)) + 3, or 2, which is 1 if score >= 0. Both rules are inferred, so
+            papers may use others (docs/data.md).
         target: "class", or "score", the sentiment from -3 to 3, for `regression`. With "score", `classes` has no
             effect.
         steps: Number of time steps of a sample, from the first one that is not padding.

@@ -36,8 +36,7 @@ class CremaD(MediaSet):
 
     Attributes:
         path: Folder with AudioWAV/ and VideoFlash/, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "audio", "visual".
         spectrogram: "257x299" of CMSFed, each clip normalised; "257x188" of FMML, not normalised.
         frames: Number of frames in a sample; 3 in CMSFed, 1 (the middle one) in FMML.
@@ -45,8 +44,7 @@ class CremaD(MediaSet):
             ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
         split: "files" reads train.csv and test.csv (lines `name,EMO`). "actors" uses a fifth of the actors as test set.
-        fold: With `split = "actors"`: number of the test fold, 1 to 5. The actors are ordered by their numbers and
-            divided into five folds, and one fold is the test set.
+        fold: With `split = "actors"`, the test fold: one of five, into which the actors are divided by number.
     """
 
     NAME: ClassVar[str] = "crema-d"

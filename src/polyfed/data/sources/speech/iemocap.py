@@ -38,8 +38,7 @@ class Iemocap(MediaSet):
 
     Attributes:
         path: Folder with Session1..5 (or with IEMOCAP_full_release), or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 5.
         frames: Length of `audio`, in windows of 10 ms.

@@ -45,8 +45,7 @@ class Meld(MediaSet):
 
     Attributes:
         path: Folder MELD.Raw, or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "audio", "text".
         classes: Number of classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
         min_utterances: A speaker with fewer utterances in a split is removed from that split; 11 in FedMultimodal.

@@ -33,8 +33,7 @@ class MspImprov(MediaSet):
 
     Attributes:
         path: Folder with Audio/ and Evalution.txt (sic), or a folder of prepared features.
-        cache: Folder for extracted features. If empty, the folder is `$XDG_CACHE_HOME/polyfed`, or `~/.cache/polyfed`
-            if this variable is not set.
+        cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 6.
         frames: Length of `audio`, in windows of 10 ms.
