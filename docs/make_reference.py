@@ -19,7 +19,8 @@ In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together 
 images along their channels, vectors along their features.
 
 Each entry has a key with its default, in brackets the allowed values, and what it is for; `none` is a key that is left
-out. Members of a group name after "Shared" the options that the group explains.
+out. Members of a group name after "Shared" the options that the group explains; "Search" has the values that a search
+tries.
 
 [egress.md](egress.md) explains `[egress.*]`, and [outputs.md](outputs.md) the files that a run writes.
 """
@@ -38,7 +39,7 @@ def entry(option: catalogue.Option) -> str:
         kinds = []
     facts = ["required"] * (not option.default) + [" or ".join(kinds)] * bool(kinds) + [ranges] * bool(ranges)
     key = f"{option.name} = {option.default}" if option.default else option.name
-    tried = f" A search tries {option.search}." * bool(option.search and not option.search.startswith("not searched"))
+    tried = f" Search: {option.search}." * bool(option.search and not option.search.startswith("not searched"))
     return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts) + f": {option.about}{tried}"
 
 

@@ -317,15 +317,26 @@ def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path)
     assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)]
 
 
-def test_a_device_that_demands_noise_on_scores_tells_no_histogram_of_them(tmp_path: Path) -> None:
-    device = Device(tmp_path, NOISY.partition("max_epsilon")[0] if "max_epsilon" in NOISY else NOISY)
+@pytest.mark.parametrize("kind", ["split", "class"])
+def test_a_device_that_demands_noise_on_scores_tells_a_histogram_of_few_bins_with_noise(
+    kind: str, tmp_path: Path
+) -> None:
+    device = Device(tmp_path, NOISY)
     with np.load(tmp_path / "data.npz") as arrays:
         data = dict(arrays) | {"split": np.repeat([0, 2, 1], [90, 20, 10])}
     np.savez(tmp_path / "data.npz", **data)
     path = tmp_path / "recipe.toml"
-    path.write_text(path.read_text() + '[evaluate]\nconformal = "split"\n')
+    path.write_text(path.read_text() + f'[evaluate]\nconformal = "{kind}"\nshrinkage = true\n')
     answer = device.ask("count_scores", Broadcast(device.params), held_out="validation")
-    assert "scores in this form get no noise" in str(answer)
+    if kind == "class":
+        assert "Set [evaluate] conformal = 'split'" in str(answer)
+        return
+    assert int(answer.noise) >= 16
+    assert (answer.in_bins[0] != 0).sum() <= 21, "few bins"
+    assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)], "one for each subset"
+    assert "scores in this form get no noise" in str(
+        device.ask("count_sizes", Broadcast(device.params), 1, "two", "validation")
+    )
 
 
 def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:

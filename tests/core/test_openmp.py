@@ -15,7 +15,7 @@ from polyfed.core.system.openmp import THREAD_BYTES, end_idle_threads, threads_w
 from polyfed.engines import in_process
 from polyfed.engines.workers.shared_memory import Arena, copied
 from polyfed.experiment.recipes.recipe import EngineSpec
-from polyfed.experiment.results.update_norms import ClientUpdates
+from polyfed.experiment.results.updates import ClientUpdates
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.aggregation import ServerOptimiser
 from world import algorithm, recipe, through

@@ -75,7 +75,7 @@ def test_a_task_without_labels_reads_named_keys_too():
         (inside, {"modalities": ["audoi"]}, "data: no sample has the modality 'audoi'; did you mean 'audio'"),
         (keyed, {"modalities": ["audio", "label"]}, "'label' is the key of the labels and also one of the modalities"),
         (keyed, {"modalities": ["who"], "clients": "who"}, "'who' is the key of the clients and also one of the"),
-        (keyed, {"modalities": {"audio": "a"}}, "for a dataset, give a list of distinct names, as in modalities="),
+        (keyed, {"modalities": {"audio": "a"}}, "data: no sample has the modality 'a'; Allowed: audio"),
         (keyed, {"modalities": "audio"}, "modalities = 'audio': for a dataset, give a list of distinct names"),
         (keyed, {"modalities": ["audio", "audio"]}, "give a list of distinct names"),
         (keyed, {"labels": "lable"}, "data: sample 0 has no 'lable'; it has audio, .*Name it in labels="),

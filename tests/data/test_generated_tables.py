@@ -1,5 +1,8 @@
 """Generated tables with dates, ids, holes and counts: read right, or refused with column, row and way out."""
 
+import ast
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,18 +59,42 @@ DATES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", DATES)
 def test_dates_are_left_out_with_the_way_to_a_number(tmp_path: Path, suffix: str, name: str) -> None:
     frame = plain(when=DATES[name]())
-    words = (
-        r"left out, because they hold dates: when\. To train on one, give a number, .*to_datetime\(frame\['when'\]\)"
-    )
+    words = r"left out, because they hold dates: when\. To train on when, write \[data\] columns = "
     with pytest.warns(PolyfedWarning, match=words):
         found = read(frame, suffix, tmp_path)
     assert list(found.modalities) == ["a", "b"]
-    with pytest.raises(DataError, match=r"column 'when' holds dates, such as '.*' at row 0\. Give a number"):
+    words = r"column 'when' holds dates, such as '.*' at row 0\. To make numbers of it, write \[data\] columns = "
+    with pytest.raises(DataError, match=words) as refused:
         read(frame, suffix, tmp_path, modalities={"a": ["a_0", "when"]})
-    start = pd.Timestamp("2024-01-01")
-    days = (pd.to_datetime(pd.Series(DAYS)) - start).dt.total_seconds() / 86400
-    kept = read(plain(a_2=days), suffix, tmp_path, modalities={"a": "a_*"})
-    np.testing.assert_allclose(kept.modalities["a"].values[:, 2], days)
+    rules = pasted(str(refused.value))
+    kept = read(frame, suffix, tmp_path, modalities={"a": ["a_0", "when"]}, columns=rules)
+    days = (pd.Series(DAYS) - pd.Timestamp("2000-01-01")).dt.total_seconds() / 86400
+    whole = name in ("days", "with dots", "with slashes")
+    np.testing.assert_allclose(kept.modalities["a"].values[:, 1], np.floor(days) if whole else days)
+
+
+def pasted(text: str) -> Any:
+    """The rules that an error text suggests, both as TOML and as Python."""
+    toml, python = re.search(r"\[data\] (columns = .*) \(in Python: columns=(\{.*?\})\)", text).groups()  # type: ignore[union-attr]
+    rules = tomllib.loads(toml)["columns"]
+    assert ast.literal_eval(python) == rules
+    return rules
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_words_and_holes_are_refused_with_rules_that_can_be_pasted(tmp_path: Path, suffix: str) -> None:
+    frame = plain(b_0=np.where(np.arange(ROWS) % 3 == 0, "low", "high"))
+    frame.loc[5, "b_1"] = np.nan
+    with pytest.raises(DataError, match=r"column 'b_0' holds '(low|high)' at row 0 among its numbers") as refused:
+        read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse")
+    rules = pasted(str(refused.value))
+    assert rules == {"b_0": "one-hot"}
+    with pytest.raises(DataError, match=r"1 row has an empty cell .*first row 5, 'b_1'") as refused:
+        read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse", columns=rules)
+    rules |= pasted(str(refused.value))
+    found = read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse", columns=rules)
+    assert not found.present
+    assert [feature.width for feature in found.modalities["b"].coded or ()] == [2, 2]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -119,7 +146,7 @@ def test_numbers_of_every_size_are_read_as_they_are(tmp_path: Path, suffix: str,
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_table_of_texts_names_the_source_for_texts(tmp_path: Path, suffix: str) -> None:
     frame = pd.DataFrame({"text": ["a, b", "c d"] * (ROWS // 2), "label": LABEL})
-    words = r"no column of numbers beside .*Left out, because they hold texts: text\..*the source `hf` reads texts"
+    words = r"no column of numbers beside .*Left out, because they hold texts: text\..*The source `hf` reads texts"
     if suffix == "frame":
         with pytest.raises(PolyfedError, match=words):
             read(frame, suffix, tmp_path)

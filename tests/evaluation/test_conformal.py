@@ -19,21 +19,27 @@ from polyfed.data import ClientsSpec, Population
 from polyfed.data.sources import Toy
 from polyfed.evaluation.conformal import (
     BINS,
+    NOISY_BINS,
     PER_OCTAVE,
+    SIZE_BINS,
     Conformal,
+    ScoreCounts,
     class_bins,
     counts_of,
     error_bins,
+    possible_counts,
     prediction_sets,
     upper_edge,
 )
 from polyfed.evaluation.scores import Evaluation
+from polyfed.evaluation.shrinkage import LEVELS, expected_sizes, level_of, sizes_of
 from polyfed.experiment.checks.check import plan
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.objective import CLASSES
 from polyfed.objective.regression import Regression
+from polyfed.privacy.egress.requirements import Requirements
 from polyfed.selection import Uniform
 from world import algorithm, played, recipe
 
@@ -256,9 +262,10 @@ def samples(population: Population, rows: Any) -> dict[str, torch.Tensor]:
     "name", [n for n in NAMES if not ROWS[n].stack and not ALGORITHMS[n].aligns_rows and n != "creamfl"]
 )
 def test_every_method_counts_alike_on_both_engines(name: str) -> None:
-    found = []
+    found, sizes = [], list[dict[str, int]]()
     for engine in ("sequential", "vectorised"):
-        made = world(name, engine, evaluation=Evaluation(every=0, conformal="split", conformal_groups="modalities"))
+        spec = Evaluation(every=0, conformal="split", conformal_groups="modalities", shrinkage=True)
+        made = world(name, engine, evaluation=spec)
         made = replace(made, clients=replace(made.clients, validation=0.2), rounds=1)
         parts, state, ledger = played(made)
         assert "count_scores" in {row.task for row in plan(parts)}
@@ -266,7 +273,10 @@ def test_every_method_counts_alike_on_both_engines(name: str) -> None:
         assert counts is not None
         assert not any(row["message"] == "ScoreCounts" for row in ledger), "only after the last round"
         found.append(counts.counts)
+        sizes.append({group: int(own.sum()) for group, own in counts.sizes.items()})
     assert found[0].keys() == found[1].keys()
+    assert sizes[0] == sizes[1]
+    assert sizes[0].keys() == found[0].keys()
     for group, subsets in found[0].items():
         for subset, own in subsets.items():
             apart = (own.cumsum(-1) - found[1][group][subset].cumsum(-1)).abs()
@@ -339,6 +349,10 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"task": {"name": "retrieval"}}, "sets are for the task 'classification', and intervals for 'regression'"),
         ({"evaluate": {"conformal": "mondrian"}}, "conformal = 'mondrian'"),
         ({"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}}, "predict together in 'hfm', none alone"),
+        (
+            {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},
+            "no row lacks one",
+        ),
         ({"secure_aggregation": {}, "evaluate": {"conformal": "split", "conformal_groups": "client"}}, "sums over all"),
     ],
 )
@@ -377,3 +391,179 @@ def test_regression_has_intervals() -> None:
     assert 0.65 < float(inside.double().mean()) <= 1.0
     assert bool((found.sizes > 0).all())
     assert "intervals" in repr(found)
+
+
+def shrinking(made: Recipe) -> Recipe:
+    spec = replace(made.algorithm.evaluation, shrinkage=True)
+    return replace(made, algorithm=replace(made.algorithm, evaluation=spec))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local", "fedproto"])
+def test_the_counts_for_the_shrinkage_are_those_of_all_rows(method: str, tmp_path: Path) -> None:
+    made = shrinking(small(method, groups="client"))
+    run, population = polyfed.run(made, out=tmp_path / "run"), population_of(made)
+    conformal, columns = run.models.conformal, population.columns
+    assert conformal is not None
+    assert population.own_validation is not None
+    subsets, classes = ["a", "b", "a+b"], columns.num_classes
+    for client in range(population.num_clients):
+        rows = population.own_validation[client]
+        there = columns.present["a"][rows]
+        expected = torch.zeros(len(subsets), 2, LEVELS, SIZE_BINS, dtype=torch.int64)
+        if set(population.modalities(client)) == {"a", "b"}:
+            x = {m: columns.modalities[m].raw(rows[there]) for m in "ab"}
+            bins = -(-class_bins(run.predict(x, client)) // 20)
+            for subset, further in (("a", 1), ("b", 0)):
+                shares = run.predict({subset: x[subset]}, client).double().softmax(1).amax(1)
+                levels = ((shares - 1 / classes) / (1 - 1 / classes) * 8).clamp(0, 7).long()
+                for level, row in zip(levels.tolist(), bins, strict=True):
+                    expected["ab".index(subset), further, level] += torch.bincount(row, minlength=SIZE_BINS)
+        assert torch.equal(conformal.sizes[str(client)], expected), client
+    assert torch.equal(conformal.sizes["all"], sum(conformal.sizes[str(k)] for k in range(population.num_clients)))
+    again = polyfed.load_run(tmp_path / "run").models.conformal
+    assert again is not None
+    assert all(torch.equal(again.sizes[group], conformal.sizes[group]) for group in conformal.sizes)
+
+
+def test_the_expected_size_is_the_mean_size_of_the_sets_of_such_rows() -> None:
+    before, y = drawn(1, rows=4000)
+    after = before + 2.0 * torch.nn.functional.one_hot(y, 4)
+    ok = torch.arange(4000) < 3900
+    counts = sizes_of(before, class_bins(after), ok, SIZE_BINS)
+    assert int(counts.sum()) == 3900 * 4
+    levels = level_of(before)
+    for limit in (40, 500, 813, 1000):
+        found = expected_sizes(counts, torch.full((4,), limit))
+        for level in levels.unique().tolist():
+            rows = ok & (levels == level)
+            if int(rows.sum()) >= 10:
+                sizes = (class_bins(after[rows]) <= limit).sum(1).double()
+                assert float(found[level]) == pytest.approx(float(sizes.mean()), abs=0.05), (limit, level)
+    few = sizes_of(before[:5], class_bins(after[:5]), ok[:5], SIZE_BINS)
+    assert len(expected_sizes(few, torch.full((4,), 500)).unique()) == 1, "few rows: the mean over all levels"
+    assert bool(expected_sizes(torch.zeros_like(few), torch.full((4,), 500)).isnan().all())
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_the_modality_that_is_named_shrinks_the_sets_as_much_as_expected(name: str) -> None:
+    run, population = polyfed.run(shrinking(real(name))), population_of(real(name))
+    columns = population.columns
+    assert population.test is not None
+    rows = torch.unique(population.test.rows)  # like the validation rows; colours mislead in the server's test rows
+    names = list(columns.modalities)
+    for subset in [[m] for m in names]:
+        x = {m: columns.modalities[m].raw(rows) for m in names}
+        small = run.predict_set({m: x[m] for m in subset}, 0.8)
+        assert set(small.shrinkage) == set(names)
+        assert bool(small.shrinkage[subset[0]].isnan().all())
+        for further in set(names) - set(subset):
+            larger = run.predict_set({m: x[m] for m in names if m in (*subset, further)}, 0.8)
+            truly, expected = (small.sizes - larger.sizes).double(), small.shrinkage[further]
+            assert float(expected.mean()) == pytest.approx(float(truly.mean()), abs=0.3), (subset, further)
+            gains = {m: float(small.shrinkage[m].mean()) for m in names if m not in subset}
+        most = [best for best in small.helps_most if best is not None]
+        if len(most) > len(rows) / 2:
+            favourite = max(set(most), key=most.count)
+            assert gains[favourite] >= max(gains.values()) - 0.2
+
+
+def test_regression_has_the_shrinkage_without_further_counts() -> None:
+    counts = {name: torch.bincount(error_bins(torch.full((99,), size)), minlength=2 * 20 * PER_OCTAVE + 2)[None]
+              for name, size in (("a", 2.0), ("b", 1.0), ("a+b", 0.5))}  # fmt: skip
+    conformal = Conformal("split", "all", {"all": counts})
+    used = {"a": torch.tensor([True, False, True]), "b": torch.tensor([False, True, True])}
+    found = prediction_sets(conformal, torch.zeros(3, 1), used, "all", 0.9, of_classes=False)
+    assert found.shrinkage["b"][:1].tolist() == pytest.approx([3.0])
+    assert found.shrinkage["a"][1:2].tolist() == pytest.approx([1.0])
+    assert found.helps_most == ["b", "a", None]
+
+
+def test_the_shrinkage_is_opt_in_and_secure_aggregation_sums_it() -> None:
+    plain = small(alone=False)
+    assert "count_sizes" not in {row.task for row in plan(assemble(plain))}
+    assert polyfed.run(plain).models.conformal.sizes == {}  # type: ignore[union-attr]
+    open_, secure = (
+        polyfed.run(shrinking(small(alone=False, **more))).models.conformal
+        for more in ({}, {"secure_aggregation": SecureAggregation()})
+    )
+    assert open_ is not None
+    assert secure is not None
+    assert int(open_.sizes["all"].sum()) == int(secure.sizes["all"].sum()) > 0
+    x = {"b": torch.randn(4, *population_of(plain).columns.modalities["b"].shape)}
+    assert polyfed.run(plain).predict_set(x, 0.5).shrinkage == {}
+    assert polyfed.run(plain).predict_set(x, 0.5).helps_most == [None] * 4
+
+
+NOISE = 3.0
+
+
+def noised(bins: torch.Tensor, clients: int) -> Conformal:
+    """The counts of these bins of scores, which belong to some clients whose devices add noise."""
+    parts = [
+        ScoreCounts(torch.bincount(part, minlength=BINS + 1)[None, None], torch.tensor(0))
+        for part in bins.chunk(clients)
+    ]
+    sent = [Requirements(score_noise=NOISE).with_noise(part, CLASSES, 0) for part in parts]
+    total = sum(one.in_bins for one in sent)[0]
+    return Conformal("split", "all", {"all": {"a": total}}, noise={"all": int(sum(one.noise for one in sent))})
+
+
+def test_noise_is_added_to_joined_bins_and_its_size_is_told() -> None:
+    bins = torch.full((400,), 333)
+    counts = ScoreCounts(torch.bincount(bins, minlength=BINS + 1)[None, None], torch.tensor(0))
+    drawn = [Requirements(score_noise=NOISE).with_noise(counts, CLASSES, 0) for _ in range(300)]
+    values = torch.stack([one.in_bins[0, 0] for one in drawn]).double()
+    assert bool((values[:, torch.arange(BINS + 1) % 50 != 0] == 0).all()), "other bins tell nothing"
+    joined = values[:, ::50]
+    assert joined.shape[1] == NOISY_BINS
+    truth = torch.zeros(NOISY_BINS).double()
+    truth[350 // 50] = 400
+    assert float((joined.mean(0) - truth).abs().max()) < 5 * NOISE / 300**0.5
+    assert float(joined.std()) > 0
+    variances = joined.var(0)
+    assert float(variances.mean()) == pytest.approx(NOISE**2, rel=0.05)
+    assert all(int(one.noise) >= NOISE**2 for one in drawn)
+    with pytest.raises(EgressError, match=r"Set .evaluate. conformal = 'split'"):
+        Requirements(score_noise=NOISE).with_noise(
+            ScoreCounts(torch.zeros(1, 4, BINS + 1), torch.tensor(0)), CLASSES, 0
+        )
+
+
+@pytest.mark.parametrize("coverage", [0.7, 0.8, 0.9])
+def test_sets_from_counts_with_noise_hold_the_truth_as_often_as_promised(coverage: float) -> None:
+    draw = torch.Generator().manual_seed(int(coverage * 100))
+    promised, naive = [], []
+    for _ in range(200):
+        bins = (torch.rand(3000, generator=draw) ** 2 * BINS).ceil().long()
+        conformal = noised(bins, 3)
+        limit, rows = conformal.limits("all", "a", coverage)
+        assert abs(int(rows) - 3000) < 8 * NOISE * (3 * NOISY_BINS) ** 0.5
+        fresh = (torch.rand(2000, generator=draw) ** 2 * BINS).ceil().long()
+        promised.append(float((fresh <= int(limit)).double().mean()))
+        blind = replace(conformal, noise={})
+        naive.append(float((fresh <= int(blind.limits("all", "a", coverage)[0])).double().mean()))
+    error = float(np.std(promised)) / 200**0.5
+    assert np.mean(promised) >= coverage - 2 * error
+    assert np.mean(promised) > np.mean(naive), "the margin for the noise makes sets larger"
+
+
+def test_the_margin_covers_the_noise_even_where_every_rank_matters() -> None:
+    """Without new rows: how often is the bin smaller than the one of the exact counts at the promised coverage?"""
+    draw, short = torch.Generator().manual_seed(7), 0
+    for _ in range(400):
+        bins = (torch.rand(1500, generator=draw) * BINS).ceil().long()
+        exact = Conformal("split", "all", {"all": {"a": torch.bincount(bins, minlength=BINS + 1)[None]}})
+        short += int(noised(bins, 3).limits("all", "a", 0.7)[0]) < int(exact.limits("all", "a", 0.7)[0])
+    assert short / 400 <= 0.03 + 2 * (0.03 * 0.97 / 400) ** 0.5
+
+
+def test_too_few_rows_for_the_noise_are_refused_with_the_number_needed() -> None:
+    bins = (torch.rand(200, generator=torch.Generator().manual_seed(1)) * BINS).ceil().long()
+    conformal = noised(bins, 3)
+    with pytest.raises(RecipeError, match=r"coverage = 0.9 from a needs 2,\d{3} validation rows"):
+        conformal.limits("all", "a", 0.9)
+    again = Conformal.read(json.loads(json.dumps(conformal.facts())), (1, BINS + 1), (1, 1, 8, SIZE_BINS))
+    assert again.noise == conformal.noise
+    assert torch.equal(again.counts["all"]["a"], conformal.counts["all"]["a"]), "counts with noise may be negative"
+    forged = ScoreCounts(torch.full((1, 1, BINS + 1), -1), torch.tensor(0))
+    assert possible_counts((1, 1, BINS + 1))(0, forged) == "counts fewer than 0 rows"

@@ -11,13 +11,13 @@ import pytest
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.contribution import contribution
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import CheckpointSpec
-from polyfed.experiment.results.kept_updates import kept_updates
+from polyfed.experiment.results.updates import kept_updates
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.selection import Uniform
 from polyfed.training.single_data import SingleClientData
@@ -178,3 +178,42 @@ def test_the_command_prints_tables_with_what_the_audit_says(tmp_path: Path, caps
     assert json.loads("{" + told) == json.loads((tmp_path / "contribution.json").read_text())
     by_modality = json.loads("{" + told)["modalities"]["players"]
     assert [line["advantage"] for line in by_modality] == [0.2, None]
+
+
+def test_updates_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyfed.experiment.results import updates
+
+    made = keeping()
+    polyfed.run(made, tmp_path / "whole")
+    written = updates.save_file
+
+    def torn(found: Any, path: Path) -> None:
+        written(found, path)
+        if "000002" in path.name:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "save_file", torn)
+        with pytest.raises(CheckpointError, match="--resume"):
+            polyfed.run(made, tmp_path / "torn")
+    assert [file.name for file in (tmp_path / "torn" / "updates").iterdir()] == ["round-000001.safetensors"]
+    polyfed.run(made, tmp_path / "torn", resume=True)
+    for one, other in zip(kept_updates(tmp_path / "whole", 3), kept_updates(tmp_path / "torn", 3), strict=True):
+        assert all(same(one[player], other[player]) for player in one)
+
+
+def test_each_reply_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyfed.federation.federation import Federation
+
+    watchers = []
+    watched = Federation.watched
+
+    def counted(self: Federation, watch: Any) -> Any:
+        watchers.append(watch)
+        return watched(self, watch)
+
+    monkeypatch.setattr(Federation, "watched", counted)
+    done = polyfed.run(keeping(), tmp_path)
+    assert len(watchers) == len(done.rounds) == 3, "one watcher measures and keeps"
+    assert done.rounds[-1]["norms"]["clients"]

@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import polyfed
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
-from polyfed.core.errors import EgressError, PolyfedError, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.handlers import Deployed
 from polyfed.experiment.evaluate import Evaluation, job_of
@@ -346,3 +346,31 @@ def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", str(sites.model), "--group", "sex"])
     assert ended.value.code == 2
+
+
+def test_groups_are_columns_of_a_table_too(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows, heads = 120, ["a0", "a1", "b0", "b1", "label", "sex", "ward"]
+    label, sex = draw.integers(0, 3, rows), draw.choice(["f", "m"], rows)
+    x = draw.normal(size=(rows, 4)) + label[:, None]
+    table = np.column_stack([x.round(3).astype(str), label.astype(str), sex, draw.choice(["01", "1"], rows)])
+    (tmp_path / "t.csv").write_text("\n".join(map(",".join, [heads, *table.tolist()])) + "\n")
+    made = polyfed.parse_recipe(
+        {
+            "data": {"name": "table", "path": str(tmp_path / "t.csv"), "modalities": {"a": "a*", "b": "b*"}},
+            "clients": {"num": 3, "personal_test": 0.3},
+            "algorithm": {"name": "fedavg"},
+            "rounds": 1,
+        }
+    )
+    polyfed.run(made, tmp_path / "run")
+    found = polyfed.evaluate(tmp_path / "run", data=tmp_path / "t.csv", groups={"sex": ["f", "m"], "ward": ["01", "1"]})
+    logits = polyfed.load_run(tmp_path / "run").predict({"a": x[:, :2].round(3), "b": x[:, 2:].round(3)})
+    right = logits.argmax(1).numpy() == label
+    for column, values in (("sex", sex), ("ward", table[:, -1])):
+        for value, told in found.content["pooled"]["groups"][column].items():
+            assert told["rows"] == (values == value).sum(), "words stay words: 01 is not 1"
+            assert told["accuracy"]["value"] == pytest.approx(right[values == value].mean())
+    assert polyfed.evaluate(tmp_path / "run", groups={"sex": ["f", "m"]}).content["pooled"]["groups"]["sex"]
+    with pytest.raises(DataError, match=r"no array 'sexx'.*sex"):
+        polyfed.evaluate(tmp_path / "run", groups={"sexx": ["f"]})

@@ -13,7 +13,7 @@ from polyfed.core.tree import block_of
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.results.calibration import BINS, bins_of, expected_error
 from polyfed.experiment.results.round_facts import seconds_of
-from polyfed.experiment.results.update_norms import block_norms
+from polyfed.experiment.results.updates import block_norms
 from polyfed.selection import Uniform
 from world import algorithm, recipe
 

@@ -37,6 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, runtime_checkable
 
 import torch
@@ -49,7 +50,15 @@ from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, parts, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.conformal import Conformal, ScoreCounts, own_counts, possible_counts
+from polyfed.evaluation.conformal import (
+    Conformal,
+    ScoreCounts,
+    counts_shape,
+    own_counts,
+    own_size_counts,
+    possible_counts,
+    sizes_shape,
+)
 from polyfed.evaluation.scores import (
     Evaluation,
     Measured,
@@ -61,6 +70,7 @@ from polyfed.evaluation.scores import (
     possible,
     scores,
 )
+from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import (
     SubsetScores,
     global_metrics,
@@ -83,6 +93,9 @@ from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
+
+SCORING = ("score_own", "score_subsets", "count_scores", "count_sizes")
+"""The tasks in which clients score a model on rows of their own."""
 
 ALTERS: Mapping[str, tuple[str, ...]] = {
     "client": ("round", "merge", "weights"),
@@ -265,7 +278,6 @@ class Algorithm(ABC, Generic[S]):
         """Return a client's local state before its first task. It never leaves the client.
 
         Args:
-            context: the client context.
             key: random key of the client in this run, for random initial values.
         """
         return {}
@@ -338,6 +350,8 @@ class Algorithm(ABC, Generic[S]):
             return tested and self.evaluation.personal and self.evaluation.subsets != "none"
         if task == Algorithm.count_scores.__name__:
             return tested and self.evaluation.conformal != "none"
+        if task == Algorithm.count_sizes.__name__:
+            return tested and self.evaluation.conformal != "none" and self.evaluation.shrinkage
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -443,7 +457,6 @@ class Algorithm(ABC, Generic[S]):
         """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
 
         Args:
-            state: the server's state.
             fed: the federation; this hook sends no requests.
             clients: the clients that will be evaluated.
         """
@@ -454,7 +467,6 @@ class Algorithm(ABC, Generic[S]):
 
         Args:
             got: the message from `evaluation_message`.
-            local: the client's local state.
         """
         params: Tree = got.params
         return params
@@ -470,7 +482,6 @@ class Algorithm(ABC, Generic[S]):
 
         Args:
             client: the client's number.
-            state: the server's state.
             fed: the federation. This hook sends no requests.
             local: returns the local state of a client, given its number.
         """
@@ -484,7 +495,7 @@ class Algorithm(ABC, Generic[S]):
         A field with `carries(optional=True)` may lack blocks in every task. A device refuses any other message that
         lacks one. By default, only the evaluation of models that clients have may receive no model.
         """
-        return task in ("score_own", "score_subsets", "count_scores") and self.own_models == "clients"
+        return task in SCORING and self.own_models == "clients"
 
     # evaluation
 
@@ -561,17 +572,20 @@ class Algorithm(ABC, Generic[S]):
         if kind == "none" or not clients:
             return None
         send = self.evaluation_message(state, fed, clients)
-        accept = possible_counts(fed, kind)
-        replies = fed.ask(self.count_scores, clients, send, accept=accept, held_out="validation")
-        by, modalities = self.evaluation.conformal_groups, fed.context.model.modalities
-        return Conformal.of(kind, by, replies, modalities, lambda client: self.client_modalities(client, fed))
+        model, by = fed.context.model, self.evaluation.conformal_groups
+        accept = possible_counts(counts_shape(kind, model, fed.context.objective))
+        replies, sizes = fed.ask(self.count_scores, clients, send, accept=accept, held_out="validation"), None
+        if self.evaluation.shrinkage:
+            accept = possible_counts(sizes_shape(model))
+            sizes = fed.ask(self.count_sizes, clients, send, accept=accept, held_out="validation")
+        reads = partial(self.client_modalities, fed=fed)
+        return Conformal.of(kind, by, replies, model.modalities, reads, sizes)
 
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
         Args:
             replies: `OwnScore` of each client.
-            fed: the federation.
         """
         objective = fed.context.objective
         if isinstance(replies, SummedReplies):
@@ -613,3 +627,10 @@ class Algorithm(ABC, Generic[S]):
         """Count how well the client's model predicts its own validation rows, for conformal prediction."""
         w, kind = self.own_params(got, local), self.evaluation.conformal
         return own_counts(context, w, data.test, self.predictor.logits, kind), local
+
+    @task()
+    def count_sizes(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+    ) -> tuple[SizeCounts, Tree]:
+        """Count how the sets of the client's own validation rows shrink with a further modality."""
+        return own_size_counts(context, self.own_params(got, local), data.test, self.predictor.logits), local

@@ -108,7 +108,6 @@ def counted(count: int, one: str, many: str) -> str:
     """Return a count, followed by the word in the singular or plural.
 
     Args:
-        count: the count.
         one: the word in the singular. If the sentence continues with a verb, include the verb, as in `row has`.
         many: the same in the plural, for any other count.
 
@@ -124,7 +123,6 @@ def require(ok: bool, where: str, value: object, allowed: str) -> None:
     Args:
         ok: Whether the value is allowed.
         where: The recipe key, such as `data.modalities`.
-        value: The value.
         allowed: What is allowed, in words.
 
     Raises:

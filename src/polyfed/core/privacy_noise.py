@@ -201,7 +201,6 @@ def discrete_gaussian(
     Args:
         base: a key of `polyfed.core.keys`, or None to use the random generator of the operating system.
         name: name of the tensor that gets the noise.
-        shape: the shape.
         device: the device of the result.
     """
     if base is None:

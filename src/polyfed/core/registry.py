@@ -36,6 +36,7 @@ class Allowance:
         ids: arrays that a recipe may name as `[data] ids`.
         split: arrays that a recipe may name as `[data] split`.
         class_names: arrays that a recipe may name as `[data] class_names`.
+        columns: arrays that `[data] modalities` may join to a modality, or of which `[data] columns` may speak.
         groups: arrays by which an evaluation job may group the test rows (`[algorithm] groups`).
     """
 
@@ -45,6 +46,7 @@ class Allowance:
     ids: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
 
     @classmethod

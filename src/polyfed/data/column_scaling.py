@@ -69,7 +69,6 @@ def fitted(columns: Columns, rows: Tensor, numbers: Collection[str] = (), ids: C
     memory-mapped column is never copied. Features whose values a float type cannot tell apart are named in a warning.
 
     Args:
-        columns: the table.
         rows: the rows that train, int64 (n,).
         numbers: modalities whose whole numbers are quantities, whatever `vocabulary_of` guesses.
         ids: modalities whose whole numbers are token ids.
@@ -83,7 +82,7 @@ def fitted(columns: Columns, rows: Tensor, numbers: Collection[str] = (), ids: C
         use = rows[columns.present[name].cpu()[rows]] if name in columns.present else rows
         if not len(use) or not (wanted or column.values.dtype in WIDE):
             continue
-        found = moments(column, use)
+        found = _quantities(column, moments(column, use))
         if wanted and not found.mean.isfinite().all():
             check_finite(columns)
         if wanted and (columns.standardise != "uneven" or found.are_uneven):
@@ -148,12 +147,21 @@ def _scaled(column: Column, found: Moments, rows: Tensor) -> Column:
     wide = column.values.dtype in WIDE and not _fits(found)
     if not wide and column.values.dtype != torch.float32:
         # the numbers of the float32 samples, so that files and arrays of either type give the same model
-        found = moments(column, rows, torch.float32)
+        found = _quantities(column, moments(column, rows, torch.float32))
     scale = torch.where(found.varies, found.deviation, 1.0).to(torch.float32)
     # a deviation below the range of float32 would divide by zero
     scale = torch.where(scale > 0, scale, 1.0)
     shift = torch.where(found.varies, found.mean, found.low)
     return replace(column, shift=shift.to(torch.float64 if wide else torch.float32), scale=scale)
+
+
+def _quantities(column: Column, found: Moments) -> Moments:
+    """Return the statistics with zeros for words and marks of empty cells, which stay 0 or 1."""
+    if column.features is None:
+        return found
+    kept = torch.tensor([number for feature in column.features for number in feature.numeric])
+    parts = (torch.where(kept, part, 0.0) for part in (found.mean, found.deviation, found.low, found.high))
+    return Moments(*parts)
 
 
 def _fits(found: Moments) -> bool:
@@ -166,7 +174,6 @@ def moments(column: Column, rows: Tensor, kind: torch.dtype = torch.float64) -> 
     """Return the statistics of each feature over `rows`.
 
     Args:
-        column: the column.
         rows: int64 (n,), at least one.
         kind: the type to which the stored values are converted first.
     """

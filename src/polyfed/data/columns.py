@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, counted, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.data.column_rules import Feature
 from polyfed.data.labels import check_labels
 
 TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
@@ -43,6 +44,9 @@ class Column:
             means that row i uses entry i.
         blank: bool (N,), rows that read as zeros, whatever their entry is. None means that there are no such rows. It
             takes the modality from rows without a copy of the values, which may be memory-mapped.
+        coded: the columns of a table of which [data.columns] speaks, before their fit: `values` (N, columns) are then
+            codes, in which NaN is an empty cell; see `column_rules.py`. Otherwise None.
+        features: these columns after the fit. None if `values` are the numbers that the data holds.
     """
 
     values: Tensor
@@ -50,6 +54,8 @@ class Column:
     scale: Tensor | None = None
     index: Tensor | None = None
     blank: Tensor | None = None
+    coded: tuple[Feature, ...] | None = None
+    features: tuple[Feature, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.values if self.index is None else self.index)
@@ -237,7 +243,6 @@ class Columns:
         """Return the table with features, labels and presence on another device; the other tensors are not moved.
 
         Args:
-            device: the device.
             features: see `Column.to`.
         """
         return replace(
@@ -302,7 +307,9 @@ def check_finite(columns: Columns) -> None:
             bad &= columns.present[name]
         if bad.any():
             count, row = counted(int(bad.sum()), "row", "rows"), int(bad.nonzero()[0, 0])
-            sample = column.raw(torch.tensor([row]))[0]
+            sample = (
+                column.raw(torch.tensor([row]))[0].nan_to_num() if column.coded else column.raw(torch.tensor([row]))[0]
+            )
             place = tuple((~sample.to(torch.float32).isfinite()).nonzero()[0].tolist())
             text = (
                 f"data '{columns.name}': modality '{name}' has {count} with NaN or infinite "
@@ -317,7 +324,8 @@ def check_finite(columns: Columns) -> None:
 def _bad_rows(column: Column) -> Tensor:
     bad = torch.zeros(len(column.values), dtype=torch.bool)
     for part in chunks(torch.arange(len(column.values)), column.shape):
-        finite = column.values[part].to(torch.float32).isfinite()
+        taken = column.values[part].to(torch.float32)
+        finite = ~taken.isinf() if column.coded is not None else taken.isfinite()
         bad[part] = ~finite.reshape(len(part), -1).all(1)
     return bad if column.index is None else bad[column.index]
 

@@ -1,6 +1,6 @@
 """The groups of rows by a column of the data, for an evaluation job."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +9,55 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.data.reading.files import Arrays
+from polyfed.data.sources.own.table import Table, read
 
 
-def group_codes(path: str | Path, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
+def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
     """Return the group of each row by each column: the position of its value in the list, or the list's length.
 
     Args:
-        path: an `.npz` file or a folder of `.npy` files.
+        source: the source of the data, or the path of an `.npz` file or of a folder of `.npy` files.
         groups: column -> the values that name the groups.
         rows: the number of rows of the data.
 
     Raises:
-        DataError: there is no such array, or it has another number of rows.
+        RecipeError: the source has no columns beside its modalities.
+        DataError: there is no such column, or it has another number of rows.
     """
     if not groups:
         return {}
-    try:
-        arrays = Arrays(path)
-    except DataError as error:
-        raise RecipeError(
-            f"[algorithm] groups needs the columns of an .npz file or of a folder of .npy files: {error}",
-            ("algorithm", "groups"),
-        ) from None
-    found = {}
+    columns, found = _columns(source, groups), {}
     for name, values in groups.items():
-        if name not in arrays:
-            raise DataError(f"[algorithm] groups: the data has no array '{name}'; {did_you_mean(name, arrays.names)}")
-        column = np.asarray(arrays[name])
-        if column.shape != (rows,):
-            raise DataError(f"[algorithm] groups: the array '{name}' has the shape {column.shape}, and not ({rows},)")
-        words = column.astype(str)
+        if name not in columns:
+            raise DataError(f"[algorithm] groups: the data has no array '{name}'; {did_you_mean(name, list(columns))}")
+        words = columns[name]
+        if words.shape != (rows,):
+            raise DataError(f"[algorithm] groups: the array '{name}' has the shape {words.shape}, and not ({rows},)")
         codes = np.full(rows, len(values), dtype=np.int64)
         for code, value in enumerate(values):
             codes[words == str(value)] = code
         found[name] = torch.from_numpy(codes)
     return found
+
+
+def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:
+    """Return the cells of the wanted columns as words. Other columns have an empty entry, for an error that lists them.
+
+    Raises:
+        RecipeError: the source has no such columns.
+    """
+    if isinstance(source, Table):
+        problems = Problems()
+        frame = read(Path(source.path).expanduser(), problems, lambda _: dict.fromkeys(wanted, False), source.dialect)
+        problems.raise_all()
+        return {name: frame[name].to_numpy().astype(str) if name in wanted else None for name in frame.columns}
+    try:
+        arrays = Arrays(source if isinstance(source, str | Path) else getattr(source, "path", ""))
+    except DataError as error:
+        raise RecipeError(
+            f"[algorithm] groups needs the columns of a table, of an .npz file or of a folder of .npy files: {error}",
+            ("algorithm", "groups"),
+        ) from None
+    return {name: np.asarray(arrays[name]).astype(str) if name in wanted else None for name in arrays.names}

@@ -26,7 +26,6 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
     features of vectors). If one of the parts is a vector, all parts are flattened first.
 
     Args:
-        columns: The table.
         stack: New modality -> its parts, in order. The result no longer has the parts as separate modalities.
 
     Raises:
@@ -69,6 +68,12 @@ def _standardise(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Standa
 
 def _column(columns: Columns, name: str, names: Sequence[str]) -> Column:
     parts = [columns.column(part) for part in names]
+    if coded := [part for part, column in zip(names, parts, strict=True) if column.coded is not None]:
+        raise RecipeError(
+            f"data.stack.{name}: '{coded[0]}' has columns in [data.columns], so its width is not known yet. Name all "
+            "columns in one modality instead",
+            ("data", "stack", name),
+        )
     flat = any(len(part.shape) == 1 for part in parts)
     if not flat and len({part.shape[1:] for part in parts}) > 1:
         found = ", ".join(f"{part} {columns.modalities[part].shape}" for part in names)

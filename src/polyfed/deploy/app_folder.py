@@ -58,7 +58,6 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     option `data` of the app's configuration.
 
     Args:
-        recipe_path: the recipe.
         folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
         warn: called with the reason if the recipe's data cannot be read on this machine. The run has no global
             evaluation unless the server can read the data.

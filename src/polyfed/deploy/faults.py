@@ -63,7 +63,6 @@ def log_fault(who: str, fault: Fault, folder: Path | None = None) -> None:
 
     Args:
         who: the client.
-        fault: the fault.
         folder: the state folder of the device, if it is known. A disk error often does not name a file.
     """
     cause = fault.__cause__

@@ -30,7 +30,7 @@ from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
+from polyfed.engines.protocol import ENROL, ENROLLED, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.protection import mechanism_of
 from polyfed.experiment.checks.rank_checks import client_ranks
@@ -40,11 +40,12 @@ from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of, with_task
 from polyfed.experiment.running.assembly import initial_of, model_of, population_of
+from polyfed.experiment.running.column_statistics import entry_of, parts_of
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.warm_start import given_of
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.ledger import Ledger
+from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
@@ -167,7 +168,10 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            return enrolment(population, policy, node.client, limits, task_of(recipe))
+            answer = enrolment(population, policy, node.client, limits, task_of(recipe))
+            with blamed("its audit log cannot be written"):
+                _book_enrolment(answer, node, population)
+            return answer
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(
@@ -185,6 +189,16 @@ class Deployed:
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
+
+
+def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:
+    """Write what an enrolment tells about columns to the device's audit log, before it leaves.
+
+    The device does not know the name of the run yet, so these rows have none.
+    """
+    if answer.header.get("verdict") == ENROLLED and population.told and population.told[node.client]:
+        parts, hashes = parts_of(population.told[node.client])
+        AuditLog(node.folder).append([entry_of((node.client,), parts, hashes)], NO_RUN)
 
 
 def _folder_in(config: Mapping[str, Any]) -> Path | None:
@@ -230,7 +244,6 @@ def runtime_of(
     """Build the runtime of one device, or of all clients of a simulation.
 
     Args:
-        recipe: the recipe.
         population: the clients and their rows.
         facts: the server's facts about the federation.
         policy: the policy of these clients.

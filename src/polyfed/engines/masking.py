@@ -45,7 +45,6 @@ def masked_stack(request: Request, made: Message, after: Tree, secrets: Sequence
     """Return the stacked messages that leave the clients, and the local state of each client.
 
     Args:
-        request: the request.
         made: the stacked replies.
         after: the stacked local states.
         secrets: the secrets of each client.

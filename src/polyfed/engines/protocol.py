@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import BadReply
 from polyfed.core.request import HELD_OUT, Request
+from polyfed.data.column_fitting import Told
+from polyfed.data.column_rules import MOST_WORDS
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
@@ -41,6 +43,9 @@ deployment of today (inferred), and limit the memory that a forged enrolment can
 LARGEST_NUMBER = 2**63
 """Every number of a request id is below this bound. A device writes these numbers to files on its disk, and larger ones
 could make such a file unreadable. Sessions are milliseconds since 1970, so real numbers are far smaller."""
+
+MAX_WORD = 1000
+"""Largest number of characters of a word of a column (inferred)."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_\-]{1,100}")
 """Pattern of the name of a run. A device makes a folder of this name."""
@@ -92,12 +97,15 @@ class Facts:
         num_classes: number of classes, or number of targets if the objective has no classes.
         frozen: digest of the model's frozen parameters and constant buffers. Every client makes these locally.
         standardise: the modalities that every device standardises with the statistics of its own rows.
+        columns: modality -> its columns in the table, after the fit, as `Feature.as_table` gives them. Only modalities
+            with rules in [data.columns] are in it.
     """
 
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
     frozen: str = ""
     standardise: tuple[str, ...] = ()
+    columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, header: Header) -> "Facts":
@@ -112,12 +120,13 @@ class Facts:
                 "num_classes": int(num_classes),
                 "frozen": str(frozen),
                 "standardise": list() | tuple() as scaled,
+                "columns": dict(columns),
             } if num_classes > 0:
                 whole = all(isinstance(shape, list | tuple) for shape in shapes.values())
                 sized = whole and all(type(n) is int and n > 0 for shape in shapes.values() for n in shape)
                 if sized and all(isinstance(name, str) for name in scaled):
                     named = {str(name): tuple(shape) for name, shape in shapes.items()}
-                    return cls(named, num_classes, frozen, tuple(scaled))
+                    return cls(named, num_classes, frozen, tuple(scaled), columns)
         raise BadReply("carries no facts about the federation that can be read")
 
 
@@ -136,6 +145,8 @@ class Enrolment:
         num_classes: the client's largest label plus one, or the number of targets of a row.
         classes: SHA-256 of the names of the classes, in order, or "" if the client lists none; see `digest_of_names`.
         uneven: the modalities whose features differ in size there, if [data] standardise is "uneven".
+        columns: modality -> column -> what the client tells about a column of its table, if [data.columns] is fitted.
+            The shape of such a modality is the number of its columns.
     """
 
     client: int
@@ -148,6 +159,7 @@ class Enrolment:
     validated: bool = False
     classes: str = ""
     uneven: tuple[str, ...] = ()
+    columns: dict[str, dict[str, Told]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -168,6 +180,7 @@ class Enrolment:
             raise BadReply("enrolled with a digest of class names that cannot be read")
         if not set(found.uneven) <= set(found.modalities):
             raise BadReply("enrolled with uneven features of a modality that it does not have")
+        found._check_columns()
         if strange := [name for name in found.modalities if not NAME.fullmatch(name)]:
             raise BadReply(f"enrolled with a modality whose name cannot be used: {strange[0]!r:.80}")
         return found
@@ -182,6 +195,18 @@ class Enrolment:
         )
         if not all(ranges) or any(math.prod(shape) > MAX_SAMPLE for shape in self.shapes.values()):
             raise BadReply(f"enrolled with a number out of range: {asdict(self)!s:.200}")
+
+    def _check_columns(self) -> None:
+        told = [one for own in self.columns.values() for one in own.values()]
+        fits = set(self.columns) <= set(self.modalities) and all(
+            len(one.words) <= MOST_WORDS
+            and all(len(word) <= MAX_WORD for word in one.words)
+            and 0 <= one.count <= self.rows
+            and math.isfinite(one.total)
+            for one in told
+        )
+        if not fits or any(one.words and one.count for one in told):
+            raise BadReply("enrolled with statistics of columns that cannot be read")
 
     def header(self) -> Header:
         """Return the header in which the enrolment is sent."""

@@ -18,6 +18,7 @@ from polyfed.core.messages import Message, crossings, cut
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of
 from polyfed.core.tree import digest
+from polyfed.data.column_fitting import as_tables, features_of
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import (
     FAILED,
@@ -88,7 +89,8 @@ class Remote(Engine):
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled)
+        known = as_tables(features_of(columns))
+        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
         if self.clock is not None:
             raise RecipeError("[network] is simulated time; the flower engine runs in real time. Remove the section")
         self._refuse_silos()

@@ -11,21 +11,21 @@ Shape letters: S subsets of the modalities, G groups of scores (1, the C classes
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError, counted
+from polyfed.core.errors import EgressError, RecipeError, counted
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
-from polyfed.evaluation.subsets import named, subsets_of
+from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
+from polyfed.evaluation.subsets import Which, named, subsets_of
 from polyfed.federation.context import ClientContext
-from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import Model
@@ -37,6 +37,12 @@ GroupBy = Literal["all", "modalities", "client"]
 
 BINS = 1000
 """Bins of the score of a class, 1 - p, from 0 to 1. Bin b holds the scores up to b / BINS, and bin 0 only 0."""
+
+JOINED = 50
+"""How many bins a device joins before it adds noise. The rank that a set needs grows with the root of their number."""
+
+NOISY_BINS = BINS // JOINED + 1
+"""Counts with noise of one subset."""
 
 OCTAVES, PER_OCTAVE = 20, 32
 """Bins of an absolute error: from 2^-OCTAVES to 2^OCTAVES, each larger than the one before by 2^(1/PER_OCTAVE)."""
@@ -55,12 +61,52 @@ class ScoreCounts(Message):
     """How many of a client's validation rows have a score in which bin, (S, G, N), for each subset of the modalities.
 
     The counts are 0 for a subset with a modality that the client does not hold. A row counts if it has all modalities
-    of the subset.
+    of the subset. `noise` bounds the variance of the noise that a device has added to each count of joined bins; it is
+    0 without noise.
     """
 
     in_bins: Tensor = carries(
-        "statistic", dtype="int64", shape=("subsets", None, None), within=NOT_NEGATIVE, sum_only=True, tells=TELLS
+        "statistic", dtype="int64", shape=("subsets", None, None), sum_only=True, tells=TELLS, counted=True
     )
+    noise: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, sum_only=True, counted=True)
+
+    def with_noise(self, add: Callable[[Tensor], Tensor], deviation: float) -> Self:
+        """Return the counts with noise, in bins that are joined to a few, because the noise of all bins adds up.
+
+        Args:
+            add: adds noise to whole numbers, each with this deviation, and rounds.
+            deviation: the deviation.
+
+        Raises:
+            EgressError: there are counts for each class. Whether a class is left out would then depend on one row.
+        """
+        if self.in_bins.shape[1] > 1:
+            raise EgressError(
+                "[require] score_noise of the device hides a row in the counts of all classes together. Set [evaluate] "
+                "conformal = 'split' in the recipe"
+            )
+        places = torch.arange(0, BINS + 1, JOINED)
+        ends = -(-torch.arange(BINS + 1) // JOINED)
+        joined = torch.zeros(*self.in_bins.shape[:2], len(places), dtype=torch.int64)
+        joined.index_add_(2, ends, self.in_bins.cpu())
+        found = torch.zeros_like(self.in_bins, device="cpu")
+        found[:, :, places] = add(joined).to(torch.int64)
+        return replace(
+            self,
+            in_bins=found.to(self.in_bins.device),
+            noise=torch.full_like(self.noise, math.ceil((deviation + 0.5) ** 2)),  # rounding adds at most 0.5
+        )
+
+
+def subsets_in(reply: type[Message], which: Which, modalities: tuple[str, ...]) -> int:
+    """Return for how many subsets of the modalities a reply has counts.
+
+    Args:
+        reply: the message class of the reply.
+        which: the option `[evaluate] subsets`.
+        modalities: the modalities of the model.
+    """
+    return len(subsets_of("all" if issubclass(reply, ScoreCounts) else which, modalities))
 
 
 def counts_shape(kind: Kind, model: Model, objective: Objective) -> tuple[int, int, int]:
@@ -116,7 +162,6 @@ def own_counts(
     With "class", a class with fewer rows than the device's limit `min_rows_per_class` is left out.
 
     Args:
-        context: the client context.
         w: the client's own model.
         data: the client's validation rows.
         logits: returns the logits of the model with the parameters `w`, (B, C).
@@ -140,15 +185,33 @@ def own_counts(
     counts = torch.stack(found)
     if kind == "class" and (least := data.min_rows_per_class) > 1:
         counts = torch.where(counts.sum(-1, keepdim=True) >= least, counts, 0)
-    return ScoreCounts(counts)
+    return ScoreCounts(counts, counts.sum() * 0)
 
 
-def possible_counts(fed: Federation, kind: Kind) -> Accept:
+SIZE_BINS = BINS // WIDTH + 1
+"""Bins of `SizeCounts`."""
+
+
+def own_size_counts(
+    context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor]
+) -> SizeCounts:
+    """Count, on a client's own validation rows, how sets shrink with a further modality: see `own_sizes`."""
+    return own_sizes(context, w, data, logits, class_bins, SIZE_BINS)
+
+
+def sizes_shape(model: Model) -> tuple[int, int, int, int]:
+    """Return the shape (S, M, L, N) of `SizeCounts`."""
+    return len(subsets_of("all", model.modalities)), len(model.modalities), LEVELS, SIZE_BINS
+
+
+def possible_counts(wanted: tuple[int, ...]) -> Accept:
     """Return an `accept` function for `fed.ask`, which drops counts of another shape."""
-    wanted = counts_shape(kind, fed.context.model, fed.context.objective)
 
-    def flaw(client: int, reply: ScoreCounts) -> str:
+    def flaw(client: int, reply: ScoreCounts | SizeCounts) -> str:
         found = tuple(reply.in_bins.shape)
+        exact = isinstance(reply, SizeCounts) or not int(reply.noise)
+        if exact and bool((reply.in_bins < 0).any()):
+            return "counts fewer than 0 rows"
         return "" if found == wanted else f"has counts of the shape {found}, expected {wanted}"
 
     return flaw
@@ -162,11 +225,15 @@ class Conformal:
         kind: "split", or "class" for a promise that holds for the rows of each class.
         group_by: how clients are grouped.
         counts: group of clients -> subset of the modalities -> counts (G, N), int64.
+        sizes: group of clients -> `SizeCounts`, (S, M, L, N), if clients counted them.
+        noise: group of clients -> a bound on the variance of the noise in each of `NOISY_BINS` counts of a subset.
     """
 
     kind: str
     group_by: str
     counts: Mapping[str, Mapping[str, Tensor]]
+    sizes: Mapping[str, Tensor] = field(default_factory=dict)
+    noise: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -176,6 +243,7 @@ class Conformal:
         replies: Replies,
         modalities: Sequence[str],
         reads: Callable[[int], Sequence[str]],
+        sizes: Replies | None = None,
     ) -> Self:
         """Add up the counts of the clients of each group. Under secure aggregation there is only one group.
 
@@ -185,18 +253,25 @@ class Conformal:
             replies: `ScoreCounts` of each client.
             modalities: the modalities of the model.
             reads: returns the modalities that a client's model reads.
+            sizes: `SizeCounts` of each client.
         """
-        if isinstance(replies, SummedReplies):
-            groups = {EVERYBODY: replies.total("in_bins").round().long()}
-        else:
-            groups = {}
+
+        def added(replies: Replies, name: str = "in_bins") -> dict[str, Tensor]:
+            if isinstance(replies, SummedReplies):
+                return {EVERYBODY: replies.total(name).round().long()}
+            groups: dict[str, Tensor] = {}
             for client, reply in replies.items():
                 own = {"all": EVERYBODY, "client": str(client), "modalities": named(reads(client))}
                 for group in dict.fromkeys((EVERYBODY, own[group_by])):
-                    groups[group] = groups[group] + reply.in_bins if group in groups else reply.in_bins
+                    value = getattr(reply, name)
+                    groups[group] = groups[group] + value if group in groups else value.clone()
+            return groups
+
         names = [named(subset) for subset in subsets_of("all", tuple(modalities))]
-        counts = {group: dict(zip(names, total.cpu(), strict=True)) for group, total in groups.items()}
-        return cls(kind, group_by, counts)
+        counts = {group: dict(zip(names, total.cpu(), strict=True)) for group, total in added(replies).items()}
+        more = {} if sizes is None else {group: total.cpu() for group, total in added(sizes).items()}
+        noise = {group: int(total) for group, total in added(replies, "noise").items() if int(total)}
+        return cls(kind, group_by, counts, more, noise)
 
     def group_of(self, client: int | None, modalities: Sequence[str]) -> str:
         """Return the group of a client that holds these modalities, or that of everybody without a client."""
@@ -207,7 +282,7 @@ class Conformal:
     def limits(self, group: str, subset: str, coverage: float) -> tuple[Tensor, Tensor]:
         """Return the last bin that belongs to the sets, int64 (G,), and the number of calibration rows, int64 (G,).
 
-        With n rows, it is the bin of the score with rank ceil((n + 1) * coverage).
+        With n rows, it is the bin of the score with rank ceil((n + 1) * coverage). Under noise, see `_noisy_limits`.
 
         Raises:
             RecipeError: `coverage` is not between 0 and 1, or so few rows cannot promise it.
@@ -216,11 +291,33 @@ class Conformal:
             raise RecipeError(f"coverage = {coverage!r}: must be above 0 and below 1, such as 0.9")
         counts = self.counts.get(group, {}).get(subset)
         rows = torch.zeros(1, dtype=torch.int64) if counts is None else counts.sum(-1)
+        if counts is not None and self.noise.get(group):
+            return self._noisy_limits(group, subset, coverage, counts)
         least = math.ceil(coverage / (1.0 - coverage) - 1e-9)
         if counts is None or bool((rows < least).any()):
             raise RecipeError(self._too_few(group, subset, coverage, rows, least))
         ranks = torch.tensor([math.ceil((n + 1) * coverage - 1e-9) for n in rows.tolist()])
         return (counts.cumsum(-1) < ranks[:, None]).sum(-1), rows
+
+    def _noisy_limits(self, group: str, subset: str, coverage: float, counts: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Return the same from counts with noise: a bin that is large enough unless the noise is improbably large.
+
+        Let W_k be the noise in the first k counts, and v the variance of all of them. W is a sum of independent
+        symmetric numbers that are subgaussian (Canonne, Kamath, Steinke, NeurIPS 2020), so by Levy's inequality W_k
+        exceeds sqrt(2 v ln(4 / b)) for any k with probability b / 2 at most, and -W_N exceeds sqrt(2 v ln(2 / b)) with
+        probability b / 2 at most. Otherwise, a bin up to which the noisy counts reach the rank for n rows, with both
+        margins, reaches it without noise too. The noise does not depend on new rows, so rank and bin of the coverage
+        c / (1 - b) hold the truth with probability c. b is a tenth of 1 - c.
+        """
+        miss = (1.0 - coverage) / 10.0
+        level, spread = coverage / (1.0 - miss), math.sqrt(self.noise[group] * NOISY_BINS)
+        above, below = spread * math.sqrt(2 * math.log(4 / miss)), spread * math.sqrt(2 * math.log(2 / miss))
+        sums, total = counts.cumsum(-1), counts.sum(-1)
+        enough = sums >= (level * (total.double() + below + 1.0) + above)[:, None]
+        if not bool(enough.any(-1).all()):
+            least = math.ceil((level * (below + 1.0) + above) / (1.0 - level))
+            raise RecipeError(self._too_few(group, subset, coverage, total.clamp(min=0), least))
+        return enough.long().argmax(-1), total
 
     def _too_few(self, group: str, subset: str, coverage: float, rows: Tensor, least: int) -> str:
         """Return why the coverage is refused, and what to do."""
@@ -228,7 +325,7 @@ class Conformal:
         have = int(rows[place])
         of_part = f" of class or target {place}" if len(rows) > 1 else ""
         whose = "" if group == EVERYBODY else f" of the clients in group '{group}'"
-        largest = math.floor(1000 * have / (have + 1)) / 1000
+        largest = 0.0 if self.noise.get(group) else math.floor(1000 * have / (have + 1)) / 1000
         cures = [f"ask for coverage = {largest:g} at most"] if largest else []
         cures += ["use more validation rows ([clients] validation)"]
         cures += [] if group == EVERYBODY else ["leave `client` out to use the rows of all clients"]
@@ -242,41 +339,59 @@ class Conformal:
     def facts(self) -> dict[str, Any]:
         """Return the entry `conformal` of result.json. Counts are lists of [group, bin, rows] without zeros."""
         tables = {
-            group: {
-                subset: {
-                    "shape": list(own.shape),
-                    "rows": [[*at, int(own[tuple(at)])] for at in own.nonzero().tolist()],
-                }
-                for subset, own in subsets.items()
-            }
-            for group, subsets in self.counts.items()
+            group: {subset: _table(own) for subset, own in subsets.items()} for group, subsets in self.counts.items()
         }
-        return {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        found = {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        found |= {"noise": dict(self.noise)} if self.noise else {}
+        return found | ({"sizes": {group: _table(own) for group, own in self.sizes.items()}} if self.sizes else {})
 
     @classmethod
-    def read(cls, said: Mapping[str, Any], shape: tuple[int, int]) -> Self:
+    def read(cls, said: Mapping[str, Any], shape: tuple[int, int], sizes: tuple[int, ...]) -> Self:
         """Return the counts that `facts` wrote.
 
         Args:
             said: the entry.
             shape: (G, N) of the model.
+            sizes: (S, M, L, N) of the model.
 
         Raises:
             ValueError: the entry has another form.
         """
-        counts: dict[str, dict[str, Tensor]] = {}
         try:
-            for group, subsets in said["counts"].items():
-                for subset, table in subsets.items():
-                    found = torch.zeros(shape, dtype=torch.int64)
-                    for of, bin, rows in table["rows"]:
-                        if not (type(rows) is int and 0 <= rows < 2**53 and 0 <= of < shape[0] and 0 <= bin < shape[1]):
-                            raise ValueError(f"counts {rows!r} rows in bin {bin!r}")
-                        found[of, bin] = rows
-                    counts.setdefault(str(group), {})[str(subset)] = found
-            return cls(str(said["kind"]), str(said["group_by"]), counts)
+            counts = {
+                str(group): {
+                    str(subset): _counts(table, shape, group in said.get("noise", {}))
+                    for subset, table in subsets.items()
+                }
+                for group, subsets in said["counts"].items()
+            }
+            more = {str(group): _counts(table, sizes) for group, table in said.get("sizes", {}).items()}
+            noise = {str(group): int(value) for group, value in said.get("noise", {}).items()}
+            if any(value < 0 for value in noise.values()):
+                raise ValueError("its noise is negative")
+            return cls(str(said["kind"]), str(said["group_by"]), counts, more, noise)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"its conformal counts are damaged ({error!r})") from error
+
+
+def _table(counts: Tensor) -> dict[str, Any]:
+    """Return counts as a list of places and numbers, without zeros."""
+    return {"shape": list(counts.shape), "rows": [[*at, int(counts[tuple(at)])] for at in counts.nonzero().tolist()]}
+
+
+def _counts(table: Mapping[str, Any], shape: tuple[int, ...], noisy: bool = False) -> Tensor:
+    """Return counts of this shape from the result of `_table`. With noise, they may be negative.
+
+    Raises:
+        ValueError: the table does not fit.
+    """
+    found = torch.zeros(shape, dtype=torch.int64)
+    for *at, rows in table["rows"]:
+        fits = len(at) == len(shape) and all(type(i) is int and 0 <= i < n for i, n in zip(at, shape, strict=True))
+        if not (fits and type(rows) is int and (noisy or rows >= 0) and abs(rows) < 2**53):
+            raise ValueError(f"counts {rows!r} rows in bin {at[-1] if at else None!r}")
+        found[tuple(at)] = rows
+    return found
 
 
 @dataclass(frozen=True)
@@ -292,6 +407,9 @@ class PredictionSets:
         low: the lower ends of the intervals, float64 (n, T); None in classification.
         high: the upper ends.
         class_names: the names of the classes, if the data has names.
+        shrinkage: for each modality, by how many classes, or by how much width (the mean over targets), it would shrink
+            the set of a row that lacks it, float64 (n,): an expectation, NaN where it is unknown or the row has it.
+            Sets of classes have it with `[evaluate] shrinkage`.
     """
 
     coverage: float
@@ -302,6 +420,7 @@ class PredictionSets:
     low: Tensor | None = None
     high: Tensor | None = None
     class_names: tuple[str, ...] | None = None
+    shrinkage: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.subsets)
@@ -325,6 +444,18 @@ class PredictionSets:
         rows = [] if self.sets is None else self.sets.tolist()
         names: Sequence[str | int] = self.class_names or range(0 if self.sets is None else self.sets.shape[1])
         return [tuple(name for name, held in zip(names, row, strict=True) if held) for row in rows]
+
+    @property
+    def helps_most(self) -> list[str | None]:
+        """For each row, the missing modality that is expected to shrink its set most; None if none is."""
+        if not self.shrinkage:
+            return [None] * len(self)
+        gains = torch.stack([gain.nan_to_num(0.0) for gain in self.shrinkage.values()])
+        best, names = gains.max(0), list(self.shrinkage)
+        return [
+            names[place] if gain > 0 else None
+            for place, gain in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
 
 
 def prediction_sets(
@@ -362,8 +493,37 @@ def prediction_sets(
         limit, known = conformal.limits(group, subset, coverage)
         here = torch.tensor([one == subset for one in subsets])
         last[here], rows[here] = limit.expand(predicted.shape[1]), known.min()
-    if of_classes:
-        sets = class_bins(predicted) <= last
-        return PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
-    wide = upper_edge(last)
-    return PredictionSets(coverage, group, subsets, rows, low=predicted - wide, high=predicted + wide)
+    sets = class_bins(predicted) <= last if of_classes else None
+    now = upper_edge(last).mul(2).mean(1) if sets is None else sets.sum(1).double()
+    found = PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
+    if sets is None:
+        wide = upper_edge(last)
+        found = replace(found, low=predicted - wide, high=predicted + wide)
+    return replace(found, shrinkage=_shrinkage(conformal, predicted, tuple(used), found, now))
+
+
+def _shrinkage(
+    conformal: Conformal, predicted: Tensor, modalities: Sequence[str], found: PredictionSets, now: Tensor
+) -> dict[str, Tensor]:
+    """Return the attribute `shrinkage` of some sets, whose sizes are `now` (n,)."""
+    counts = conformal.sizes.get(found.group)
+    every = list(conformal.counts.get(found.group, {}))
+    model = tuple(dict.fromkeys(m for subset in every for m in subset.split("+")))
+    gains = {m: torch.full((len(found),), torch.nan, dtype=torch.float64) for m in modalities}
+    if found.sets is not None and counts is None:
+        return {}
+    for subset in dict.fromkeys(found.subsets):
+        here = torch.tensor([one == subset for one in found.subsets])
+        for m in [m for m in modalities if m not in subset.split("+")]:
+            both = named([name for name in model if name in subset.split("+") or name == m])
+            try:
+                limit, _ = conformal.limits(found.group, both, found.coverage)
+            except RecipeError:  # too few validation rows have both
+                continue
+            if counts is None:
+                gains[m][here] = now[here] - upper_edge(limit).mul(2).mean()
+            else:
+                of = counts[every.index(subset), model.index(m)]
+                mean = expected_sizes(of, limit.expand(predicted.shape[1]))
+                gains[m][here] = now[here] - mean[level_of(predicted[here])]
+    return gains

@@ -10,6 +10,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, counted, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
+from polyfed.data.column_fitting import Features, samples_from
 from polyfed.data.reading.values import without_nan_rows
 from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of
 from polyfed.evaluation.scores import Predictor
@@ -29,6 +30,7 @@ def predict(
     predictor: Predictor | None = None,
     scaling: Mapping[str, Scaling] | None = None,
     vocabularies: Mapping[str, int] | None = None,
+    features: Mapping[str, Features] | None = None,
 ) -> Tensor:
     """Return a model's predictions for samples, computed in batches as in an evaluation; see `Objective.predicted`.
 
@@ -43,6 +45,7 @@ def predict(
         predictor: how to predict with `w`. If None, the predictions come from the model's logits.
         scaling: the shift and the scale of each modality whose samples are not yet scaled.
         vocabularies: the number of token ids that the encoder reads, for each modality of token ids.
+        features: the columns of each modality whose words, empty cells or dates become numbers.
 
     Raises:
         RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, a token id is
@@ -50,7 +53,7 @@ def predict(
             reads none of the given modalities.
     """
     predictor = predictor or Predictor()
-    n, used, given, there = _samples(model, x, present or {}, reads, vocabularies or {})
+    n, used, given, there = _samples(model, x, present or {}, reads, vocabularies or {}, features or {})
     if not n:  # one row of zeros shows the shape of a prediction; encoders may fail without rows
         row = {m: given[m].new_zeros(1, *given[m].shape[1:]) for m in used}
         return predict(model, objective, w, row, reads=reads, predictor=predictor, scaling=scaling)[:0]
@@ -75,12 +78,13 @@ def used(
     reads: Collection[str],
     present: Mapping[str, Any] | None = None,
     vocabularies: Mapping[str, int] | None = None,
+    features: Mapping[str, Features] | None = None,
 ) -> Tree:
     """Return which modalities `predict` uses for each sample: modality -> bool (n,), for each modality in `reads`.
 
     The arguments and errors are those of `predict`.
     """
-    n, _, given, there = _samples(model, x, present or {}, reads, vocabularies or {})
+    n, _, given, there = _samples(model, x, present or {}, reads, vocabularies or {}, features or {})
     whole, none = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
     return {m: there.get(m, whole) if m in given else none for m in model.modalities if m in reads}
 
@@ -91,11 +95,12 @@ def _samples(
     present: Mapping[str, Any],
     reads: Collection[str] | None,
     ids: Mapping[str, int],
+    features: Mapping[str, Features],
 ) -> tuple[int, list[str], Tree, Tree]:
     """Check the samples. Return their number, the modalities that are read, the samples, and which rows have them."""
     refuse_other_forms(x)
     read = [m for m in model.modalities if reads is None or m in reads]
-    given, there = _tensors(model, x, present, ids)
+    given, there = _tensors(model, x, present, ids, features)
     n = _rows_of(model, given, there)
     if not (used := [m for m in read if m in given]):
         raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
@@ -106,16 +111,29 @@ def _samples(
 
 
 def _tensors(
-    model: Model, x: Mapping[str, Any], present: Mapping[str, Any], ids: Mapping[str, int]
+    model: Model,
+    x: Mapping[str, Any],
+    present: Mapping[str, Any],
+    ids: Mapping[str, int],
+    features: Mapping[str, Features],
 ) -> tuple[Tree, Tree]:
     """Return the samples and the masks of the modalities as tensors."""
     given: Tree = {}
     there: Tree = {m: torch.as_tensor(rows, dtype=torch.bool) for m, rows in present.items()}
     for m, value in x.items():
+        if m in features and not _are_numbers(value, model.shapes[m]):
+            given[m] = samples_from(features[m], value, f"x['{m}']")
+            continue
         given[m], held = samples_of(m, value, model.shapes.get(m, ()), tokens=m in ids)
         if held is not None:
             there[m] = held if m not in there or len(there[m]) != len(held) else held & there[m]
     return given, there
+
+
+def _are_numbers(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether samples are numbers in the shape that the model reads, and not the cells of a table."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f" if isinstance(value, Tensor) else "")
+    return kind in tuple("fiub") and tuple(value.shape[1:]) == shape
 
 
 def _rows_of(model: Model, x: Tree, present: Tree) -> int:

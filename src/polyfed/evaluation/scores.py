@@ -111,6 +111,8 @@ class Evaluation:
             for all rows together, or `class` for the rows of each class.
         conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
             or each `client`. Under secure aggregation, only `all`.
+        shrinkage: whether clients also count what `predict_set` needs to say by how much each missing modality would
+            shrink the set of classes of a row. Intervals need no further counts.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -121,6 +123,7 @@ class Evaluation:
     subsets: Which = "none"
     conformal: Kind = "none"
     conformal_groups: GroupBy = "all"
+    shrinkage: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -139,7 +142,8 @@ class Evaluation:
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
         found = {} if self.personal else {"clients": "personal = false"}
-        return found | ({"conformal_groups": "conformal = 'none'"} if self.conformal == "none" else {})
+        without = dict.fromkeys(("conformal_groups", "shrinkage"), "conformal = 'none'")
+        return found | (without if self.conformal == "none" else {})
 
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""
@@ -198,7 +202,6 @@ def scores(
             "prototype", this applies only to modalities with class means.
         got: the parameters, and class means under `unimodal = "prototype"`. If the parameters come from a client that
             lacks modalities, the model predicts from that client's modalities.
-        data: the client dataset.
         unimodal: how to predict from a single modality; see `Evaluation`.
         subsets: which subsets of the modalities to score.
     """
@@ -280,7 +283,6 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
     """Compute a client's report on its own test rows.
 
     Args:
-        context: the client context.
         w: the client's own model.
         data: the client's test rows.
         predictor: how to predict with `w`.

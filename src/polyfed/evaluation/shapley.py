@@ -38,7 +38,6 @@ def shapley(
     """Return the Shapley values of a game.
 
     Args:
-        players: the players.
         worth: the value of a coalition.
         most: the largest number of players whose values are computed exactly, from all coalitions.
         orders: the number of random orders for more players.

@@ -46,7 +46,6 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
     """Compute a site's report.
 
     Args:
-        context: the client context.
         w: the model.
         rows: the rows to score.
         values: the columns and the values that name their groups.

@@ -140,7 +140,6 @@ def own_subset_scores(
     """Compute a client's report on its own test rows, for each subset of the modalities that its model reads.
 
     Args:
-        context: the client context.
         w: the client's own model.
         data: the client's test rows.
         logits: returns the logits of the model with the parameters `w`, (B, C).

@@ -24,8 +24,8 @@ from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.evaluation.shapley import Shares, shapley
 from polyfed.experiment.recipes.recipe import load_recipe
-from polyfed.experiment.results.kept_updates import kept_updates
 from polyfed.experiment.results.run_result import load_run
+from polyfed.experiment.results.updates import kept_updates
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.federation.client_registry import VALIDATION

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,10 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.data import Column, Columns, Population, Shards, populate, stacked
+from polyfed.data import Columns, Population, Shards, populate, stacked
+from polyfed.data.column_fitting import Features, encoded, fits, read_tables
 from polyfed.data.columns import TEST
+from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.row_groups import group_codes
 from polyfed.evaluation.paired import Floats, delong, mcnemar, paired_bootstrap
 from polyfed.evaluation.scores import Evaluation as EvaluationSpec
@@ -107,7 +109,7 @@ def evaluate(
         PolyfedError: the model does not fit, or there are no rows to score.
     """
     job = job_of(model, recipe, rows, groups)
-    population = population_for(job, data, *scaling_and_names(model))
+    population = population_for(job, data, trained_facts(model))
     finished = execute(job, None, Emitter([]), population=population)
     content = dict(finished.result["evaluation"])
     if other is not None:
@@ -156,11 +158,23 @@ def job_of(
     )
 
 
-def scaling_and_names(model: str | Path) -> tuple[dict[str, Scaling] | None, tuple[str, ...] | None]:
-    """Return the scaling of the samples and the names of the classes that a saved model was trained with.
+@dataclass(frozen=True)
+class TrainedFacts:
+    """How the data of a model's training became its input.
 
-    Both are None for a safetensors file, and for a run whose devices scaled their own rows.
+    Attributes:
+        scaling: the shift and scale of each modality. None for a safetensors file, and if devices scaled their rows.
+        names: the names of the classes, or None.
+        features: the columns of each modality with rules in [data.columns].
     """
+
+    scaling: dict[str, Scaling] | None = None
+    names: tuple[str, ...] | None = None
+    features: Mapping[str, Features] = field(default_factory=dict)
+
+
+def trained_facts(model: str | Path) -> TrainedFacts:
+    """Return how the data of a saved model's training became its input, as far as its folder says it."""
     path = Path(model).expanduser()
     facts: Mapping[str, Any] = {}
     shapes: Mapping[str, Any] = {}
@@ -173,20 +187,18 @@ def scaling_and_names(model: str | Path) -> tuple[dict[str, Scaling] | None, tup
         shapes = facts.get("shapes", {})
     names, scaling = facts.get("class_names"), facts.get("scaling")
     read = None if scaling is None else {m: Scaling.read(by, tuple(shapes[m])) for m, by in scaling.items()}
-    return read, None if names is None else tuple(names)
+    return TrainedFacts(read, None if names is None else tuple(names), read_tables(facts.get("columns"), shapes))
 
 
-def population_for(
-    job: Recipe, data: str | Path | None, scaling: Mapping[str, Scaling] | None, names: Sequence[str] | None
-) -> Population:
+def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) -> Population:
     """Return the clients of an evaluation job, with the rows of the recipe or of a file.
 
     Args:
         job: the recipe of the job.
         data: the file, or None.
-        scaling: the shift and scale of each modality that the model was trained with, if they are known.
-        names: the names of the classes that the model was trained with, if they are known.
+        trained: how the data of the model's training became its input.
     """
+    scaling, names = trained.scaling, trained.names
     source = job.data
     if data is not None:
         if not hasattr(source, "path"):
@@ -196,13 +208,15 @@ def population_for(
         own = {"test_share": 0.0} if hasattr(source, "test_share") else {}
         source = replace(source, path=str(data), **own)
     columns = prepared(job, stacked(source.load(), job.stack))
+    if trained.features or data is not None:
+        columns = _encoded(columns, trained.features)
     columns = _renumbered(_scaled(columns, scaling), names)
     columns = replace(columns, groups=codes_of(source, job, len(columns)))
     if data is None:
         seed = job.seed if job.clients.seed is None else job.clients.seed
-        population = populate(columns, job.clients, keys.key(seed, "population"))
-        trained = torch.unique(population.train.rows)
-        return population if scaling else replace(population, columns=scaled(job, population.columns, trained))
+        population = with_fitted_columns(populate(columns, job.clients, keys.key(seed, "population")))
+        rows = torch.unique(population.train.rows)
+        return population if scaling else replace(population, columns=scaled(job, population.columns, rows))
     if scaling is None:
         warn(UNSCALED, PolyfedWarning, stacklevel=3)
     marked = columns.rows(TEST)
@@ -221,7 +235,24 @@ def population_for(
 def codes_of(source: Any, job: Recipe, rows: int) -> dict[str, Tensor]:
     """Return the groups of each row for the columns of an evaluation job."""
     method: Any = job.algorithm
-    return group_codes(getattr(source, "path", ""), getattr(method, "groups", {}), rows)
+    return group_codes(source, getattr(method, "groups", {}), rows)
+
+
+def _encoded(columns: Columns, features: Mapping[str, Features]) -> Columns:
+    """Return the columns with the words and the means of the model's training.
+
+    Raises:
+        DataError: the rows have columns with rules, and the model's files do not say what they became.
+    """
+    own = fits(columns)
+    for name, after in own.items():
+        known = [feature.column for feature in features.get(name, ())]
+        if known != [feature.column for feature in after]:
+            raise DataError(
+                f"'{name}' has the columns {', '.join(f.column for f in after)}, and the model was trained with "
+                f"{', '.join(known) or 'numbers'}. Name the same columns in [data]"
+            )
+    return encoded(columns, features) if own else columns
 
 
 def _scaled(columns: Columns, scaling: Mapping[str, Scaling] | None) -> Columns:
@@ -229,7 +260,7 @@ def _scaled(columns: Columns, scaling: Mapping[str, Scaling] | None) -> Columns:
     if scaling is None:
         return columns
     made = {
-        name: Column(c.values, scaling[name].shift, scaling[name].scale, c.index) if name in scaling else c
+        name: replace(c, shift=scaling[name].shift, scale=scaling[name].scale) if name in scaling else c
         for name, c in columns.modalities.items()
     }
     return replace(columns, modalities=made, standardise=False)

@@ -30,7 +30,6 @@ def padded(
     """Pad the parameters in replies with zeros to the shapes of the server's parameters.
 
     Args:
-        replies: the replies.
         name: a field of the message that holds a tree.
         weights: the weight of each client.
         centre: the server's parameters.

@@ -224,7 +224,6 @@ def aggregate(
     """Combine the trees that one field holds in all replies, according to the rule of `[server] aggregate`.
 
     Args:
-        replies: the replies.
         name: a field of the message that holds a tree.
         weights: non-negative weight of each client. Clients with weight 0 do not count. `median`, `trimmed-mean` and
             `krum` give all other clients the same influence.

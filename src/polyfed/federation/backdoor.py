@@ -106,7 +106,6 @@ def poisoned(
 
     Args:
         population: the honest population.
-        trigger: the trigger.
         attackers: the numbers of the attackers.
         target: the class that the model should predict for rows with the trigger.
         share: the share of an attacker's rows that are changed; at least one row is changed.

@@ -253,8 +253,6 @@ class Model:
         Args:
             w: the Tree.
             features: the result of `features`; only the embeddings of `modality` are used.
-            modality: the modality.
-            batch: the rows.
             mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. The sum of these terms
                 over all modalities gives the full logits. `zero` sets the embeddings of all other modalities to zero.
 

@@ -145,8 +145,6 @@ def write_onnx(module: PlainModule, path: Path, facts: Mapping[str, Any]) -> Non
     number of rows is dynamic.
 
     Args:
-        module: the module.
-        path: the file.
         facts: what the file says about itself, such as its classes: keys and JSON values of its metadata.
 
     Raises:

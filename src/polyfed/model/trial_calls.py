@@ -31,7 +31,6 @@ def check_trial_calls(model: Model, w: Tree, where: str, modalities: Collection[
     """Run a part of a model on a few rows of zeros and ones, with and without a row of padding.
 
     Args:
-        model: the model.
         w: its Tree. The function changes nothing in it.
         where: the part, for error texts.
         modalities: the modalities of the batch.

@@ -84,9 +84,7 @@ class Objective(ABC):
         """Return the input of the loss: by default, the model's output (B, O).
 
         Args:
-            model: the model.
             w: the model's parameters.
-            batch: the rows.
             features: the result of `model.features`, if you have already computed it.
         """
         return model.logits(w, batch) if features is None else model.fuse(w, features, batch)

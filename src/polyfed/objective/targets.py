@@ -119,7 +119,6 @@ def as_classes(columns: Columns, task: str, cure: str) -> Columns:
     """Return the table with class numbers as labels. Whole numbers of a float type are converted.
 
     Args:
-        columns: the table.
         task: the name of the objective, for an error text.
         cure: a hint at another objective that fits the labels, for an error text.
 

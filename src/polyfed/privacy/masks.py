@@ -99,7 +99,6 @@ def seal(secret: bytes, text: bytes, *about: bytes) -> bytes:
 
     Args:
         secret: the secret that sender and receiver have agreed upon.
-        text: the text.
         about: bytes that say for what purpose the ciphertext is made, such as the request. The receiver must give the
             same bytes to `opened`. A text that is sealed for one direction of one request therefore cannot be opened
             elsewhere. Each key seals only one text, so the nonce is constant.

@@ -111,7 +111,6 @@ class Selector(ABC):
             memory: the selector's memory.
             params: the global model that the cohort received.
             replies: the cohort's replies.
-            fed: the federation.
         """
         return memory
 
@@ -140,7 +139,6 @@ def must_be_uniform(selector: Selector, method: str) -> None:
     """Refuse a selector other than `Uniform`, for a method whose clients do not all train one global model.
 
     Args:
-        selector: the selector.
         method: the method's name, for the error.
 
     Raises:

@@ -173,7 +173,6 @@ def class_means(
     the count 0.
 
     Args:
-        data: the client dataset.
         features: a function that returns the embeddings (B, D) of a batch, by modality.
         sizes: D, by modality.
         num_classes: C.

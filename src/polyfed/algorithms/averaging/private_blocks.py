@@ -37,7 +37,6 @@ def check(method: Any, template: type) -> None:
     """Check the options `private`, `private_epochs` and `fine_tune` of a method.
 
     Args:
-        method: the method.
         template: `Averaging`.
 
     Raises:
@@ -71,7 +70,6 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     Args:
         words: `shared`, modalities, `head`, `encoders` or `norms`. A modality with one of the last three names has
             precedence.
-        model: the model.
 
     Raises:
         RecipeError: a word matches nothing in the model.

@@ -182,11 +182,9 @@ class Averaging(Algorithm[A]):
         """Return the local training loss of a batch: a scalar, or (scalar, aux) if `direction` uses aux.
 
         Args:
-            context: the client context.
             w: the parameters being trained.
             batch: some of the client's training rows.
             got: the message that the client received.
-            local: the client's local state.
         """
         return context.loss(w, batch)
 
@@ -196,10 +194,7 @@ class Averaging(Algorithm[A]):
         """Return a function that changes the gradient in every step, and its first carry; None for no change.
 
         Args:
-            context: the client context.
-            data: the client dataset.
             got: the message that the client received.
-            local: the client's local state.
         """
         return None
 
@@ -209,11 +204,8 @@ class Averaging(Algorithm[A]):
         """Return the reply after local training, and the client's next local state.
 
         Args:
-            context: the client context.
-            data: the client dataset.
             fit: the result of local training.
             got: the message that the client received.
-            local: the client's local state.
         """
         return Update(fit.params, fit.loss, data.num_rows), local
 

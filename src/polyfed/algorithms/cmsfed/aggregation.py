@@ -77,7 +77,6 @@ def shares_that_trained(
     Args:
         replies: the replies of the cohort.
         weights: for each modality, the weights of the clients in the mean of its block.
-        fed: the federation.
     """
     shares = {}
     for modality in fed.clients.modalities:
@@ -101,7 +100,6 @@ def with_whole_classifier(mean: Tree, sent: Tree, shares: Mapping[str, float], f
         mean: the mean over the clients that trained a block.
         sent: the model that the cohort received.
         shares: by modality, the share of the cohort that trained it.
-        fed: the federation.
     """
     after = dict(mean)
     for modality, share in shares.items():

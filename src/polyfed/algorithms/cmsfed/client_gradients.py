@@ -88,7 +88,6 @@ class GradientSums:
 
         Args:
             loss: a function that makes the local loss from prototypes.
-            data: the client dataset.
             params: the model to start from.
             near: the prototypes. If None, the loss uses the client's own prototypes, which are computed again before
                 every epoch.
@@ -175,7 +174,6 @@ def deltas(
         sent: the model before training.
         trained: the blocks that the client trained.
         owned: modalities of the client.
-        fed: the federation.
         divisor: the number by which theta_out - theta_in is divided: -1, or the negative product of learning rate and
             number of steps. If this number is 0, the function does not divide, and g and h are zero.
         first: whether this is the first pass. In the first pass, a client of S_M also gets both g and h, because no
@@ -212,7 +210,6 @@ def refreshed(
             missing.
         gradients: g and h by client, each empty if the client has none.
         sent: the model that the clients received, before they trained it.
-        fed: the federation.
         exact: whether g covers all parameters. Deltas cover only encoders.
         sketch: number of entries to which vectors are projected. 0 keeps the exact vectors.
     """

@@ -105,7 +105,6 @@ def client_ratios(scope: TrainingScope, data: ClientData, w: Tree, own: Mapping[
 
     Args:
         scope: the part of the model that the client trained.
-        data: the client dataset.
         w: the model to compute features with.
         own: the client's own prototypes under this model.
 
@@ -143,7 +142,6 @@ def pce_weights(
         scope: the part of the model that the client trains.
         near: prototypes by modality.
         z: features (B, D) by modality.
-        batch: the batch.
         strength: alpha_p.
         beta_mode: how the ratio becomes a weight; see `CmsFed`.
         pce_target: which modality is helped; see `CmsFed`.

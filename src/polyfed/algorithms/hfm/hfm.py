@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.messages import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
 from polyfed.algorithms.hfm.state import SiloState
@@ -129,7 +130,7 @@ class Hfm(Vertical):
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         own = self.evaluation.personal and may_report(policy)
-        asked = {"embed_own": own, "score_silo": own, "score_own": False, "score_subsets": False, "count_scores": False}
+        asked = {"embed_own": own, "score_silo": own, **dict.fromkeys(SCORING, False)}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @override

@@ -266,7 +266,6 @@ class Vertical(Algorithm[SiloState]):
 
         Args:
             state: the state. In the returned state, `train_loss` and `drift` are means over devices.
-            fed: the federation.
             silos: the silos that take part, each with those of its devices that take part.
             samples: the samples of these silos.
         """
@@ -603,7 +602,6 @@ class Vertical(Algorithm[SiloState]):
         A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
 
         Args:
-            fed: the federation.
             heads: the head of each silo.
             encoders: the encoders to use; if empty, each device uses its own.
         """

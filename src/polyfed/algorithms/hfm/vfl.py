@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
 from polyfed.algorithms.hfm.state import SiloState
 from polyfed.algorithms.hfm.vertical import Vertical, may_report
@@ -82,8 +83,7 @@ class Vfl(Vertical):
             "upload": policy.allows_models("server"),
             "embed_own": own,
             "score_silo": own,
-            "score_own": False,
-            "score_subsets": False,
+            **dict.fromkeys(SCORING, False),
         }
         return asked.get(task, super().will_send(task, field, block, policy))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import State, mean_loss
-from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
+from polyfed.algorithms.base import NO_GLOBAL, SCORING, Algorithm, Broadcast
 from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -244,7 +244,7 @@ class FedGKT(Algorithm[GktState]):
 
     @override
     def received_template(self, task: str, model: Model) -> Tree:
-        evaluates = task in ("score_own", "score_subsets", "count_scores")
+        evaluates = task in SCORING
         return self.top(model).template if evaluates else super().received_template(task, model)
 
     @override

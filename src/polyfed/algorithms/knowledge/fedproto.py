@@ -28,6 +28,7 @@ from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.conformal import ScoreCounts
 from polyfed.evaluation.scores import OwnScore, Predictor
+from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import SubsetScores
 from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
@@ -270,6 +271,13 @@ class FedProto(Averaging[ProtoState]):
         self, context: ClientContext, data: ClientData, local: Tree, got: Shared
     ) -> tuple[ScoreCounts, Tree]:
         return super().count_scores(context, data, local, got)  # type: ignore[arg-type]
+
+    @task()
+    @override
+    def count_sizes(  # type: ignore[override]
+        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
+    ) -> tuple[SizeCounts, Tree]:
+        return super().count_sizes(context, data, local, got)  # type: ignore[arg-type]
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

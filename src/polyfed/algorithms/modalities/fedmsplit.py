@@ -144,7 +144,6 @@ class FedMSplit(Averaging[SplitState]):
 
         Args:
             trained: client -> its trained model.
-            fed: the federation.
 
         Returns:
             client -> its next personal model.

@@ -212,8 +212,6 @@ class FedFomo(Algorithm[FedFomoState]):
         """Compute the mean held-out loss of `previous`, and the losses after a candidate replaces one of its blocks.
 
         Args:
-            context: the client context.
-            data: the client dataset.
             previous: the client's model at the start of the round.
             pools: by block, the candidates as tensors with a leading axis of length N.
 
@@ -268,7 +266,6 @@ class FedFomo(Algorithm[FedFomoState]):
             members: clients that sent the block (S,).
             others: all positions in `members` except the position of the client itself.
             who: the client and the block. Each pair (client, block) has its own random key, made from the run's seed.
-            fed: the federation.
         """
         key = keys.key(fed.seed, "explore", *who, fed.round)
         chance = max(self.explore - self.explore_decay * (fed.round - 1), 0.0)

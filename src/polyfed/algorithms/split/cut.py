@@ -206,7 +206,6 @@ class Cut:
         """Run one training step of the server's half of the model on the activations of client k.
 
         Args:
-            fed: the federation.
             half: the server's half before the step.
             k: the client.
             sent: the client's activations, with labels unless the model is U-shaped.
@@ -251,7 +250,6 @@ class Cut:
         training step, such as one with a single row and BatchNorm, takes no part.
 
         Args:
-            fed: the federation.
             order: the clients, in the order in which the server serves them within a step.
             params: the whole model, whose lower half the clients start from.
             halves: the server's half for each client, or one half for all clients under `COMMON`; changed in place.

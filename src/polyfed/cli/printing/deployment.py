@@ -94,7 +94,6 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
     """Write an app and, if keys or hosts are given, credentials. Return what was written.
 
     Args:
-        recipe: the recipe.
         folder: the folder for the app. Credentials go to a folder beside it, which has the same name with
             `-credentials` added.
         keys: how many device keys to write, or None.

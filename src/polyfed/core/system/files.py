@@ -34,7 +34,6 @@ def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
     """Read a small JSON file in which polyfed keeps values across restarts. If there is no file, return {}.
 
     Args:
-        path: the file.
         of: a function that converts each value of the file, such as `int`.
 
     Raises:

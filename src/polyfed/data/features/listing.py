@@ -117,7 +117,6 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
     """Return the lines of a table that has a header. Each line is a dictionary from columns to values.
 
     Args:
-        path: The file.
         columns: Columns that must exist; the result also has all other columns.
         what: Name of the source, for messages.
         delimiter: The separator of fields; with a tab, quotation marks have no meaning.
@@ -139,7 +138,6 @@ def records(path: Path, what: str, delimiter: str = ",", width: int | None = Non
     """Return the lines of a table that has no header. Each line is a list of fields.
 
     Args:
-        path: The file.
         what: Name of the source, for messages.
         delimiter: The separator of fields; with a tab, quotation marks have no meaning.
         width: Number of fields that each line must have; None allows any number.

@@ -52,7 +52,6 @@ def _numbers(path: Path, width: int, changed: int) -> Floats:
     """The numbers of a csv file without a header, float32 (lines, width).
 
     Args:
-        path: The file.
         width: Number of columns that the file must have.
         changed: Time of the file's last change, so that the cache notices a change.
     """

@@ -35,7 +35,6 @@ class Partition(ABC):
         """Split rows over clients.
 
         Args:
-            columns: The table.
             rows: The rows to split, int64 (n,); the partition may reorder this array.
             key: The only source of randomness: the same key always gives the same split.
 
@@ -74,7 +73,6 @@ def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> R
     """Shuffle the rows of each class and deal them out according to `counts`. Rows beyond the counts are unused.
 
     Args:
-        columns: The table.
         rows: The rows to split.
         counts: int64 (classes, K): a row for each of the C classes, or only for the classes that occur in `rows`, in
             ascending order.

@@ -1,7 +1,7 @@
 """Splits a table over clients: the rows and modalities that each client holds, and the test and validation rows."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, counted
+from polyfed.data.column_fitting import Statistics, fitted_to
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
@@ -38,6 +39,7 @@ class Population:
             number.
         own_validation: The validation rows of each client, which a device holds itself. None if no client has any. In a
             simulation, these are the rows of the option `validation`, which the server pools as well.
+        told: What each client told about the columns of [data.columns], if anything was fitted to them.
     """
 
     columns: Columns
@@ -49,6 +51,7 @@ class Population:
     validation_rows: Tensor
     limited: frozenset[int] = frozenset()
     own_validation: Shards | None = None
+    told: tuple[Statistics, ...] = ()
 
     @property
     def num_clients(self) -> int:
@@ -117,6 +120,13 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     return population
 
 
+def with_fitted_columns(population: Population) -> Population:
+    """Return the population with numbers in place of words, empty cells and dates, as [data.columns] says."""
+    shares = ((population.train[k], population.modalities(k)) for k in range(population.num_clients))
+    columns, told = fitted_to(population.columns, shares)
+    return replace(population, columns=columns, told=tuple(told) if any(told) else ())
+
+
 def _split(
     columns: Columns, clients: ClientsSpec, partition: Partition, key: int
 ) -> tuple[Shards, Shards | None, Shards, bool]:
@@ -176,7 +186,6 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     does not state how many test rows a client has (docs/partitions.md).
 
     Args:
-        columns: The table.
         train: Training rows of each client.
         key: Key of the random numbers.
 

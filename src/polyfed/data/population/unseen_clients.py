@@ -21,7 +21,6 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
     The rows of all other clients that the data marks as test rows become training rows; their validation rows stay.
 
     Args:
-        columns: the table.
         clients: the section [clients].
         key: key of the draw of a share, and of the division into folds.
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.data.column_rules import MOST_WORDS, ColumnRule, suggestion, word_of
 from polyfed.data.reading.values import is_list, is_missing
 
 if TYPE_CHECKING:
@@ -177,12 +178,14 @@ class Guess:
         texts: columns that are left out, because they hold texts.
         unnamed: columns that are left out, because they have no name of their own.
         dates: columns that are left out, because they hold dates.
+        rules: the entries of [data.columns] that would make numbers of columns that are left out.
     """
 
     groups: dict[str, list[str]]
     texts: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
+    rules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -206,15 +209,18 @@ class Guess:
         if self.texts:
             sentences.append(
                 f"left out, because they hold texts: {', '.join(self.texts)}. If one of them names the client of a "
-                "row, name it as client. Texts to train on must be numbers or token ids; the source `hf` reads texts "
-                "with a pretrained model"
+                f"row, name it as client. {self._cure(self.texts)}The source `hf` reads texts with a pretrained model"
             )
         if self.dates:
             sentences.append(
-                f"left out, because they hold dates: {', '.join(self.dates)}. To train on one, give a number, such as "
-                f"the days since a start: {DAYS.format(self.dates[0])}"
+                f"left out, because they hold dates: {', '.join(self.dates)}. {self._cure(self.dates)}".strip()[:-1]
             )
         return tuple(sentences)
+
+    def _cure(self, columns: Iterable[str]) -> str:
+        """Return the sentence that makes numbers of these columns, or nothing if no rule fits them."""
+        found = {column: self.rules[column] for column in columns if column in self.rules}
+        return f"To train on {', '.join(found)}, write {suggestion(found)}. " if found else ""
 
     @property
     def doubtful(self) -> tuple[str, ...]:
@@ -233,11 +239,12 @@ class Guess:
         )
 
 
-def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
+def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, ColumnRule] | None = None) -> Guess:
     """Guess the columns of each modality from the names and types of the columns that are not in `special`.
 
     Columns that hold text and columns without a name in the header are left out. If a file has a comma at the end of
-    each row, pandas reads an unnamed column without values. The result does not mention such an empty column.
+    each row, pandas reads an unnamed column without values. The result does not mention such an empty column. Columns
+    with a rule count as numbers.
 
     Raises:
         DataError: the names of some columns cannot be made into a valid name for a modality.
@@ -246,20 +253,53 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
     for column in frame.columns:
         if column in special:
             continue
-        if not UNNAMED.fullmatch(column):
+        if column in (rules or {}):
+            found["number"].append(column)
+        elif not UNNAMED.fullmatch(column):
             found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
             found["unnamed"].append(column)
+    left = {column: rule_for(frame[column]) for column in (*found["text"], *found["date"])}
     return Guess(
-        grouped(found["number"], found["list"]), tuple(found["text"]), tuple(found["unnamed"]), tuple(found["date"])
+        grouped(found["number"], found["list"]),
+        tuple(found["text"]),
+        tuple(found["unnamed"]),
+        tuple(found["date"]),
+        {column: rule for column, rule in left.items() if rule is not None},
     )
+
+
+def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
+    """Return the entry of [data.columns] that would make numbers of a column of words or dates. None for texts."""
+    cells = [cell for cell in column.tolist() if not is_missing(cell)]
+    if column.dtype.kind == "m" or not cells:
+        return None
+    if are_dates(column):
+        form = _format_of([cell for cell in cells if isinstance(cell, str)])
+        return {"kind": "date", "start": "2000-01-01"} | ({"format": form} if form else {})
+    words = [word_of(cell) for cell in cells if isinstance(cell, str | int | float | np.generic)]
+    few = 2 * len({*words}) <= len(words) and len({*words}) <= MOST_WORDS
+    return "one-hot" if len(words) == len(cells) and few and max(map(len, words)) <= LONGEST_WORD else None
+
+
+LONGEST_WORD = 60
+"""The most characters of a cell for which one-hot is suggested (ours)."""
+
+
+def _format_of(cells: Sequence[str]) -> str:
+    """Return how dates are written, or "" if the year comes first."""
+    if not cells or cells[0].strip()[:4].isdigit():
+        return ""
+    parts = [re.split(r"[-/.T ]", cell.strip()) for cell in cells]
+    day, month = ("%m", "%d") if any(int(part[1]) > 12 for part in parts) else ("%d", "%m")
+    mark, year = re.findall(r"[-/.]", cells[0])[0], "%Y" if len(parts[0][2]) == 4 else "%y"
+    time = (":".join(("%H", "%M", "%S")[: cells[0].count(":") + 1])) if ":" in cells[0] else ""
+    form = mark.join((day, month, year))
+    return f"{form}{'T' if 'T' in cells[0] else ' '}{time}" if time else form
 
 
 DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d))([T ]\d\d?:\d\d.*)?\s*")
 """A date in one of the usual ways, which may be followed by a time."""
-
-DAYS = "(pandas.to_datetime(frame['{}']) - start).dt.total_seconds() / 86400"
-"""How to make a number of a date."""
 
 
 def are_dates(column: "pd.Series[Any]") -> bool:

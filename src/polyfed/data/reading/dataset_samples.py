@@ -2,15 +2,18 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.data.reading.column_guess import column_names
 from polyfed.data.reading.draft import Draft
+from polyfed.data.reading.frames import Joined, joined
 from polyfed.data.reading.given import ROLES, Given
 from polyfed.data.reading.row_facts import as_array
 from polyfed.data.reading.values import array_of
@@ -133,7 +136,7 @@ def _of_keys(
     return parts, facts
 
 
-def drafted_samples(data: Any, given: Given) -> Draft:
+def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     """Make a draft from a PyTorch dataset whose samples are (x, label), (x1, ..., label) or a dictionary."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise RecipeError(
@@ -145,23 +148,20 @@ def drafted_samples(data: Any, given: Given) -> Draft:
     labelled = isinstance(given.labels, str) or (given.labels is None and _has_labels(samples[0], given))
     named = {role: value for role in ROLES if isinstance(value := getattr(given, role), str)}
     usual = _usual_keys(samples, given)
-    form = SampleForm.of(given.modalities, {"labels": "label"} | usual | named, labelled)
+    groups = column_names(given.modalities) if isinstance(given.modalities, Mapping) else None
+    listed = given.modalities
+    if groups is not None:
+        listed = [name for group in groups.values() for name in ([group] if isinstance(group, str) else group)]
+    form = SampleForm.of(listed, {"labels": "label"} | usual | named, labelled)
     keys = named | {role: key for role, key in usual.items() if getattr(given, role) is None}
     modalities, facts = read_samples(samples, form)
     found: dict[str, Any] = {}
     present: dict[str, Any] = {}
-    notes, problems = [], Problems()
-    for role, key in keys.items():
-        if role not in named:
-            meaning = "the natural client" if role == "clients" else "the split"
-            notes.append(f"the key '{key}' of the samples is {meaning} of each row, because {role}= names no other")
-            warnings.warn(
-                f"data: {notes[-1]}. To confirm this, write {role}='{key}'. If '{key}' is a modality, name all "
-                f"modalities, as in modalities=[{', '.join(map(repr, [*modalities, key]))}]",
-                PolyfedWarning,
-                stacklevel=4,
-            )
+    notes = _told({role: key for role, key in keys.items() if role not in named}, list(modalities))
     for name, cells in modalities.items():
+        if name in given.columns:
+            found[name] = np.array([_single(cell) for cell in cells], dtype=object)
+            continue
         with problems.noting():
             _refuse_other_cells(name, cells)
             found[name], there, note = array_of(list(map(_cell, cells)), f"data: modality '{name}'")
@@ -171,16 +171,52 @@ def drafted_samples(data: Any, given: Given) -> Draft:
     problems.raise_all()
     roles = {**keys, **({"labels": ""} if labelled else {})}
     read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
+    made = Joined(modalities=found)
+    if groups is not None or given.columns:
+        free = replace(given, modalities=groups, labels=None, clients=None, split=None, ids="")
+        made = joined(_with_holes(found, present, groups), free, "data", problems)
+        present = {name: there for name, there in present.items() if name in made.modalities} | made.present
     return Draft(
         name="data",
         where="data",
-        modalities=found,
+        modalities=made.modalities,
+        coded=made.coded,
+        cut=made.cut,
         labels=read.get("labels", given.labels),
         clients=read.get("clients", given.clients),
         split=read.get("split", given.split),
         present=present,
-        notes=tuple(notes),
+        notes=(*notes, *made.notes),
     )
+
+
+def _told(guessed: Mapping[str, str], modalities: Sequence[str]) -> list[str]:
+    """Return a note for each key whose role was guessed, and warn of it."""
+    notes = []
+    for role, key in guessed.items():
+        meaning = "the natural client" if role == "clients" else "the split"
+        notes.append(f"the key '{key}' of the samples is {meaning} of each row, because {role}= names no other")
+        warnings.warn(
+            f"data: {notes[-1]}. To confirm this, write {role}='{key}'. If '{key}' is a modality, name all "
+            f"modalities, as in modalities=[{', '.join(map(repr, [*modalities, key]))}]",
+            PolyfedWarning,
+            stacklevel=5,
+        )
+    return notes
+
+
+def _with_holes(found: Mapping[str, Any], present: Mapping[str, Any], groups: Any) -> dict[str, Any]:
+    """Return the arrays with NaN where a sample lacks a number that is joined with others."""
+    alone = {group if isinstance(group, str) else group[0] for group in (groups or {}).values() if len(group) == 1}
+    alone |= {*found} if groups is None else {group for group in groups.values() if isinstance(group, str)}
+    holed = {name: np.where(there, found[name], np.nan) for name, there in present.items() if name not in alone}
+    return dict(found) | holed
+
+
+def _single(cell: Any) -> Any:
+    """Return a cell of a column with a rule: a tensor or array of one entry becomes this entry."""
+    value = _cell(cell)
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
 
 
 def _has_labels(sample: Any, given: Given) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, counted
 from polyfed.core.problems import Problems
+from polyfed.data.column_rules import Feature
 from polyfed.data.columns import Column, Columns
 from polyfed.data.labels import num_targets
 from polyfed.data.leaked_labels import refuse_leaked_labels
@@ -56,6 +57,7 @@ class Draft:
         declared: Whether a row may lack all modalities, because `present` says so.
         owned: Whether the arrays belong to polyfed, so that rows of NaN are set to zero in place.
         called: Part -> its name in error messages, where it is not the usual one.
+        coded: Modality -> its columns, if [data.columns] speaks of one. The array of the modality then holds codes.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Draft:
     declared: bool = False
     owned: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
+    coded: Mapping[str, tuple[Feature, ...]] = field(default_factory=dict)
 
     def place(self, part: str) -> str:
         """Return the name of a modality or of another part for the beginning of an error message."""
@@ -192,6 +195,10 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor]:
     where = draft.place(name)
     tensor = _numbers(values, where)
     there = torch.ones(len(tensor), dtype=torch.bool)
+    if name in draft.coded:
+        if name in draft.layout:
+            raise DataError(f"{where} has columns in [data.columns], and is a vector: give it no shape and no layout")
+        return Column(tensor.to(torch.float64), coded=draft.coded[name]), there
     if draft.owned:  # nobody else uses the values, so a memory-mapped array need not be copied
         kept = zero_nan_rows(tensor, where)
         there = there if kept is None else kept

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.data.column_rules import ColumnRule, Feature, feature_of, suggestion
 from polyfed.data.reading.column_guess import (
-    DAYS,
     FOR_EMPTY,
+    MOST_NAMED,
     WRITTEN,
     Guess,
     are_dates,
@@ -22,10 +23,11 @@ from polyfed.data.reading.column_guess import (
     is_numbered,
     kind_of,
     row_ids,
+    rule_for,
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
-from polyfed.data.reading.row_facts import missing, ordered_words
+from polyfed.data.reading.row_facts import as_array, missing, ordered_words
 from polyfed.data.reading.values import array_of, is_missing
 
 if TYPE_CHECKING:
@@ -57,10 +59,14 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     values: dict[str, Any] = {}
     present: dict[str, Any] = {}
     cut: dict[str, Any] = {}
+    coded: dict[str, tuple[Feature, ...]] = {}
+    refuse_idle_rules(groups, given, where, problems)
     for modality, group in groups.items():
         with problems.noting():
-            read = _values(frame, group, f"{where}: modality '{modality}'", given.partial)
+            read = values_of(frame, group, f"{where}: modality '{modality}'", given.partial, given.columns)
             values[modality] = read.values
+            if read.coded:
+                coded[modality] = read.coded
             if not read.there.all():
                 present[modality] = read.there
             if read.cut is not None:
@@ -73,7 +79,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     facts_of: dict[str, Any] = {"clients": clients, "split": split, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
-    told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes)}
+    told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     return Draft(name=name, where=where, **(told | found | facts_of | more))
 
 
@@ -88,7 +94,7 @@ def _groups(
     groups: Mapping[str, Sequence[str]]
     guess = Guess({})
     if given.modalities is None:
-        guess = problems.attempt(lambda: guessed(frame, special)) or guess
+        guess = problems.attempt(lambda: guessed(frame, special, given.columns)) or guess
         groups = guess.groups
     else:
         groups = problems.attempt(lambda: chosen(_modalities(given), columns, where)) or {}
@@ -175,8 +181,18 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
     return np.array([None if is_missing(cell) else cell for cell in series.tolist()], dtype=object)
 
 
+def refuse_idle_rules(groups: Mapping[str, Sequence[str]], given: Given, where: str, problems: Problems) -> None:
+    """Add a fault for each rule of a column that is in no modality."""
+    used = [column for group in groups.values() for column in group]
+    for column in given.columns:
+        if column not in used and not problems.found:
+            meaning = given.meaning.get(column)
+            why = f"it is the {meaning}" if meaning else did_you_mean(column, used[:50])
+            problems.add(DataError(f"{where}: [data.columns] names '{column}', which is in no modality; {why}"))
+
+
 @dataclass(frozen=True)
-class _Read:
+class Read:
     """The values of a modality.
 
     Attributes:
@@ -185,24 +201,37 @@ class _Read:
         note: a sentence that tells the user how the cells were read, for example that lists were padded; may be empty.
         cut: bool (N,), the rows that have only some of the modality's values. Such a row counts as a row without the
             modality. None if there is no such row.
+        coded: the columns, if one of them has a rule. The values are then codes, in which NaN is an empty cell.
     """
 
     values: Any
     there: NDArray[np.bool_]
     note: str
     cut: NDArray[np.bool_] | None = None
+    coded: tuple[Feature, ...] = ()
 
 
-def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial) -> _Read:
-    if len(group) == 1 and kind_of(frame[group[0]]) == "list":
-        return _Read(*array_of(frame[group[0]].tolist(), where))
+def values_of(
+    frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial, rules: Mapping[str, ColumnRule]
+) -> Read:
+    """Return the values of a modality from its columns.
+
+    Raises:
+        DataError: cells cannot be read. The message lists all columns with such cells.
+    """
+    ruled = [column in rules for column in group]
+    if len(group) == 1 and not ruled[0] and kind_of(frame[group[0]]) == "list":
+        return Read(*array_of(frame[group[0]].tolist(), where))
     problems = Problems()
     cure = "You can also leave the column out: `modalities` names the columns to use"
-    read = [problems.attempt(lambda column=column: _numbers(frame, column, where, cure)) for column in group]  # type: ignore[misc]
+    features = [feature_of(column, rules.get(column), frame[column].tolist()) for column in group]
+    read = [problems.attempt(lambda feature=feature: _codes(frame, feature, where, cure)) for feature in features]  # type: ignore[misc]
     problems.raise_all()
     values = np.stack([column for column in read if column is not None], 1)
+    if any(ruled):
+        return _of_codes(frame, features, values, where, partial)
     if is_numbered(group) and all(frame[column].dtype.kind in "iu" for column in group):
-        return _Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
+        return Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
     empty: NDArray[np.bool_] = np.isnan(values)
     there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
     partly = np.asarray(empty.any(1)) & there
@@ -213,12 +242,129 @@ def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Pa
             f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
+            some = [column for place, column in enumerate(group) if empty[:, place].any()][:MOST_NAMED]
             raise DataError(
                 f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
-                "without this modality"
+                f"without this modality, or use the mean, as in {filling(frame, some)}"
             )
         there, note = there & ~partly, f"{text}; such rows count as rows without it"
-    return _Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None)
+    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None)
+
+
+@dataclass
+class Joined:
+    """The modalities of arrays by name, several of which may form one modality, as the columns of a table do.
+
+    The attributes are those of `Draft`.
+    """
+
+    modalities: dict[str, Any] = field(default_factory=dict)
+    present: dict[str, Any] = field(default_factory=dict)
+    cut: dict[str, Any] = field(default_factory=dict)
+    coded: dict[str, tuple[Feature, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Problems) -> Joined:
+    """Return the modalities of arrays (N,) that `given.modalities` joins, or of which `given.columns` speaks.
+
+    Args:
+        arrays: array by name.
+        given: `modalities` maps a modality to the names of its arrays. If it is None or a list, each array is one.
+        where: the name of the data in messages.
+        problems: faults are added to this object.
+    """
+    said = given.modalities if isinstance(given.modalities, Mapping) else {name: name for name in arrays}
+    groups = problems.attempt(lambda: chosen(said, list(arrays), where)) or {}
+    refuse_idle_rules(groups, given, where, problems)
+    made = Joined()
+    for modality, group in groups.items():
+        if len(group) == 1 and group[0] not in given.columns:
+            made.modalities[modality] = arrays[group[0]]
+            continue
+        with problems.noting():
+            place = f"{where}: modality '{modality}'"
+            read = values_of(_frame_of(arrays, group, place), group, place, given.partial, given.columns)
+            made.modalities[modality] = read.values
+            made.present |= {} if read.there.all() else {modality: read.there}
+            made.coded |= {modality: read.coded} if read.coded else {}
+            made.cut |= {} if read.cut is None else {modality: read.cut}
+            made.notes += (f"modality '{modality}': {read.note}",) if read.note else ()
+    return made
+
+
+def _frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "pd.DataFrame":
+    """Return arrays (N,) as the columns of a table.
+
+    Raises:
+        DataError: an array has several axes, or another length.
+    """
+    import pandas as pd
+
+    columns: dict[str, NDArray[Any]] = {}
+    for name in group:
+        values = as_array(arrays[name], f"{where}, array '{name}'")
+        values = np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values
+        values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
+        if values.ndim != 1 or len(values) != len(next(iter(columns.values()), values)):
+            raise DataError(
+                f"{where}: array '{name}' has shape {values.shape}. Columns that are joined, or of which "
+                "[data.columns] speaks, hold one value for each row"
+            )
+        native = values.astype(values.dtype.newbyteorder("="), copy=False)
+        columns[name] = native
+    return pd.DataFrame({name: pd.Series(list(v) if v.dtype.kind == "U" else v) for name, v in columns.items()})
+
+
+def _codes(frame: "pd.DataFrame", feature: Feature, where: str, otherwise: str) -> NDArray[np.float64]:
+    """Return a number for each cell of a column; see `Feature.coded`."""
+    if feature.rule is None or feature.rule.kind == "mean":
+        return _numbers(frame, feature.column, where, otherwise)
+    return feature.coded(frame[feature.column].tolist(), where)
+
+
+def _of_codes(
+    frame: "pd.DataFrame", features: Sequence[Feature], values: NDArray[np.float64], where: str, partial: Partial
+) -> Read:
+    """Return the values of a modality with rules. Only cells to which no rule gives a meaning are holes.
+
+    A row lacks the modality if all of its cells are empty and a rule does not fill all of them.
+    """
+    fills = np.array([feature.rule is not None and feature.rule.fills for feature in features])
+    empty = frame[[feature.column for feature in features]].isna().to_numpy()
+    there: NDArray[np.bool_] = ~empty.all(1) | fills.all()
+    holes = empty & ~fills & there[:, None]
+    partly: NDArray[np.bool_] = holes.any(1)
+    note = ""
+    if partly.any():
+        row = int(partly.argmax())
+        column = features[int(holes[row].argmax())].column
+        count = counted(int(partly.sum()), "row has", "rows have")
+        note = f"{count} an empty cell to which [data.columns] gives no meaning, first row {row}, '{column}'"
+        if partial == "refuse":
+            raise DataError(f"{where}: {note}. Fill it in, set partial = 'absent', or write {filling(frame, [column])}")
+        note += "; such rows count as rows without it"
+        there = there & ~partly
+    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, tuple(features))
+
+
+def filling(frame: "pd.DataFrame", columns: Sequence[str]) -> str:
+    """Return the rules that fill in the empty cells of these columns."""
+    kinds = {column: rule_for(frame[column]) for column in columns}
+    return suggestion(
+        {
+            column: "mean" if kind is None else kind if isinstance(kind, str) else {**kind, "impute": True}
+            for column, kind in kinds.items()
+        }
+    )
+
+
+def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
+    """Return how to make numbers of a column of words, dates or texts."""
+    rule = rule_for(frame[column])
+    if rule is None:
+        return "Give numbers, or read texts with a pretrained model by the source `hf`"
+    return f"To make numbers of it, write {suggestion({column: rule})}"
 
 
 def _cure(cell: Any) -> str:
@@ -242,8 +388,8 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     if are_dates(frame[column]):
         row = int(frame[column].notna().to_numpy().argmax())
         raise DataError(
-            f"{where}: column '{column}' holds dates, such as {str(frame[column].iloc[row])!r} at row {row}. Give a "
-            f"number, such as the days since a start: {DAYS.format(column)}. {otherwise}"
+            f"{where}: column '{column}' holds dates, such as {str(frame[column].iloc[row])!r} at row {row}. "
+            f"{_made_numbers(frame, column)}. {otherwise}"
         )
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float64] = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -258,6 +404,7 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
         row = int(wrong.argmax())
         cell = frame[column].iloc[row]
         raise DataError(
-            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {_cure(cell)}. {otherwise}"
+            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. "
+            f"{_made_numbers(frame, column) if kind_of(frame[column]) == 'text' else _cure(cell)}. {otherwise}"
         )
     return values

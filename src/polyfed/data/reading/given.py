@@ -1,7 +1,7 @@
 """How the user says that data is to be read, in one form for arrays, frames, datasets and files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.schema import BELOW_ONE, checked
+from polyfed.data.column_rules import ColumnRule, rules_of
 from polyfed.data.columns import Standardise
 from polyfed.data.reading.row_facts import as_array
 from polyfed.data.reading.values import Layout
@@ -41,6 +42,7 @@ class Given:
         standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
+        columns: column -> how its words, empty cells or dates become numbers.
         needs_labels: whether the task needs labels.
         numeric: whether the labels are targets, so that whole numbers are quantities and not class numbers.
         optional: the roles among `labels`, `clients`, `split` and `ids` whose column may be missing, because the user
@@ -59,6 +61,7 @@ class Given:
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
+    columns: Mapping[str, ColumnRule] = field(default_factory=dict)
     needs_labels: bool = True
     numeric: bool = False
     optional: tuple[str, ...] = ()
@@ -92,7 +95,7 @@ class Given:
         classes = classes.tolist() if hasattr(classes, "tolist") else classes
         if isinstance(classes, Sequence) and not isinstance(classes, str):
             options["class_names"] = [str(name) if isinstance(name, Integral) else name for name in classes]
-        return replace(self, **checked("data:", Given, options))
+        return replace(self, columns=rules_of("columns", self.columns), **checked("data:", Given, options))
 
 
 def with_masks(present: Mapping[str, Any], masks: Any) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
+from polyfed.data.column_rules import Feature
 from polyfed.data.columns import Columns
 from polyfed.data.reading.column_guess import UNNAMED, column_names, kind_of
 from polyfed.data.reading.dataset_samples import drafted_samples
 from polyfed.data.reading.draft import Draft, columns_of
-from polyfed.data.reading.frames import drafted
+from polyfed.data.reading.frames import Joined, drafted, joined
 from polyfed.data.reading.given import Given, with_masks
 from polyfed.data.reading.row_facts import SPLITS, as_array, ordered_words, plain
 
@@ -209,25 +210,28 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
         frame, names = _named(data, given)
         return _of_frame(frame, given if given.class_names is not None else replace(given, class_names=names), problems)
     if isinstance(data, Dataset):
-        return drafted_samples(data, given)
+        return drafted_samples(data, given, problems)
     if isinstance(data, Mapping):
         if not data:
             raise RecipeError("data is an empty dictionary: give at least one modality, as in data={'image': x}")
         parts = [part for part in data.values() if is_frame(part) or is_hugging_face(part) or isinstance(part, Dataset)]
         if len(parts) == len(data):
             return _of_splits(data, given, problems)
-        return _of_arrays(data, given)
+        return _of_arrays(data, given, problems)
     if isinstance(data, Tensor | np.ndarray):
         raise RecipeError("data is one array: name its modality, as in data={'image': x}")
     raise RecipeError(f"data is a {type(data).__name__}; allowed: {ALLOWED}")
 
 
-def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
+def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Draft:
     refuse_other_dictionaries(data, given.labels)
     if given.labels is None and given.needs_labels:
         raise RecipeError("labels is missing: give one label for each row, as in labels=y")
-    if given.modalities is not None:
-        raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
+    if given.modalities is not None and not isinstance(given.modalities, Mapping):
+        raise RecipeError(
+            "modalities is a list, and a dictionary names its modalities by its keys. To join arrays, write "
+            "modalities={'person': ['sex', 'age']}"
+        )
     parts = {str(name): values for name, values in data.items()}
     for name, values in parts.items():
         if isinstance(values, Tensor) and values.layout != strided:
@@ -237,10 +241,19 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
                 f"data['{name}'] is {shown(values)}: give an array, a tensor or a list with one sample for each row, "
                 f"or leave '{name}' out"
             )
+    made = Joined(modalities=parts)
+    if given.columns or given.modalities is not None:
+        modalities = None if given.modalities is None else column_names(given.modalities)
+        made = joined(
+            parts,
+            replace(given, modalities=modalities, labels=None, clients=None, split=None, ids=""),
+            "data",
+            problems,
+        )
     return Draft(
         name="data",
         where="data",
-        modalities=parts,
+        **vars(made),
         labels=given.labels,
         clients=given.clients,
         split=given.split,
@@ -317,26 +330,19 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     for name, draft in drafts.items():
         if lacking := [modality for modality in names if modality not in draft.modalities]:
             problems.add(DataError(f"data: split '{name}' has no modality '{lacking[0]}', which other splits have"))
-    kinds: dict[str, str] = {}
     labelled = {name: draft for name, draft in drafts.items() if draft.labels is not None}
-    for name, draft in labelled.items():
-        with problems.noting():
-            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
-    words = [name for name, kind in kinds.items() if kind == "U"]
-    if words and len(words) < len(kinds):
-        other = next(name for name in kinds if name not in words)
-        problems.add(
-            DataError(
-                f"data: the labels are words in split '{words[0]}' and numbers in split '{other}'. Write both the same "
-                "way, as words or as class numbers"
-            )
-        )
+    _refuse_mixed_labels(labelled, problems)
     problems.raise_all()
     sizes = {name: len(next(iter(draft.modalities.values()))) for name, draft in drafts.items()}
     found = [np.asarray(draft.labels) for draft in labelled.values()]
     labels = np.concatenate(found) if len(labelled) == len(drafts) else None
     first, held = next(iter(drafts.values())), list(drafts.items())
-    joined = {
+    coded = _same_codes(drafts)
+    drafts = {
+        name: replace(draft, modalities={**draft.modalities, **values})
+        for (name, draft), values in zip(drafts.items(), coded[1], strict=True)
+    }
+    joined_arrays = {
         name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
     }
     present, cut = (
@@ -351,7 +357,8 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     clients = [draft.clients for draft in drafts.values()]
     return replace(
         first,
-        modalities=joined,
+        modalities=joined_arrays,
+        coded=coded[0],
         labels=labels,
         ids="rows",  # splits often number their rows separately
         clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
@@ -359,8 +366,50 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         present=present,
         cut=cut,
         class_names=_all_names(drafts.values()),
-        notes=(*first.notes, *_padded(drafts, joined)),
+        notes=(*first.notes, *_padded(drafts, joined_arrays)),
     )
+
+
+def _refuse_mixed_labels(labelled: Mapping[str, Draft], problems: Problems) -> None:
+    """Add a fault if the labels are words in one split and numbers in another."""
+    kinds: dict[str, str] = {}
+    for name, draft in labelled.items():
+        with problems.noting():
+            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
+    words = [name for name, kind in kinds.items() if kind == "U"]
+    if words and len(words) < len(kinds):
+        other = next(name for name in kinds if name not in words)
+        problems.add(
+            DataError(
+                f"data: the labels are words in split '{words[0]}' and numbers in split '{other}'. Write both the same "
+                "way, as words or as class numbers"
+            )
+        )
+
+
+def _same_codes(
+    drafts: Mapping[str, Draft],
+) -> tuple[dict[str, tuple[Feature, ...]], list[dict[str, Any]]]:
+    """Return the columns with the words of all splits, and each split's modalities with the codes of these words."""
+    features: dict[str, tuple[Feature, ...]] = {}
+    values: list[dict[str, Any]] = [{} for _ in drafts]
+    parts = list(drafts.values())
+    for modality, first in parts[0].coded.items():
+        if any(modality not in draft.coded for draft in parts):
+            continue  # a fault of that split is known
+        own = [draft.coded[modality] for draft in parts]
+        features[modality] = tuple(
+            replace(feature, words=tuple(sorted({word for one in own for word in one[place].words})))
+            for place, feature in enumerate(first)
+        )
+        for draft, moved in zip(parts, values, strict=True):
+            codes = np.array(draft.modalities[modality])
+            for place, (before, after) in enumerate(zip(draft.coded[modality], features[modality], strict=True)):
+                if after.of_words:
+                    places = np.array([after.words.index(word) for word in before.words], np.float64)
+                    codes[:, place] = places[codes[:, place].astype(np.int64)]
+            moved[modality] = codes
+    return features, values
 
 
 def _padded(drafts: Mapping[str, Draft], joined: Mapping[str, Any]) -> Iterator[str]:

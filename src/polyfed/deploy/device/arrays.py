@@ -4,7 +4,7 @@ The recipe comes from the server, but the arrays belong to the device. Labels ha
 recipe could name any array as the labels, it could let a modality leave that the policy keeps on the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from polyfed.core.errors import NotAllowed
@@ -41,13 +41,20 @@ def array_names(recipe: Recipe) -> dict[str, str]:
     return {role: standard(role) for role in ROLES} | named_arrays(recipe)
 
 
+def joined_arrays(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return (modality, array) for each array that a recipe joins to a modality."""
+    if not isinstance(recipe.data, Npz) or not isinstance(recipe.data.modalities, Mapping):
+        return []
+    groups = recipe.data.modalities.items()
+    return [(name, array) for name, group in groups for array in ([group] if isinstance(group, str) else group)]
+
+
 def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
     """Refuse arrays that the recipe may not use on this device.
 
     Call this function inside `registry.only(allowance_on(node))`.
 
     Args:
-        recipe: the recipe.
         protected: the modalities of the device, and the names of the rows of its policy.
 
     Raises:
@@ -66,6 +73,14 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
                 "ids. No policy file can allow that"
             )
         check_array("groups", name, "[algorithm] groups")
+    for modality, name in joined_arrays(recipe):
+        if name != modality and (name in modalities or name in array_names(recipe).values() or name == Npz.client):
+            raise NotAllowed(
+                f"[data] modalities {modality}: '{name}' is another modality, or an array with another meaning. No "
+                "policy file can allow that. Name other arrays"
+            )
+        if name != modality:
+            check_array("columns", name, f"[data] modalities {modality}")
     for role, name in named_arrays(recipe).items():
         if any(name in (modality, f"{modality}_present") for modality in modalities):
             raise NotAllowed(

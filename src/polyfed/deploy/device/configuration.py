@@ -12,7 +12,7 @@ from polyfed.algorithms import NAMED
 from polyfed.core.errors import DataError, NotAllowed, RecipeError, did_you_mean
 from polyfed.core.registry import Allowance, name_of
 from polyfed.core.tasks import parts
-from polyfed.deploy.device.arrays import ELSEWHERE, check_arrays, named_arrays, standard
+from polyfed.deploy.device.arrays import ELSEWHERE, check_arrays, joined_arrays, named_arrays, standard
 from polyfed.experiment.recipes.overrides import called
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
@@ -39,7 +39,8 @@ class NodeConfig:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
             array `split`, rows of split 1 are the device's own test rows, and rows of split 2 its own validation rows.
         client: the device's client number in the federation, from 0. No two devices may have the same number.
-        modalities: the arrays with which the device takes part, separated by commas.
+        modalities: the arrays with which the device takes part, separated by commas; or the modalities to which the
+            recipe joins arrays that [allow] columns lists.
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
             recipe can forbid more than the policy. The section [allow] lists the code and the saved models that a
             recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets
@@ -214,6 +215,7 @@ def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
 def used_on(recipe: Recipe) -> Allowance:
     """Return the code and models that devices must allow for this recipe."""
     algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
+    joined = tuple(dict.fromkeys(array for modality, array in joined_arrays(recipe) if array != modality))
     arrays = {role: (name,) for role, name in named_arrays(recipe).items() if name != standard(role)}
     named = [name_of(algorithm, NAMED)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
@@ -221,7 +223,9 @@ def used_on(recipe: Recipe) -> Allowance:
     named += recipe.model.classes().values()
     imports = [name for name in named if ":" in name]
     models = [encoder.path for encoder in encoders if isinstance(encoder, HuggingFace)]
-    return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)), **arrays)
+    return Allowance(
+        imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)), columns=joined, **arrays
+    )
 
 
 def check_held(node: NodeConfig, recipe: Recipe) -> None:

@@ -1,15 +1,16 @@
 """Reads the data of a device, and checks that it fits the federation."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from polyfed.core.errors import DataError, NotAllowed
+from polyfed.core.errors import DataError, NotAllowed, RecipeError
 from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
+from polyfed.data.column_fitting import Statistics, agreed, encoded, fits, read_tables, statistics
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.files import Arrays
 from polyfed.data.row_groups import group_codes
@@ -47,7 +48,7 @@ def population_on(
     if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
         base = replace(base, split=Npz.split)
     _refuse_left_out_split(base.split, node)
-    source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
+    source = replace(base, path=node.data, **_arrays_of(base, node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
     method: Any = recipe.algorithm
@@ -58,6 +59,8 @@ def population_on(
             f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
         )
     vet(len(columns.rows(TRAIN)))
+    told = statistics(columns, columns.rows(TRAIN)) if facts is None else {}
+    columns = _encoded(columns, told, facts, node)
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
@@ -72,7 +75,40 @@ def population_on(
         test_rows=own[:0],
         validation_rows=own[:0],
         own_validation=_only(node.client, validation) if len(validation) else None,
+        told=({},) * node.client + (told,) if told else (),
     )
+
+
+def _arrays_of(base: Npz, node: NodeConfig, facts: Facts | None) -> dict[str, Any]:
+    """Return the modalities of this device with their arrays, and the rules of these arrays."""
+    order, said = _in_order(node, facts), base.modalities
+    if isinstance(said, Mapping):
+        kept = {name: said.get(name, name) for name in order}
+        used = {array for group in kept.values() for array in ([group] if isinstance(group, str) else group)}
+        return {"modalities": kept, "columns": {name: rule for name, rule in base.columns.items() if name in used}}
+    return {"modalities": order, "columns": {name: rule for name, rule in base.columns.items() if name in order}}
+
+
+def _encoded(columns: Columns, told: Statistics, facts: Facts | None, node: NodeConfig) -> Columns:
+    """Return the columns with numbers in place of words, empty cells and dates.
+
+    Before the federation has agreed, the words and means are those of this device alone. The server sends the agreed
+    ones, but cannot change a rule of the recipe.
+
+    Raises:
+        DataError: the federation has other columns, or its words and means cannot be read.
+    """
+    before = fits(columns)
+    if facts is None:
+        return encoded(columns, agreed(before, [told], node.data, lenient=True))
+    try:
+        known = read_tables({name: facts.columns[name] for name in before}, facts.shapes)
+        for name, features in before.items():
+            if [(f.column, f.rule) for f in known[name]] != [(f.column, f.rule) for f in features]:
+                raise ValueError(f"other columns of '{name}'")
+    except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
+        raise DataError(f"the server sent no words and means that fit [data.columns] ({error!r})") from None
+    return encoded(columns, known)
 
 
 def _scaled(columns: Columns, recipe: Recipe, facts: Facts | None) -> Columns:

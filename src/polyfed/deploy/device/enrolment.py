@@ -5,7 +5,9 @@ import torch
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED
 from polyfed.data import Population, Shards
+from polyfed.data.column_fitting import told_shape
 from polyfed.engines.protocol import REFUSED, Enrolment, digest_of_names, reason
+from polyfed.experiment.running.column_statistics import refuse_forbidden
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.wire_format import Packet
 from polyfed.objective import CLASSES, Objective
@@ -29,6 +31,8 @@ def enrolment(
     known = registry[client]
     if why := enrolment_refusal(known.num_rows, policy, client, limits):
         return reason(REFUSED, None, why)
+    statistics = population.told[client] if population.told else {}
+    refuse_forbidden(statistics, policy, client)
     told = Enrolment(
         client=client,
         rows=known.num_rows,
@@ -37,10 +41,11 @@ def enrolment(
         tested=client in registry.tested and _enough(population, population.test, client, limits, objective),
         validated=client in registry.validated
         and _enough(population, population.own_validation, client, limits, objective),
-        shapes={name: columns.modalities[name].shape for name in known.modalities},
+        shapes={name: told_shape(columns.modalities[name]) for name in known.modalities},
         num_classes=columns.num_classes,
         classes=digest_of_names(columns.class_names),
         uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
+        columns={name: dict(own) for name, own in statistics.items()},
     )
     return Packet(told.header())
 

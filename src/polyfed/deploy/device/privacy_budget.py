@@ -98,7 +98,6 @@ def admit_release(memory: Memory, mechanism: Mechanism | None, request: Request)
     Args:
         memory: what the device remembers of the client and the run.
         mechanism: the mechanism of [privacy], or None.
-        request: the request.
 
     Raises:
         EgressError: the run has used up its privacy budget on this client.

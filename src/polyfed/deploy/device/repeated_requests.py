@@ -82,7 +82,6 @@ def bind_secrets(memory: Memory, request: Request, local: Tree, conditions: str)
 
     Args:
         memory: what the device remembers of the client and the run.
-        request: the request.
         local: the local state after the task.
         conditions: see `conditions_of`.
     """
@@ -95,7 +94,6 @@ def admit_secrets(memory: Memory, request: Request, local: Tree | None, packet: 
 
     Args:
         memory: what the device remembers of the client and the run.
-        request: the request.
         local: the local state before the task.
         packet: the packet that holds the request.
         conditions: see `conditions_of`. They are empty in a simulation.
@@ -136,7 +134,6 @@ def kept_reply(memory: Memory, request_id: RequestId, use: str) -> Packet | None
 
     Args:
         memory: what the device remembers of the client and the run.
-        request_id: id of the request.
         use: digest of everything that decides the reply; see `digest_of_use`.
 
     Raises:
@@ -158,7 +155,6 @@ def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, k
 
     Args:
         memory: what the device remembers of the client and the run.
-        request_id: id of the request.
         use: digest of everything that decides the reply.
         reply: the reply, without a request id.
         kept: the newest round that the server will never repeat.

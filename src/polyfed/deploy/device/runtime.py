@@ -31,7 +31,7 @@ from polyfed.engines import Sequential
 from polyfed.engines.base import first_local
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
-from polyfed.evaluation.subsets import subsets_of
+from polyfed.evaluation.conformal import subsets_in
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.message_validation import Receiver, ReplyValidator
 from polyfed.federation.wire_format import Packet, decode, encode
@@ -186,7 +186,7 @@ class ClientRuntime:
         if mechanism is not None and request.name in mechanism.protected:
             spend(memory, required, self.release)
         engine = self.engine
-        subsets = len(subsets_of(engine.algorithm.evaluation.subsets, engine.model.modalities))
+        subsets = subsets_in(request.reply, engine.algorithm.evaluation.subsets, engine.model.modalities)
         spend(memory, required, required.score_release(request.reply, subsets))
 
     def _released_again(self, engine: Sequential, request: Request, client: int, got: Message, known: Packet) -> Packet:
@@ -233,7 +233,6 @@ class ClientRuntime:
 
         Args:
             store: the client's store.
-            request_id: id of the request.
             entries: the ledger's entries of this request.
             sent: whether the reply will leave. If not, this writes only received and refused parts.
             again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the

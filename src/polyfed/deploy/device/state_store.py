@@ -145,7 +145,6 @@ class Store:
         """Begin a task: delete what this request and later requests have left on the disk.
 
         Args:
-            request_id: id of the request.
             again: whether the reply to the request is known and is sent again. Nothing is then deleted, because the
                 server may also repeat the later requests, and their replies may be known too.
 
@@ -170,7 +169,6 @@ class Store:
         - the newest state from a settled round, because the server can resume after the last settled round
 
         Args:
-            request_id: id of the request.
             local: the state.
             modalities: the client's modalities.
             kept: the newest settled round.

@@ -81,7 +81,6 @@ def flaws_of(recipe: Recipe, claims: Sequence[tuple[str, tuple[int, ...]]]) -> d
     able to read such samples. A model that is one module of the user is neither limited nor tried.
 
     Args:
-        recipe: the recipe.
         claims: modalities with the shape of a sample that clients claim. Earlier modalities use up the limit first.
     """
     flaws: dict[str, str] = {}
@@ -135,7 +134,6 @@ def _refuse_unreadable(recipe: Recipe, name: str, shape: tuple[int, ...], error:
     """Refuse samples that an encoder cannot read. Otherwise the claim of one client would end the run.
 
     Args:
-        recipe: the recipe.
         name: the modality.
         shape: the shape of a sample.
         error: why the encoder does not run on the device `meta`. None if the encoder belongs to the user or to a
@@ -162,7 +160,6 @@ def without_absent(recipe: Recipe, present: Collection[str]) -> Recipe:
     the same model. If all modalities of the recipe are absent, the recipe is returned unchanged.
 
     Args:
-        recipe: the recipe.
         present: the modalities of the federation.
     """
     absent = recipe.model.encoders.keys() - {*present}

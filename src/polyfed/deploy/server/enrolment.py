@@ -12,14 +12,17 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
+from polyfed.core.errors import BadReply, DataError, EgressError, RecipeError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
+from polyfed.data.column_fitting import Features, Statistics, Told, agreed, encoded, fits, is_fitted, told_shape
+from polyfed.data.column_rules import MOST_WORDS
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
+from polyfed.data.sources.own.npz import Npz
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.server.claimed_shapes import flaws_of
 from polyfed.deploy.server.membership import expected
@@ -141,6 +144,7 @@ class Admission:
         columns: the server's own rows, or None.
         recipe: the recipe.
         standardise: the modalities that every device standardises with the statistics of its own rows.
+        features: the columns of each modality with rules in [data.columns], with the words and means of all clients.
     """
 
     clients: list[Enrolment]
@@ -150,6 +154,7 @@ class Admission:
     columns: Columns | None
     recipe: Recipe
     standardise: tuple[str, ...] = ()
+    features: Mapping[str, Features] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
@@ -166,8 +171,12 @@ class Admission:
         shapes = _agreed_shapes(recipe, own, _left(known, out), out)
         num_classes = _agreed_classes(recipe, own, _left(known, out), out)
         _refuse_other_names(own, _left(known, out), out)
+        _refuse_many_words(_left(known, out), out)
         clients = sorted(_left(known, out), key=lambda told: told.client)
-        return cls(clients, out, shapes, num_classes, own, recipe, _agreed_scaling(recipe, clients))
+        features = _agreed_columns(recipe, shapes, clients)
+        shapes = {**shapes, **{name: (sum(f.width for f in own),) for name, own in features.items()}}
+        _refuse_other_shapes(recipe, shapes, features)
+        return cls(clients, out, shapes, num_classes, own, recipe, _agreed_scaling(recipe, clients), features)
 
     def population(self, emit: Emitter) -> Population:
         """Return the server's knowledge about the clients. An unused client number becomes a client without rows."""
@@ -194,20 +203,25 @@ class Admission:
             validation_rows=columns.rows(VALIDATION),
             limited=frozenset(told.client for told in self.clients if told.rows > counted[told.client]),
             own_validation=_elsewhere(validated) if bool(validated.any()) else None,
+            told=_told_by(self.clients, size),
         )
 
     def _table(self) -> Columns:
         """Return the server's rows, or a single unused row if the server has no rows."""
         if self.columns is not None:
             agreed = tuple(name for name in self.standardise if name in self.columns.modalities)
-            own = replace(self.columns, num_classes=self.num_classes, standardise=agreed)
+            known = {name: self.features[name] for name in fits(self.columns)}
+            own = replace(encoded(self.columns, known), num_classes=self.num_classes, standardise=agreed)
             rows = own.rows(TRAIN)
             return scaled(self.recipe, own, rows if len(rows) else torch.arange(len(own)))
         order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
         zero, split = torch.zeros(1, dtype=torch.int64), torch.full((1,), LEFT_OUT, dtype=torch.int8)
         shape = task_of(self.recipe).label_shape(self.num_classes)
         label = torch.zeros(1, *shape) if shape else zero
-        columns = {name: Column(torch.zeros(1, *self.shapes[name])) for name in order or sorted(self.shapes)}
+        columns = {
+            name: Column(torch.zeros(1, *self.shapes[name]), features=self.features.get(name))
+            for name in order or sorted(self.shapes)
+        }
         agreed = tuple(name for name in self.standardise if name in columns)
         return Columns("deployed", columns, label, self.num_classes, split, zero, standardise=agreed)
 
@@ -239,13 +253,14 @@ def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
 
 def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> Shapes:
     """Return the shape of a sample of every modality, and add clients with another shape to `out`."""
-    pinned = {name: tuple(shape) for name, shape in recipe.deployment.shapes.items()}
+    fitted = _fitted_modalities(recipe)
+    pinned = {name: tuple(shape) for name, shape in recipe.deployment.shapes.items() if name not in fitted}
     source = dict.fromkeys(pinned, "[deployment] shapes")
     for name, column in {} if own is None else own.modalities.items():
-        if pinned.setdefault(name, column.shape) != column.shape:
+        if pinned.setdefault(name, told_shape(column)) != told_shape(column):
             raise DataError(
                 f"[deployment] shapes: samples of '{name}' have shape {pinned[name]}, those of the server's own rows "
-                f"{column.shape}. Correct one of them"
+                f"{told_shape(column)}. Correct one of them"
             )
         source.setdefault(name, "the server's own rows")
     agreed: dict[str, tuple[int, ...]] = {}
@@ -273,6 +288,58 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
                     told.client, f"samples of '{name}' have shape {told.shapes[name]} there, {shape} by {by}"
                 )
     return agreed
+
+
+def _fitted_modalities(recipe: Recipe) -> set[str]:
+    """Return the modalities whose width depends on the words that clients tell."""
+    own = recipe.data.features if isinstance(recipe.data, Npz) else {}
+    return {name for name, features in own.items() if is_fitted({name: features})}
+
+
+def _agreed_columns(recipe: Recipe, shapes: Shapes, clients: Sequence[Enrolment]) -> dict[str, Features]:
+    """Return the columns of each modality with rules, with the words and means of all clients.
+
+    Raises:
+        RecipeError: the rules are those of a source that devices do not read.
+        DataError: nobody has a word or a number of a column.
+    """
+    if not isinstance(recipe.data, Npz):
+        if getattr(recipe.data, "given", None) and recipe.data.columns:
+            raise RecipeError(
+                "[data.columns] of a deployment needs [data] name = 'npz', because devices read arrays. Save each "
+                "column as an array of words or numbers",
+                ("data", "columns"),
+            )
+        return {}
+    before = {name: features for name, features in recipe.data.features.items() if name in shapes}
+    return agreed(before, [told.columns for told in clients], "the devices")
+
+
+def _refuse_other_shapes(recipe: Recipe, shapes: Shapes, features: Mapping[str, Features]) -> None:
+    for name in features:
+        if (fixed := recipe.deployment.shapes.get(name)) is not None and tuple(fixed) != tuple(shapes[name]):
+            raise DataError(
+                f"[deployment] shapes: samples of '{name}' have shape {tuple(fixed)}, and the columns of "
+                f"[data.columns] give {tuple(shapes[name])}. Leave the entry out, or name the words of the columns"
+            )
+
+
+def _refuse_many_words(known: Sequence[Enrolment], out: dict[int, str]) -> None:
+    """Add to `out` the clients that name most words of a column, until all together name at most `MOST_WORDS`."""
+    left = list(known)
+    for modality, column in {(m, c) for told in known for m, own in told.columns.items() for c in own}:
+        words = {told.client: {*told.columns.get(modality, {}).get(column, Told()).words} for told in left}
+        while len(set().union(*words.values())) > MOST_WORDS:
+            most = max(words, key=lambda client: len(words[client]))
+            out[most] = f"with its words, column '{column}' would have more than {MOST_WORDS:,}"
+            del words[most]
+        left = [told for told in left if told.client in words]
+
+
+def _told_by(clients: Sequence[Enrolment], size: int) -> tuple[Statistics, ...]:
+    """Return what each client told about its columns, by client number."""
+    by_number = {told.client: told.columns for told in clients}
+    return tuple(by_number.get(number, {}) for number in range(size)) if any(by_number.values()) else ()
 
 
 def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> int:

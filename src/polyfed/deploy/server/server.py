@@ -40,7 +40,6 @@ def reply_terms_of(recipe: Recipe, session: int | None = None) -> ReplyTerms:
     """Make the reply terms from a recipe.
 
     Args:
-        recipe: the recipe.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
     """
@@ -62,7 +61,6 @@ def engine_by(transport: Any, recipe: Recipe, session: int | None = None) -> Cal
 
     Args:
         transport: carries packets.
-        recipe: the recipe.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
     """

@@ -33,7 +33,6 @@ def placed(columns: Columns, device: torch.device, emit: Callable[..., Any]) -> 
 
     Args:
         columns: the table, on the CPU.
-        device: the device.
         emit: receives the name and the fields of an event.
     """
     size, free = sum(column.size_bytes for column in columns.modalities.values()), free_bytes(device)
@@ -55,11 +54,9 @@ def with_rows(columns: Columns, rows: Sequence[Tensor], names: Collection[str], 
     rows take more than `LARGEST_SHARE` of the free memory. In the second case, each step copies its own batch.
 
     Args:
-        columns: the table.
         rows: all rows that the task may read, int64 tensors on the CPU. If the task reads another row, PyTorch raises
             an error. Row 0 is always included, because it stands for padding in `Rows`.
         names: the modalities that the task may read.
-        device: the device.
     """
     own = ((name, columns.modalities[name]) for name in names)
     far = {name: column for name, column in own if column.values.device.type != device.type}
@@ -81,10 +78,8 @@ def _with_entries(column: Column, rows: Tensor, entries: Tensor, device: torch.d
     the next one. PyTorch does not reuse the memory of a piece before its copy has ended.
 
     Args:
-        column: the column.
         rows: the rows, (n,).
         entries: the position of each of these rows in `column.values`, (n,).
-        device: the device.
     """
     distinct, places = torch.unique(entries, return_inverse=True)
     values = torch.empty((_room(len(distinct)), *column.shape), dtype=column.values.dtype, device=device)

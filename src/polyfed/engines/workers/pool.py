@@ -130,7 +130,6 @@ class Workers:
         """Run the units of a request on the workers.
 
         Args:
-            request: the request.
             units: the clients, grouped into the units that the engine runs together.
             send: one message for all clients, or a mapping with one message for each.
             work: an estimate of the work of each client, on any scale, to balance the load.

@@ -171,7 +171,6 @@ def run(
 
     Args:
         engine: the copy, made by `in_worker`.
-        job: the job.
         broadcast: the memory of a message for all workers.
         down: the memory of the job's other tensors.
         up: the memory for the results.

@@ -16,12 +16,14 @@ from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
+from polyfed.data.column_fitting import features_of
 from polyfed.engines.workers.cluster import STORE_SHARE, facts, size_of
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
+from polyfed.experiment.running.column_statistics import announced
 from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
 from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
 from polyfed.federation.client_registry import VALIDATION
@@ -306,7 +308,8 @@ def plan(
     listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
     sizes, seen = block_sizes(assembly), in_dry_run or {}
     planned = (_sized(row, sizes, seen) for row in listed.rows.values())
-    return (
+    yield from (_sized(row, {}, {}) for row in announced(features_of(assembly.population.columns), listed.policy))
+    yield from (
         row for row in planned if row.bytes != 0 or row.in_dry_run
     )  # a block that is frozen as a whole sends nothing
 

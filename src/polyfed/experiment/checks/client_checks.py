@@ -21,7 +21,6 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     """Refuse a recipe if its clients, or its over-selection of clients, do not fit the rest of the recipe.
 
     Args:
-        recipe: the recipe.
         population: the clients.
         one_device: whether the population holds only the device that checks the recipe. The number of clients is then
             not checked.
@@ -143,8 +142,21 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
     elif recipe.algorithm.secure_aggregation is not None and evaluation.conformal_groups != "all":
         why = "secure aggregation gives sums over all clients only. Set conformal_groups = 'all'"
     else:
+        _refuse_shrinkage(recipe, population)
         return
     raise RecipeError(f"[evaluate] conformal = '{evaluation.conformal}': {why}", ("evaluate", "conformal"))
+
+
+def _refuse_shrinkage(recipe: Recipe, population: Population) -> None:
+    if not recipe.algorithm.evaluation.shrinkage:
+        return
+    if not isinstance(task_of(recipe), Classification):
+        why = "the widths of intervals follow from the counts of `conformal`, so predict_set has it anyway. Remove it"
+    elif len(population.columns.modalities) == 1:
+        why = "the data has one modality, so no row lacks one. Remove it"
+    else:
+        return
+    raise RecipeError(f"[evaluate] shrinkage = true: {why}", ("evaluate", "shrinkage"))
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

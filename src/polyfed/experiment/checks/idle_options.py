@@ -35,7 +35,6 @@ def idle_options(recipe: Recipe, assembly: Assembly | None = None) -> Iterator[s
     """Yield a sentence for every option that differs from its default and changes nothing.
 
     Args:
-        recipe: the recipe.
         assembly: the parts of its run. Without them, only options are found that are idle whatever the data is.
     """
     parts, found = _sections(recipe), dict[tuple[str, str], str]()

@@ -27,7 +27,6 @@ def unfit_options(limits: Limits, recipe: Recipe) -> Iterator[str]:
 
     Args:
         limits: the limits of the device, made stricter by the recipe's own.
-        recipe: the recipe.
     """
     yield from _weights(limits, recipe)
     train = recipe.algorithm.train

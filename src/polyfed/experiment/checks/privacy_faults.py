@@ -76,7 +76,6 @@ def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator
     would not be secret.
 
     Args:
-        recipe: the recipe.
         spec: the section [privacy].
         deployed: whether the clients are real devices.
     """
@@ -137,8 +136,6 @@ def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[st
     Second, a gradient might not be a mean over the rows of a batch.
 
     Args:
-        recipe: the recipe.
-        model: the model.
         shared: whether several clients hold the same rows.
     """
     if shared:

@@ -138,7 +138,6 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
     """Return the mechanism that a client uses. It lacks the denominators, which only the server needs.
 
     Args:
-        recipe: the recipe.
         model: the model of the federation.
         initial: the initial parameters, for the blocks of the model.
         noise: the noise multiplier. With None, it follows from the recipe alone.

@@ -31,8 +31,6 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int | None) -> Clien
     """Return the ranks of the clients.
 
     Args:
-        recipe: the recipe.
-        model: the model.
         num_clients: number of clients, or None on a device that checks a recipe and does not know this number.
 
     Raises:

@@ -8,7 +8,7 @@ from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz
-from polyfed.evaluation.subsets import subsets_of
+from polyfed.evaluation.conformal import ScoreCounts, subsets_in
 from polyfed.experiment.checks.privacy_faults import (
     faults_of_method,
     faults_of_model,
@@ -17,6 +17,7 @@ from polyfed.experiment.checks.privacy_faults import (
 )
 from polyfed.experiment.checks.protection import accounting_of, noise_and_rounds
 from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.column_statistics import fitted_columns, named
 from polyfed.model import Model
 from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.differential.guarantee import number
@@ -32,13 +33,15 @@ def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[s
 
     Args:
         required: the section [require] of the device.
-        recipe: the recipe.
         shared: whether other devices hold the same rows, as in a silo.
     """
     if required.secure_aggregation:
         yield from _unmet_sums(required, recipe)
     if required.max_epsilon is not None:
         yield from _unmet_noise(required, recipe, shared=shared)
+    demands = required.secure_aggregation or required.max_epsilon is not None
+    if demands and "statistic" not in required.unprotected and (fitted := fitted_columns(recipe)):
+        yield f"[require] of the device, and {named(fitted)}"
 
 
 def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial: Tree) -> Iterator[str]:
@@ -47,7 +50,6 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
     Args:
         required: the section [require] of the device.
         recipe: the recipe. The caller has already checked that `unmet` yields nothing for it.
-        model: the model.
         initial: the initial parameters.
     """
     if required.max_epsilon is None:
@@ -78,11 +80,17 @@ def scores_of(required: Requirements, recipe: Recipe, rounds: int) -> Release | 
     """
     method = recipe.algorithm
     replies = [reply for name, (reply, _) in answers_of(method).items() if method.will_ask(name, tested=True)]
-    subsets = len(subsets_of(method.evaluation.subsets, tuple(recipe.model.encoders)))
-    found = [release for reply in replies if (release := required.score_release(reply, subsets)) is not None]
+    which, modalities = method.evaluation.subsets, tuple(recipe.model.encoders)
     last = range(recipe.rounds - rounds + 1, recipe.rounds + 1)
     due = sum(method.evaluation.due(round, recipe.rounds) for round in last)
-    return replace(found[0], uses=sum(release.uses for release in found), rounds=due) if found else None
+    found, uses = None, 0
+    for reply in replies:
+        if (release := required.score_release(reply, subsets_in(reply, which, modalities))) is not None:
+            found, uses = (
+                release,
+                uses + release.uses * (1 if reply is ScoreCounts else due),
+            )  # counts: once, at the end
+    return None if found is None else replace(found, uses=uses, rounds=1)
 
 
 def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:

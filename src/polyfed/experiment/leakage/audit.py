@@ -175,7 +175,6 @@ def findings_of(
         found: the captured replies.
         crossed: (block, kind, destination) of all data that the ledger of the run lists.
         shadows: see `audit`.
-        seed: the seed of the run.
     """
     has_classes = not found.population.columns.label.is_floating_point()
     done: list[Finding] = []

@@ -138,7 +138,6 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
     Args:
         found: the captured replies.
         shadows: number of LiRA's shadow models for each client. If 0, the attack uses only the loss.
-        seed: the seed of the run.
     """
     candidates, remark = candidates_of(found, seed), f"against {public_rows(found)[1]}"
     last = {(r.client, r.seen_by): r for r in found.replies if r.tree("parameters")}
@@ -167,7 +166,6 @@ def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
 
     Args:
         found: the captured replies.
-        seed: the seed of the run.
     """
     label, owners = found.population.columns.label, found.owners
     clients = sorted({reply.client for reply in found.replies})

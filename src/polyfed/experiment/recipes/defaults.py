@@ -14,6 +14,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
 from polyfed.model.encoders import pretrained
 from polyfed.model.encoders.hugging_face import HuggingFace
+from polyfed.model.encoders.spec import Tabular
 
 
 def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
@@ -34,6 +35,8 @@ def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
         with problems.noting():
             if given is None:
                 added[name] = encoder_for(name, column, recipe.model.embedding)
+            elif wanted := embeddings_of(column):
+                added[name] = _with_vectors(name, given, wanted)
             elif isinstance(given, TokenTransformer):
                 cure = "Set its vocabulary to {}, and do not standardise ids"
                 _check_tokens(columns.name, name, column, given.vocabulary, cure)
@@ -52,10 +55,44 @@ def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
     Raises:
         ModelError: there is no default encoder for samples of this shape.
     """
+    if wanted := embeddings_of(column):
+        return Tabular(embeddings=wanted)
     try:
         return default_encoder(column.shape, vocabulary_of(column), embedding)
     except ModelError as error:
         raise ModelError(f"modality '{name}': {error}", ("model", "encoders", name)) from None
+
+
+def embeddings_of(column: Column) -> tuple[tuple[int, int, int], ...]:
+    """Return the places of words whose vectors are trained, as `Tabular.embeddings` holds them."""
+    found, place = [], 0
+    for feature in column.features or column.coded or ():
+        if feature.rule is not None and feature.rule.kind == "embedding":
+            found.append((place, feature.width, feature.rule.size))
+        place += feature.width
+    return tuple(found)
+
+
+def _with_vectors(name: str, given: EncoderSpec, wanted: tuple[tuple[int, int, int], ...]) -> EncoderSpec:
+    """Return the encoder of a modality with the places of its words.
+
+    Raises:
+        ModelError: the encoder trains no vectors of words, or has other places.
+    """
+    where = ("model", "encoders", name)
+    if not isinstance(given, Tabular):
+        raise ModelError(
+            f"[data.columns] gives words of '{name}' a trained vector, which only the encoder 'tabular' has. Write "
+            f'[model.encoders] {name} = {{ kind = "tabular" }}, or the kind one-hot',
+            where,
+        )
+    if given.embeddings and given.embeddings != wanted:
+        raise ModelError(
+            f"[model.encoders] {name}: embeddings = {list(map(list, given.embeddings))}, and the data has "
+            f"{list(map(list, wanted))}. Leave the option out",
+            where,
+        )
+    return replace(given, embeddings=wanted)
 
 
 def scaled(recipe: Recipe, columns: Columns, rows: Tensor) -> Columns:
@@ -66,8 +103,6 @@ def scaled(recipe: Recipe, columns: Columns, rows: Tensor) -> Columns:
     gets them unchanged.
 
     Args:
-        recipe: the recipe.
-        columns: the table.
         rows: the rows that train, int64 (n,).
     """
     if columns.standardise == "uneven" and recipe.privacy is not None and recipe.privacy.unit == "example":

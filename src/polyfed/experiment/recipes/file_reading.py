@@ -11,10 +11,12 @@ from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.problems import Problems
 from polyfed.core.schema import checked
 from polyfed.data import Columns
-from polyfed.data.reading.column_guess import column_names, guessed, row_ids
+from polyfed.data.column_rules import rules_of
+from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids
 from polyfed.data.reading.files import Arrays, existing
+from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
-from polyfed.data.sources.own.table import SUFFIXES, Dialect, Table, read
+from polyfed.data.sources.own.table import SUFFIXES, Dialect, Table, read, word_columns
 from polyfed.experiment.recipes.parts import build
 
 if TYPE_CHECKING:
@@ -111,7 +113,8 @@ def _words(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
     """Return the columns whose cells are words even if they look like numbers; true for the labels; see `read`."""
     table = _roles(names, options, "", False, [], [])
     roles = {role: name for role in ("client", "split", "label") if isinstance(name := table.get(role), str)}
-    return {name: role == "label" for role, name in roles.items()}
+    words = dict.fromkeys(word_columns(options.get("columns") or {}), False)
+    return words | {name: role == "label" for role, name in roles.items()}
 
 
 def _of_arrays(
@@ -131,7 +134,8 @@ def _of_arrays(
     special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
     rest = [name for name in arrays.names if name not in special]
-    kept = [name for name in rest if arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub"]
+    rules = rules_of("[data.columns]", options.get("columns"))
+    kept = [name for name in rest if name in rules or (arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub")]
     if not kept:
         raise DataError(
             f"'{path}' has no array (N, ...) of numbers beside the labels. Save each modality as an array of at "
@@ -155,6 +159,7 @@ def _of_table(
     """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
     frame = frame.rename(columns=str)
     columns = list(frame.columns)
+    rules = rules_of("[data.columns]", options.get("columns"))
     table = _roles(tuple(columns), options, path, needs_labels, notes, remarks)
     if "modalities" in table:
         table["modalities"] = column_names(table["modalities"])
@@ -163,19 +168,23 @@ def _of_table(
     if "modalities" not in table:
         if "ids" not in table and (ids := row_ids(frame, special)):
             table["ids"] = ids
-        guess = guessed(frame, {*special, table.get("ids", "")})
+        guess = guessed(frame, {*special, table.get("ids", "")}, rules)
         notes += guess.notes
         remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
         words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
         scalars = [[c for c in columns if any(fnmatchcase(c, word) for word in group)] for group in words.values()]
-        empty = [frame[group].isna().to_numpy() for group in scalars if len(group) > 1]
-        if count := sum(int((gone.any(1) & ~gone.all(1)).sum()) for gone in empty):
+        several = [group for group in scalars if len(group) > 1]
+        plain = [[c for c in group if c not in rules or not rules[c].fills] for group in several]
+        empty = [frame[group].isna().to_numpy() for group in plain]
+        whole = [frame[group].isna().to_numpy().all(1) for group in several]
+        if count := sum(int((gone.any(1) & ~every).sum()) for gone, every in zip(empty, whole, strict=True)):
             table["partial"] = "absent"
             remarks.append(
                 f"'{path}': {counted(count, 'sample has', 'samples have')} only some of the cells of a modality and "
-                "count as samples without it. Fill the cells in, or set partial='refuse'"
+                "count as samples without it. Fill the cells in, set partial='refuse', or use the mean, as in "
+                f"{filling(frame, [c for group in plain for c in group if frame[c].isna().any()][:MOST_NAMED])}"
             )
     return table
 

@@ -45,6 +45,7 @@ class DataOptions(TypedDict, total=False):
         layout: modality -> axes of a sample, such as `HWC`.
         standardise: whether to standardise all modalities, the names of those to standardise, or `uneven` (the
             default) for those whose features differ in size.
+        columns: column -> how its words, empty cells or dates become numbers, as in {"sex": "one-hot", "age": "mean"}.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
         separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
             about how it is written, as the options of the source `table` do.
@@ -68,6 +69,7 @@ class DataOptions(TypedDict, total=False):
     ids: Any
     layout: Mapping[str, str]
     standardise: bool | str | Sequence[str]
+    columns: Mapping[str, Any]
     partial: str
     separator: str
     decimal: str
@@ -107,6 +109,7 @@ OF_THE_DATA = (
     "ids",
     "layout",
     "standardise",
+    "columns",
     "partial",
     "test_share",
     *OF_TEXT_FILES,

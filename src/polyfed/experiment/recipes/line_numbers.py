@@ -23,7 +23,6 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
 
     Args:
         errors: the faults. The attribute `key` of each fault is its place in the recipe.
-        path: the file.
         text: the content of the file.
         overrides: `section.key=value` from the command line. They replace lines of the file.
 

@@ -42,7 +42,6 @@ def refuse_idle_batches(train: Train, model: Model, sizes: Sequence[int]) -> Non
 
     Args:
         train: the section [train].
-        model: the model.
         sizes: the training rows of each client.
 
     Raises:

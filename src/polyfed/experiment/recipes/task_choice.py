@@ -24,8 +24,6 @@ def with_task(recipe: Recipe, columns: Columns, rows: Tensor | None = None) -> R
     model, with a warning, unless [data] standardise is false or epsilon counts single rows.
 
     Args:
-        recipe: the recipe.
-        columns: the table.
         rows: the rows that train, int64 (n,). None if they are not known yet.
     """
     objective = recipe.task or guessed(columns)

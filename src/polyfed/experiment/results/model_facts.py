@@ -42,7 +42,6 @@ def backdoor_of(models: Models, attack: Attack, population: Population, seed: in
         models: the trained models.
         attack: the attack of the run.
         population: the data of the run.
-        seed: the seed of the run.
 
     Returns:
         The target class (`target`), the modality of the trigger (`modality`), the number of measured rows (`rows`),

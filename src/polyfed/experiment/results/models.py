@@ -1,19 +1,21 @@
 """The trained models of a run: the global model, the clients' own models, and predictions with either."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 from warnings import warn
 
+import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
-from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets
+from polyfed.data.column_fitting import Features, samples_from
+from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets, sizes_shape
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
@@ -43,6 +45,9 @@ class Models:
         scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
             and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
             own rows, or because an older version wrote the files. With None, samples must already be scaled.
+        features: modality -> its columns, if [data.columns] makes numbers of their words, empty cells or dates.
+            `predict` then takes a data frame with these columns; `module` and ONNX files take the numbers, see
+            `numbers`.
         conformal: the counts from which `predict_set` makes sets and intervals, or None if none were counted.
     """
 
@@ -59,6 +64,7 @@ class Models:
     class_names: tuple[str, ...] | None = None
     elsewhere: str = ""
     scaling: Mapping[str, Scaling] | None = None
+    features: Mapping[str, Features] = field(default_factory=dict)
     conformal: Conformal | None = None
 
     def __repr__(self) -> str:
@@ -117,6 +123,7 @@ class Models:
                 present=present,
                 scaling=self.scaling,
                 vocabularies=self._vocabularies,
+                features=self.features,
             )
         w = self.of(client)
         return predict(
@@ -129,6 +136,7 @@ class Models:
             predictor=self.predictor,
             scaling=self.scaling,
             vocabularies=self._vocabularies,
+            features=self.features,
         )
 
     def predict_set(
@@ -183,7 +191,24 @@ class Models:
         else:
             self.of(client)
             reads = self.clients[client]
-        return used(self.model, x, reads=reads, present=present, vocabularies=self._vocabularies)
+        return used(
+            self.model, x, reads=reads, present=present, vocabularies=self._vocabularies, features=self.features
+        )
+
+    def numbers(self, modality: str, value: Any) -> Tensor:
+        """Return the numbers (n, F) of the rows of a table, as `module` and ONNX files take them.
+
+        Args:
+            modality: a modality with columns in [data.columns].
+            value: a data frame with these columns, or rows of cells.
+
+        Raises:
+            RecipeError: the modality has no such columns.
+            DataError: a column is missing, or a cell cannot be read.
+        """
+        if modality not in self.features:
+            raise RecipeError(f"'{modality}' has no columns in [data.columns]: its samples are numbers already")
+        return samples_from(self.features[modality], value, f"x['{modality}']").to(torch.float32)
 
     @property
     def _vocabularies(self) -> dict[str, int]:
@@ -313,7 +338,7 @@ def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective
     if said is None:
         return None
     _, groups, bins = counts_shape("class" if said.get("kind") == "class" else "split", model, task)
-    return Conformal.read(said, (groups, bins))
+    return Conformal.read(said, (groups, bins), sizes_shape(model))
 
 
 def warn_unscaled(folder: Path) -> None:

@@ -18,6 +18,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE, RESULT
 from polyfed.core.tree import SHARED, Tree, select
+from polyfed.data.column_fitting import Features, read_tables
 from polyfed.engines.base import first_local
 from polyfed.evaluation.conformal import PredictionSets
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -186,7 +187,6 @@ class Run:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
         Args:
-            folder: the folder.
             best: whether to write the models of the best round instead of the last one.
             onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
 
@@ -217,17 +217,18 @@ def models_of(
     class_names: tuple[str, ...] | None = None,
     scaling: Mapping[str, Scaling] | None = None,
     conformal: Mapping[str, Any] | None = None,
+    features: Mapping[str, Features] | None = None,
 ) -> Models:
     """Collect the trained models of a run.
 
     Args:
         recipe: the recipe of the run.
         fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
-        state: the server's state.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
         class_names: the name of each class, if the data has names.
         scaling: the shift and the scale of each scaled modality. None means that they are unknown.
         conformal: the entry `conformal` of result.json, for `predict_set`.
+        features: the columns of each modality with rules in [data.columns].
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, NAMED), algorithm.own_models
@@ -264,6 +265,7 @@ def models_of(
         class_names=class_names,
         elsewhere=_elsewhere(name, algorithm.model_for) if owner == "clients" and locals is None else "",
         scaling=scaling,
+        features=features or {},
         conformal=read_conformal(conformal, context.model, context.objective),
     )
 
@@ -327,11 +329,12 @@ def load_run(folder: str | Path) -> Run:
     elif scaling is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
 
+    features = read_tables(facts.get("columns"), shapes)
     result = records.result()
 
     def models(kept: Mapping[str, Any], conformal: Mapping[str, Any] | None = None) -> Models:
         own = None if elsewhere else kept["locals"]
-        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal)
+        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal, features)
 
     best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
     try:

@@ -26,6 +26,7 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import sync
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tree import SHARED, Tree, digest, select
+from polyfed.data.column_fitting import as_tables, read_tables
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
@@ -45,8 +46,6 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
     """Write models to a new or empty folder. A reader finds either all models or none.
 
     Args:
-        models: the models.
-        folder: the folder.
         onnx: whether to write each model as an ONNX file as well.
 
     Returns:
@@ -76,7 +75,12 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
         for name in [name for name in sums if onnx and name != FROZEN]:
             who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
             module = models.module(who)
-            facts = {"modalities": list(module.reads), "task": models.task.NAME, "classes": models.class_names}
+            facts: dict[str, Any] = {
+                "modalities": list(module.reads),
+                "task": models.task.NAME,
+                "classes": models.class_names,
+            }
+            facts |= {"columns": as_tables(models.features)} if models.features else {}
             write_onnx(module, (draft / name).with_suffix(".onnx"), facts)
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
         for path in (draft / DESCRIPTION, draft):
@@ -141,6 +145,7 @@ def _description(models: Models) -> dict[str, Any]:
         "model_for": models.model_for,
         "elsewhere": models.elsewhere,
         "scaling": None if models.scaling is None else {m: by.as_lists() for m, by in models.scaling.items()},
+        "columns": as_tables(models.features),
         "conformal": None if models.conformal is None else models.conformal.facts(),
         "predictor": {"name": name_of(models.predictor, PREDICTORS)} | as_table(models.predictor),
     }
@@ -259,6 +264,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         class_names=None if names is None else tuple(names),
         elsewhere=said["elsewhere"],
         scaling=_scaling(said.get("scaling"), shapes),
+        features=read_tables(said.get("columns"), shapes),
         conformal=read_conformal(said.get("conformal"), model, objective),
     )
 

@@ -12,6 +12,8 @@ from polyfed.core import keys
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
+from polyfed.data.column_fitting import features_of
+from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine, asks_own
 from polyfed.experiment.checks.client_checks import refuse_clients
@@ -24,6 +26,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.section_checks import check_model, refuse_idle_batches
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
+from polyfed.experiment.running.column_statistics import book, refuse_unnoised
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.run_state import checked_state
@@ -82,6 +85,7 @@ class Assembly:
 
     def start(self) -> ServerState:
         """Run the method's `init` as round 0, and return the state before round 1."""
+        book(self.ledger, self.population.told)
         self.fed.begin(0)
         state = checked_state(self.algorithm, self.algorithm.init(self.fed, self.initial), "init")
         self.fed.expect(state.params)
@@ -101,11 +105,11 @@ def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:
     """Load the recipe's data, unless they are given, divide them among the clients, and scale the features."""
     columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack) if loaded is None else loaded)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
-    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = with_fitted_columns(populate(columns, recipe.clients, keys.key(seed, "population")))
     population = replace(population, columns=scaled(recipe, population.columns, torch.unique(population.train.rows)))
     method: Any = recipe.algorithm
     if groups := getattr(method, "groups", {}):
-        codes = group_codes(getattr(recipe.data, "path", ""), groups, len(columns))
+        codes = group_codes(recipe.data, groups, len(columns))
         population = replace(population, columns=replace(population.columns, groups=codes))
     return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
@@ -116,7 +120,6 @@ def model_of(
     """Build the model that the algorithm needs.
 
     Args:
-        recipe: the recipe.
         shapes: modality -> shape of a sample.
         num_classes: the number of classes, or the number of targets if the task has no classes.
         policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
@@ -153,7 +156,6 @@ def assemble(
     """Build all parts of a run.
 
     Args:
-        recipe: the recipe.
         run: the run's name in the ledger.
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
@@ -245,6 +247,7 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     """
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    problems.attempt(lambda: refuse_unnoised(recipe, features_of(columns)))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
     tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
     if tasked is not None:

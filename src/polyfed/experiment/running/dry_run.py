@@ -173,7 +173,6 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
     """Measure how large the parts of the replies are, in the first round and in an evaluation after it.
 
     Args:
-        recipe: the recipe.
         population: the clients of the run.
         listener: called with the events of both passes, such as `client-failed`.
     """

@@ -15,6 +15,7 @@ from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
+from polyfed.data.column_fitting import features_of
 from polyfed.engines.base import Engine
 from polyfed.evaluation.scores import Measured
 from polyfed.experiment.checks.check import check_before_run
@@ -23,7 +24,6 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
-from polyfed.experiment.results.kept_updates import UpdateRecorder, together
 from polyfed.experiment.results.model_facts import facts_of_models
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
@@ -37,7 +37,7 @@ from polyfed.experiment.results.round_facts import (
     warn_silent,
 )
 from polyfed.experiment.results.run_result import Run, models_of
-from polyfed.experiment.results.update_norms import ClientUpdates, block_norms
+from polyfed.experiment.results.updates import ClientUpdates, block_norms
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
@@ -139,7 +139,14 @@ class _Loop:
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
         models = models_of(
-            self.recipe, self.fed, state, locals, columns.class_names, scaling_of(columns), self._conformal()
+            self.recipe,
+            self.fed,
+            state,
+            locals,
+            columns.class_names,
+            scaling_of(columns),
+            self._conformal(),
+            features_of(columns),
         )
         result, folder = self._result(state, models), None
         if self.records is not None:
@@ -151,7 +158,8 @@ class _Loop:
         best = None
         if self.best is not None:
             own = self.best["locals"] if engine.keeps_locals else None
-            best = models_of(self.recipe, self.fed, self.best["state"], own, columns.class_names, scaling_of(columns))
+            facts = columns.class_names, scaling_of(columns), None, features_of(columns)
+            best = models_of(self.recipe, self.fed, self.best["state"], own, *facts)
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
 
     def _conformal(self) -> dict[str, Any] | None:
@@ -223,30 +231,26 @@ class _Loop:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.repeated.begin(round)
         self.fed.begin(round)
-        algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
+        algorithm = self.recipe.algorithm
         before = algorithm.global_params(state)
-        recorder = self._recorder()
-        measuring = algorithm.evaluation.due(round, self.recipe.rounds)
-        watches = [self.updates.watch] * measuring + ([recorder.watch] if recorder else [])
+        keeps = self.records is not None and self.recipe.checkpoint.updates
+        self.updates = ClientUpdates(
+            measured=algorithm.evaluation.due(round, self.recipe.rounds),
+            kept=self.records.folder if self.records is not None and keeps else None,
+            summed=algorithm.secure_aggregation is not None,
+        )
         started = time.perf_counter()
-        with self.fed.watched(together(watches)):
+        with self.fed.watched(self.updates.watch):
             state = checked_state(algorithm, algorithm.round(state, self.fed))
         seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
-        if recorder is not None:
-            recorder.save(round, before, algorithm.global_params(state), row["cohort"])
+        self.updates.save(round, before, algorithm.global_params(state), row["cohort"])
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
-
-    def _recorder(self) -> UpdateRecorder | None:
-        """Return what keeps the updates of a round, if the recipe asks for it."""
-        if self.records is None or not self.recipe.checkpoint.updates:
-            return None
-        return UpdateRecorder(self.records.folder, summed=self.recipe.algorithm.secure_aggregation is not None)
 
     def summarise(self, row: dict[str, Any], state: ServerState) -> None:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""

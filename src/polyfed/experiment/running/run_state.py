@@ -20,6 +20,7 @@ from polyfed.core.registry import name_of
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import sync
 from polyfed.data import Columns, scaling_of
+from polyfed.data.column_fitting import as_tables, features_of, read_tables
 from polyfed.engines.base import Engine
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.checkpoint import RESTORE, num_numbers, sha256_of
@@ -51,6 +52,7 @@ def kept_facts(fed: Federation, columns: Columns, folder: Path) -> dict[str, Any
         "classes": fed.context.num_classes,
         "class_names": columns.class_names,
         "scaling": None if scaling is None else {name: by._asdict() for name, by in scaling.items()},
+        "columns": as_tables(features_of(columns)),
         "clients": _write_clients(folder, {name: value for name, value in facts.items() if value is not None}),
     }
 
@@ -198,6 +200,7 @@ def _are_facts(value: Any) -> bool:
         and all(isinstance(shape, list) and all(type(side) is int for side in shape) for shape in shapes.values())
         and type(value.get("classes")) is int
         and _is_scaling(value.get("scaling"), shapes)
+        and _are_columns(value.get("columns"), shapes)
         and (names is None or (isinstance(names, tuple) and all(isinstance(name, str) for name in names)))
         and (isinstance(num_rows, Tensor) and num_rows.dim() == 1)
         and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
@@ -215,11 +218,18 @@ def _is_scaling(value: Any, shapes: dict[str, list[int]]) -> bool:
         return False
 
 
+def _are_columns(value: Any, shapes: dict[str, list[int]]) -> bool:
+    """Return whether the value is None or describes columns that give samples of these shapes."""
+    try:
+        return read_tables(value, shapes) is not None
+    except (KeyError, TypeError, ValueError, AttributeError, RecipeError):
+        return False
+
+
 def num_kept(state: Any, engine: Engine) -> dict[str, int]:
     """Count the tensor entries that an algorithm keeps from round to round, including the parameters of models.
 
     Args:
-        state: the server's state.
         engine: the engine, for the clients' local states.
 
     Returns:

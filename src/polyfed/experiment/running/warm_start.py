@@ -38,7 +38,6 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
     """Return the values of the recipe's warm start, by name. Without [model] init, there are none.
 
     Args:
-        recipe: the recipe.
         folder: the folder of a run or of an app. If it holds a copy of the values, they come from there.
 
     Raises:

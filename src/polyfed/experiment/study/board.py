@@ -116,7 +116,6 @@ class Board:
         """Return the number of runs in this state.
 
         Args:
-            state: the state.
             tuning: True counts only the runs of the search. False counts only the other runs. None counts both.
         """
         return sum(e.state == state and tuning in (None, e.tuning) for e in self.entries.values())

@@ -31,7 +31,6 @@ class ModelCheck:
         """Refuse a recipe whose model cannot be built, or whose algorithm cannot train this model.
 
         Args:
-            recipe: the recipe.
             columns: the data of the recipe.
 
         Raises:

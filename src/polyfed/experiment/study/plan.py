@@ -83,7 +83,6 @@ class Cell:
         """The table of a run's recipe.
 
         Args:
-            seed: the seed of the run.
             chosen: the values of the searched keys.
             tuning: whether the run belongs to the search. Such a run is evaluated on validation rows instead of test
                 rows.

@@ -94,7 +94,6 @@ def refuse(given: str | Path | Mapping[str, Any], problems: Sequence[str]) -> No
 
     Args:
         given: the study, as in `read_study`. If it is a path, the error names it.
-        problems: the problems.
     """
     unique = list(dict.fromkeys(problems))
     where = "" if isinstance(given, Mapping) else f"study {given}: "

@@ -208,7 +208,6 @@ class SecureAggregation:
             reply: the sum-only reply of the method's task.
             weight_of: takes the name of a field, and returns the name of the field that holds its weight; None for
                 weight 1.
-            local: the client's local state.
 
         Raises:
             Refusal: there are no keys for this request, a value is beyond `range`, or a field that holds one tensor

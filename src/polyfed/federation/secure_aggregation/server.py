@@ -109,8 +109,6 @@ class SecureSum:
         """Ask the clients for masked replies to a task, and return their sum.
 
         Args:
-            task: the task.
-            clients: the clients.
             send: the message to the clients.
             options: `turn`, `enough` and `held_out` of `Federation.ask`.
 

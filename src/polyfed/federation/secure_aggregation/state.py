@@ -32,7 +32,6 @@ def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[
     A simulation derives them from the key of the client dataset, so that a repeated run has the same seeds.
 
     Args:
-        context: the client context.
         data: the client dataset. Its attribute `key`, a number, is different in every round.
         request: a number that is different for every request of the round.
     """

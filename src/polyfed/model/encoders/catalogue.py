@@ -14,7 +14,7 @@ from polyfed.model.checks import known_fields, one_of
 from polyfed.model.encoders.hugging_face import HuggingFace
 from polyfed.model.encoders.images import Cnn4, ResNet18
 from polyfed.model.encoders.sequences import ConvGru, TokenTransformer, Transformer
-from polyfed.model.encoders.spec import EncoderSpec, Mlp, Shape
+from polyfed.model.encoders.spec import EncoderSpec, Mlp, Shape, Tabular
 from polyfed.model.encoders.spectrograms import Conv2dGru
 
 
@@ -70,6 +70,7 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
     "conv2d-gru": Conv2dGru,
     "hf": HuggingFace,
     "resnet18": ResNet18,
+    "tabular": Tabular,
     "token-transformer": TokenTransformer,
     "transformer": Transformer,
 }

@@ -67,7 +67,6 @@ def epsilon_of_all(uses: Mapping[float, int], delta: float) -> float:
     Args:
         uses: noise multiplier -> number of mechanisms with this noise, which may be 0. The noise multiplier is the
             standard deviation as a multiple of the largest change that one unit can cause.
-        delta: delta.
     """
     dp = _library()
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)

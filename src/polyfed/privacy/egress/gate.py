@@ -58,7 +58,6 @@ class EgressGate:
         """Return why the clients do not take a message, or "" if they take it.
 
         Args:
-            request: the request.
             own: the message, without blocks that the clients do not have.
         """
         policy, name = self.announcement.policy, type(own).__name__

@@ -16,6 +16,10 @@ TO_CLIENT = "client"
 """The destination of the messages that a client receives."""
 
 
+NO_RUN = ""
+"""The name of the run in the rows of an enrolment, because a device does not know it before the first request."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """The message that each of `clients` sent or received in one request.

@@ -72,7 +72,6 @@ def mixing(
     """Return which blocks of a client's model can reveal another of its modalities, and why.
 
     Args:
-        method: the method.
         objective: what the model learns to predict.
         model: the built model.
         own: the client's modalities.

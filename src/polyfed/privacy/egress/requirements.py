@@ -159,14 +159,15 @@ class Requirements:
             )
         steps = math.floor(STEPS / self.score_noise)
 
-        def noisy(name: str) -> Tensor:
-            value: Tensor = getattr(reply, name)
-            noise = discrete_gaussian(None, name, tuple(value.shape), value.device)
+        def noisy(value: Tensor) -> Tensor:
+            noise = discrete_gaussian(None, "count", tuple(value.shape), value.device)
             found: Tensor = ((value.to(torch.float64) * steps + noise) / steps).round()
             return found
 
-        rows = noisy("num_rows").clamp(min=1)
-        right = noisy("sums").clamp(min=0).minimum(rows).abs()  # no -0
+        if (own := getattr(reply, "with_noise", None)) is not None:
+            return own(noisy, STEPS / steps)
+        rows = noisy(reply.num_rows).clamp(min=1)
+        right = noisy(reply.sums).clamp(min=0).minimum(rows).abs()  # no -0
         return replace(reply, sums=right.to(reply.sums.dtype), num_rows=rows.to(reply.num_rows.dtype))
 
 

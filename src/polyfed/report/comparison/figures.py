@@ -33,7 +33,6 @@ def write_figures(
     """Write all figures of a comparison.
 
     Args:
-        comparison: the comparison.
         proof: the tests of the comparison.
         folder: the folder for the files, which is created.
         metric: the metric of the curves. If None, it is chosen as in `evidence`.

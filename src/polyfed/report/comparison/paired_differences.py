@@ -114,7 +114,6 @@ def evidence(
     """Test the differences of a comparison.
 
     Args:
-        comparison: the comparison.
         metric: a metric of result.json, such as `global.uar`. None uses the metric of the study, or else the first of
             `DEFAULTS` that all runs have.
         baseline: the method with which the others are compared. None uses the first method.

@@ -46,7 +46,6 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
     A group is left out if its runs do not record the cost. Simulated seconds need a section [network].
 
     Args:
-        comparison: the comparison.
         metric: a metric of the rounds, such as `global.uar`. If None, it is chosen as in `evidence`.
     """
     found: dict[str, list[Progression]] = {cost: [] for cost in COSTS}

@@ -134,7 +134,6 @@ def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence |
     """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
 
     Args:
-        comparison: the comparison.
         path: the file to write.
         proof: the tests. If None, they are `evidence(comparison)`.
 

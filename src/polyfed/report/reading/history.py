@@ -139,7 +139,6 @@ def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]
     """The numbers in a row of `rounds.jsonl`, under dotted names.
 
     Args:
-        row: the row.
         rising: whether larger scores of clients are better.
     """
     found: dict[str, float | None] = {}

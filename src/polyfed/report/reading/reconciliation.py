@@ -20,6 +20,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT, EGRESS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import escaped
+from polyfed.privacy.egress.ledger import NO_RUN
 from polyfed.report.reading.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
@@ -96,6 +97,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
             continue
         own = list(_rows(place))
         clients = _by_client([row for row, _ in own], name)
+        _add_enrolments(clients, _by_client([row for row, _ in own], NO_RUN), server)
         seen |= clients.keys()
         if not clients:
             findings.append(f"{place / AUDIT} has no row of the run {name}")
@@ -151,6 +153,15 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
         way = found[client].down if row.get("destination") == "client" else found[client].up
         way[place, tuple(str(row.get(key)) for key in WHAT)] += 1
     return dict(found)
+
+
+def _add_enrolments(
+    clients: dict[int, _Client], enrolled: Mapping[int, _Client], server: Mapping[int, _Client]
+) -> None:
+    """Add the rows of enrolments that the server has too. A device enrols before it knows the name of the run."""
+    for client, told in enrolled.items():
+        if client in clients and client in server:
+            clients[client].up += Counter({row: 1 for row in told.up if row in server[client].up})
 
 
 def _seals(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:

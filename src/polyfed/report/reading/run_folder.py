@@ -174,7 +174,6 @@ def damaged(path: Path, why: object, line: int | None = None) -> DataError:
     """The error for a damaged file.
 
     Args:
-        path: the file.
         why: what is wrong with it.
         line: the number of the line, from 1; None for the whole file.
     """

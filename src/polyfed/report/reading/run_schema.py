@@ -181,6 +181,7 @@ class ConformalFacts(TypedDict):
     kind: str
     group_by: str
     counts: dict[str, dict[str, ConformalTable]]
+    sizes: NotRequired[dict[str, ConformalTable]]
 
 
 @with_config(ANY_KEYS)

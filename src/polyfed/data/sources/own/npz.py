@@ -4,14 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+import numpy as np
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
+from polyfed.data.column_rules import Feature, rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.files import Arrays, stored_name
+from polyfed.data.reading.frames import Joined, joined
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
@@ -30,7 +33,9 @@ class Npz(Source):
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
-        modalities: Names of the arrays that are modalities, in this order.
+        modalities: Names of the arrays that are modalities, in this order; or modality -> arrays (N,) that form it, as
+            the columns of a table do.
+        columns: Array (N,) -> how its words, missing numbers or dates become numbers, as in the source `table`.
         label: Array of the labels: class numbers 0..C-1 (N,), words (N,), numbered in sorted order and kept as names,
             or targets (N,) or (N, T), floats with NaN for an unknown one, or integers with T of at least 2. A boolean
             array `<label>_known` may mark the known targets. "" if the task needs no labels.
@@ -52,7 +57,8 @@ class Npz(Source):
     """
 
     path: str
-    modalities: tuple[str, ...] = ()
+    modalities: tuple[str, ...] | Mapping[str, str | list[str]] = ()
+    columns: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     label: str = "label"
     client: str = "client"
     split: str = "split"
@@ -66,21 +72,43 @@ class Npz(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
+        rules_of("[data.columns]", self.columns)
         require(
             len(set(self.modalities)) == len(self.modalities),
             "data.modalities",
             self.modalities,
             "distinct names",
         )
+        named = {*self.modalities, *self.arrays}
         for role in ("label", "client", "split"):
             name = getattr(self, role)
-            require(name not in self.modalities, f"data.{role}", name, "an array that is not in data.modalities too")
+            require(name not in named, f"data.{role}", name, "an array that is not in data.modalities too")
         require(
-            self.known not in self.modalities,
+            self.known not in named,
             "data.modalities",
             self.modalities,
             f"modalities only; '{self.known}' says which labels are known",
         )
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Return the arrays that the modalities consist of."""
+        if not isinstance(self.modalities, Mapping):
+            return tuple(self.modalities)
+        groups = ([group] if isinstance(group, str) else group for group in self.modalities.values())
+        return tuple(name for group in groups for name in group)
+
+    @property
+    def features(self) -> dict[str, tuple[Feature, ...]]:
+        """Return the columns, before the fit, of each modality of whose arrays `columns` speaks."""
+        rules = rules_of("[data.columns]", self.columns)
+        said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
+        groups = {name: [group] if isinstance(group, str) else list(group) for name, group in said.items()}
+        found = {name: group for name, group in groups.items() if any(array in rules for array in group)}
+        return {
+            name: tuple(Feature(column=array, rule=rules.get(array)) for array in group)
+            for name, group in found.items()
+        }
 
     @property
     def known(self) -> str:
@@ -103,20 +131,28 @@ class Npz(Source):
             "known": self._read(self.known if self.known in arrays else None, arrays.__getitem__, problems),
         }
         masks = {name: f"{name}_present" for name in self.modalities if f"{name}_present" in arrays}
-        features = {name: self._read(name, arrays.features, problems) for name in self.modalities}
+        features = {name: self._read(name, arrays.features, problems) for name in self.whole(arrays)}
+        made = self._joined(arrays, features, problems)
         present = {name: self._read(mask, arrays.integers, problems) for name, mask in masks.items()}
         if read["ids"] is None and self.ids == ROWS:
             read["ids"] = ROWS
         roles = {"label": self.label, "known": self.known, "ids": held["ids"]} | {
             role: held[role] for role in ("client", "split", "split_personal")
         }
+        present = {name: mask for name, mask in present.items() if mask is not None}
         draft = Draft(
             name=stored_name(arrays.path),
             where=f"'{arrays.path}'",
-            modalities={name: values for name, values in features.items() if values is not None},
-            present={name: mask for name, mask in present.items() if mask is not None},
+            modalities={name: values for name, values in made.modalities.items() if values is not None},
+            present={
+                **present,
+                **{name: there & _true(present.get(name), there) for name, there in made.present.items()},
+            },
+            coded=made.coded,
+            cut=made.cut,
+            notes=made.notes,
             layout=self.layout,
-            faulty=tuple(name for name, values in features.items() if values is None),
+            faulty=tuple(name for name in self.modalities if made.modalities.get(name) is None),
             declared=True,
             owned=True,
             called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},
@@ -124,6 +160,25 @@ class Npz(Source):
         )
         given = Given(test_share=self.test_share, seed=self.seed, standardise=self.standardise)
         return columns_of(draft, given, problems)
+
+    def whole(self, arrays: Arrays) -> tuple[str, ...]:
+        """Return the arrays that are a modality of their own, and hold numbers (N, ...)."""
+        if not isinstance(self.modalities, Mapping):
+            return tuple(name for name in self.modalities if name not in self.columns)
+        groups = [[group] if isinstance(group, str) else group for group in self.modalities.values()]
+        alone = [group[0] for group in groups if len(group) == 1]
+        return tuple(name for name in alone if name not in self.columns and name in arrays and arrays[name].ndim > 1)
+
+    def _joined(self, arrays: Arrays, features: Mapping[str, Any], problems: Problems) -> Joined:
+        """Return the modalities, of which some are joined arrays, or arrays of words."""
+        if not isinstance(self.modalities, Mapping) and not self.columns:
+            return Joined(modalities=dict(features))
+        said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
+        read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
+        given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns))
+        return joined(
+            {name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems
+        )
 
     @staticmethod
     def _read(name: str | None, read: Callable[[str], Any], problems: Problems) -> Any:
@@ -162,3 +217,8 @@ class Npz(Source):
             obtain="numpy.savez('mine.npz', audio=..., text=..., label=..., client=..., split=...)",
             layout="one .npz file, or a folder of <array>.npy files (memory mapped)",
         )
+
+
+def _true(mask: Any, there: Any) -> Any:
+    """Return the mask of the file as an array, or the other one if there is none."""
+    return there if mask is None else np.asarray(mask, dtype=bool)

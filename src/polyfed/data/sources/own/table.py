@@ -16,6 +16,7 @@ from typing_extensions import override
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
+from polyfed.data.column_rules import rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
@@ -91,6 +92,8 @@ class Table(Source):
         ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality. Else, or with "rows", row numbers are the ids.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
+        columns: Column -> how its words, empty cells or dates become numbers: "one-hot", "mean", or a table with a kind
+            and its options; see docs/data.md.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
@@ -113,6 +116,7 @@ class Table(Source):
     split: str = "split"
     ids: str = ""
     class_names: tuple[str, ...] = ()
+    columns: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
@@ -128,6 +132,7 @@ class Table(Source):
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
         self.dialect.check()
+        rules_of("[data.columns]", self.columns)
         for option in ("shapes", "layout"):
             for name in getattr(self, option):
                 require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
@@ -137,6 +142,7 @@ class Table(Source):
         path = existing(self.path, "table")
         problems = Problems()
         words = {self.client: False, self.split: False} | ({self.label: True} if isinstance(self.label, str) else {})
+        words |= dict.fromkeys(word_columns(self.columns), False)
         return self.columns_of(read(path, problems, lambda _: words, self.dialect), path, problems)
 
     @property
@@ -156,7 +162,7 @@ class Table(Source):
             PolyfedError: the table has faults; the message lists all of them.
         """
         if not self.modalities:
-            guess = guessed(frame, self.given.meaning)
+            guess = guessed(frame, self.given.meaning, self.given.columns)
             groups = guess.groups
             if not groups:
                 rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
@@ -187,6 +193,7 @@ class Table(Source):
             standardise=self.standardise,
             test_share=self.test_share,
             seed=self.seed,
+            columns=rules_of("[data.columns]", self.columns),
             optional=tuple(role for role, may_be_missing in defaults if may_be_missing),
         )
 
@@ -216,6 +223,12 @@ class Table(Source):
         )
 
 
+def word_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns whose cells are words according to [data.columns], even if they look like numbers."""
+    rules = rules_of("[data.columns]", columns)
+    return tuple(column for column, rule in rules.items() if rule.of_words)
+
+
 def read(
     path: Path,
     problems: Problems,
@@ -225,7 +238,6 @@ def read(
     """Read a table from a file.
 
     Args:
-        path: the file.
         problems: columns that occur twice are added to this object as faults.
         words: returns, for the names of all columns, those whose cells are words even if they look like numbers, since
             in a text file "1" and "01" are two clients. It maps the column of the labels to true: they become numbers

@@ -88,7 +88,6 @@ def _published(path: str, label: Tensor, split: Tensor) -> Tensor:
     """Read the coloured images of the published file, in the order of `label`.
 
     Args:
-        path: The file.
         label: Labels of MNIST, int64 (N,), which the file's labels must equal.
         split: Split codes of MNIST, int8 (N,).
 

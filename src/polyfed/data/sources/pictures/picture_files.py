@@ -30,7 +30,6 @@ def read_picture(path: Path, *, gray: bool = False, size: int | None = None) -> 
     """Read a picture.
 
     Args:
-        path: The file.
         gray: If True, convert the picture to one channel. Otherwise the result has three channels.
         size: Scale the picture to `size` x `size` pixels. If None, the picture keeps its size.
 

@@ -398,7 +398,6 @@ def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:
     about `limit` bytes of such a reply.
 
     Args:
-        grid: the grid.
         identities: the ids of the messages.
         limit: size of the largest reply, in bytes.
 
