@@ -17,7 +17,6 @@ from polyfed import sweep
 from polyfed.report.comparison.compare import Comparison, compare
 from polyfed.report.comparison.paired_differences import Difference, Evidence, evidence
 from polyfed.report.comparison.tables import markdown, scenarios_sheet
-from polyfed.report.formatting import number_of
 from polyfed.report.pages.page import write_comparison
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,15 +28,15 @@ LEVEL = 0.05
 
 
 def cost_rows(comparison: Comparison) -> Iterator[str]:
-    """A table of the bytes and the seconds of the runs: means over the seeds, one column for each scenario."""
+    """A table of the megabytes that a run sends: means over the seeds, one column for each scenario."""
     scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
     cells: dict[str, dict[str, str]] = {}
     for group in comparison.groups:
         results = [folder.result for folder in group.folders]
         sent = statistics.fmean(result["bytes_up"] + result["bytes_down"] for result in results)
-        size = number_of(sent, "bytes")
-        seconds = statistics.median(result["seconds_total"] for result in results)
-        cells.setdefault(group.method, {})[group.scenario] = f"{size}, {seconds:.1f} s"
+        size = sent / 1e6
+        if not group.method.endswith("-placebo"):  # costs what its method costs
+            cells.setdefault(group.method, {})[group.scenario] = f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
     yield f"| method | {' | '.join(scenarios)} |"
     yield "|---|" + "---:|" * len(scenarios)
     for method, own in cells.items():
@@ -89,7 +88,7 @@ def page(comparison: Comparison, proof: Evidence) -> str:
         "## Differences to the placebos",
         f"Score minus the placebo's, {tested} over this table.",
         "\n".join(difference_rows(proof.placebos)),
-        "## Bytes in both directions, and seconds of a run",
+        "## Megabytes in both directions",
         "\n".join(cost_rows(comparison)),
     ]
     return "\n\n".join(parts) + "\n"

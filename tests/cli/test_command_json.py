@@ -89,6 +89,7 @@ def test_descriptions(polyfed_command):
         "kind": "float, 0 or more",
         "default": "0.01",
         "about": method["options"][0]["about"],
+        "search": "0.0, 0.001, 0.01, 0.1, 1.0",
     }
     assert {
         "task": "update",

@@ -249,7 +249,9 @@ def test_what_clients_tell_is_announced_and_booked_and_the_policy_decides(tmp_pa
     assert {row["verdict"] for row in told} == {"allowed"}
     assert run.result["bytes_up"] >= sum(row["bytes"] for row in rows if row["destination"] == "server")
     quiet = {"person": {"server": ["parameters", "gradients"]}, "shared": {"server": ["parameters", "statistic"]}}
-    with pytest.raises(EgressError, match=r"ColumnStatistics\.sex \(task set-up\): statistic of person to the server"):
+    with pytest.raises(
+        EgressError, match=r"statistic of person to the server: ColumnStatistics\.sex, port, age \(task set-up\)"
+    ):
         polyfed.run(data=frame(), egress=quiet, **OPTIONS, clients="client")
     stated = {
         "sex": {"kind": "one-hot", "words": ["female", "male"]},

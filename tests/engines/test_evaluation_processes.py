@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import polyfed
-from engines.federations import DEMO, PATIENCE, outcome, reference
+from engines.devices import RECIPE
+from engines.federations import PATIENCE, outcome, reference
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.local_federation import LocalFederation
 from polyfed.experiment.evaluate import job_of
@@ -19,15 +20,14 @@ from polyfed.experiment.evaluate import job_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MORE = """
+reply_seconds = 400
+away_seconds = 400
 [evaluate]
 every = 0
 subsets = "all"
 conformal = "split"
 conformal_groups = "client"
 shrinkage = true
-[deployment]
-reply_seconds = 400
-away_seconds = 400
 """
 
 CAPTURE = """
@@ -35,7 +35,7 @@ import json
 from polyfed.engines.flower.server import transport
 read = transport.packet_of
 def kept(content):
-    with (RECIPE.parent / "captured").open("ab") as file:
+    with open(PLACE, "ab") as file:
         for record in content.array_records.values():
             for array in record.values():
                 file.write(array.data)
@@ -50,11 +50,10 @@ transport.packet_of = kept
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: Any) -> Iterator[LocalFederation]:
     folder = tmp_path_factory.mktemp("federation")
-    text = DEMO.read_text().replace('holdings = [["gray", "color"], ["gray"], ["color"]]', "personal_test = 0.2")
-    text = text.replace("personal_test = 0.2", "personal_test = 0.2\nvalidation = 0.25").replace(
-        "rounds = 3", "rounds = 2"
+    text = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "validation = 0.25").replace(
+        '"scaffold"', '"fedavg"'
     )
-    (folder / "own.toml").write_text(text + MORE)
+    (folder / "own.toml").write_text(text.replace("enrol_seconds = 2.0", "") + MORE)
     with LocalFederation(folder / "own.toml", folder / "fed") as started:
         for place in started.nodes:
             path = place / "policy.toml"
@@ -88,14 +87,16 @@ def test_a_job_on_three_device_processes_equals_the_pooled_file_and_sends_no_row
     polyfed.run(recipe, model, engine="sequential")
     app = write_job(job_of(model, None), tmp_path / "job")
     module = app / "polyfed_app.py"
-    module.write_text(module.read_text() + CAPTURE)
+    module.write_text(module.read_text() + CAPTURE.replace("PLACE", repr(str(tmp_path / "captured"))))
     federation.run(app).wait(PATIENCE)
     told = json.loads((app / "run" / "result.json").read_text())["evaluation"]
     parts = [dict(np.load(place / "data.npz")) for place in federation.nodes]
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows["id"] = np.arange(len(rows["label"]))
     np.savez(tmp_path / "pooled.npz", **rows)
-    text = recipe.read_text().replace('name = "cg-digits"', 'name = "npz"\npath = "x"\nmodalities = ["gray", "color"]')
+    text = recipe.read_text().replace(
+        'name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "x"\nmodalities = ["a", "b"]'
+    )
     (tmp_path / "npz.toml").write_text(text)
     here = polyfed.evaluate(model, recipe=tmp_path / "npz.toml", data=tmp_path / "pooled.npz").content
     assert set(told["sites"]) == {"0", "1", "2"}
@@ -104,12 +105,12 @@ def test_a_job_on_three_device_processes_equals_the_pooled_file_and_sends_no_row
         for key, value in one.items():
             tolerance = 1e-9 if name != "loss" else 1e-6  # the batches of float32 outputs differ in their last bits
             assert told["pooled"]["metrics"][name][key] == pytest.approx(value, abs=tolerance), (name, key)
-    captured = (app / "captured").read_bytes()
+    captured = (tmp_path / "captured").read_bytes()
     assert captured.count(b"SiteScores") + captured.count(b"verdict") > 0, "the capture holds headers"
     assert len(captured) > 3 * 512 * 8, "and histograms"
     tested = rows["split"] == 1
-    logits = polyfed.load_run(model).predict({m: rows[m] for m in ("gray", "color")}).numpy()
-    for values in (rows["gray"], rows["color"], logits):
+    logits = polyfed.load_run(model).predict({m: rows[m] for m in ("a", "b")}).numpy()
+    for values in (rows["a"], rows["b"], logits):
         flat = values[tested].reshape(int(tested.sum()), -1).astype(np.float32)
         for row in flat:
             # whole rows, and each number that is not as common as 0 or 1

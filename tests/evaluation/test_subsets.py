@@ -207,3 +207,34 @@ def test_used_tells_which_modalities_a_prediction_reads() -> None:
     assert list(lacking_c) == ["a", "b"], "the model of client 1 reads no c"
     with pytest.raises(PolyfedError, match="no global model"):
         run.used(x)
+
+
+@pytest.mark.parametrize("name", ["hfm", "vfl"])
+def test_silos_are_scored_from_the_embeddings_of_each_subset(name: str) -> None:
+    found = []
+    for engine in ("sequential", "vectorised"):
+        made = world(name, engine, evaluation=Evaluation(every=0, subsets="all"))
+        made = replace(made, clients=replace(made.clients, personal_test=0.3), rounds=1)
+        parts, state, _ = played(made)
+        parts.fed.begin(1)
+        found.append(parts.algorithm.evaluate(state, parts.fed).metrics["personal"])
+    one, many = found
+    assert {key for key in one if "subset" in key} == {"subset.a", "subset.b", "subset.a+b", "worst_subset"}
+    assert one["subset.a+b"] == pytest.approx(one["mean"], abs=1e-6)
+    assert one["worst_subset"] == min(one[f"subset.{subset}"] for subset in ("a", "b", "a+b"))
+    assert one["subset.a"] != one["subset.a+b"]
+    assert many == pytest.approx(one, abs=0.035)
+    columns, label = parts.population.columns, parts.population.columns.label
+    assert parts.population.test is not None
+    rows = {k: parts.population.test[k] for k in range(parts.population.num_clients)}
+    run = polyfed.run(made)
+    own = run.result["metrics"]["personal"]
+    silo = parts.population.silo
+    assert silo is not None
+    firsts = [min(k for k in rows if int(silo[k]) == s) for s in sorted({int(s) for s in silo})]
+    for subset in ("a", "b"):
+        each = []
+        for k in firsts:
+            x = {subset: columns.modalities[subset].raw(rows[k])}
+            each.append(float((run.predict(x, k).argmax(1) == label[rows[k]]).double().mean()))
+        assert own[f"subset.{subset}"] == pytest.approx(sum(each) / len(each), abs=1e-6)

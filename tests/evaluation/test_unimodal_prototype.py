@@ -176,7 +176,7 @@ def test_check_announces_it_and_refuses_it_by_name() -> None:
     }
     assert 'server = ["parameters", "gradients", "prototypes", "statistic"]' in checked.refused[0].fix
     assert all(row.in_dry_run for row in checked.planned if row.field == "prototypes"), checked.remarks
-    with pytest.raises(EgressError, match=r"ClassMeans.prototypes \(task class_means\): prototypes of a"):
+    with pytest.raises(EgressError, match=r"prototypes of a to the server: ClassMeans.prototypes \(task class_means\)"):
         run(world("fedavg", egress={}))
     assert not check(world("fedavg")).refused
 

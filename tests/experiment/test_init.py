@@ -165,3 +165,20 @@ def test_several_arrays_of_labels_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", audio=AUDIO, y1=LABEL, y2=LABEL)
     with pytest.raises(PolyfedError, match=r"labels = y1, y2 are several arrays. Save the targets of a row as one"):
         starter(tmp_path / "mine.npz", {"label": ["y1", "y2"]})
+
+
+def test_a_table_with_holes_gets_scores_of_subsets_and_validation_rows(tmp_path: Path) -> None:
+    lines = ["audio_0,text_0,text_1,label"]
+    lines += [f"{'' if n % 3 else n / 9},{n / 7},{n % 5},{'ab'[n % 2]}" for n in range(120)]
+    (tmp_path / "mine.csv").write_text("\n".join(lines))
+    main_out = tmp_path / "recipe.toml"
+    with pytest.raises(SystemExit, match="0"):
+        main(["init", str(tmp_path / "mine.csv"), "--out", str(main_out)])
+    made = polyfed.load_recipe(main_out)
+    assert (made.algorithm.evaluation.subsets, made.algorithm.evaluation.conformal) == ("all", "split")
+    assert made.clients.validation == 0.2
+    whole = [line.replace(",,", ",1,") if line[0] != "," else "1" + line for line in lines]
+    (tmp_path / "whole.csv").write_text("\n".join(whole))
+    with pytest.raises(SystemExit, match="0"):
+        main(["init", str(tmp_path / "whole.csv"), "--out", str(tmp_path / "whole.toml")])
+    assert "[evaluate]" not in (tmp_path / "whole.toml").read_text()

@@ -1,12 +1,13 @@
 """A recipe with many faults tells of all of them at once, each with its line or its override."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import polyfed
-from polyfed.core.errors import DataError, NotAllowed, RecipeError
+from polyfed.core.errors import DataError, EgressError, NotAllowed, RecipeError
 from polyfed.core.problems import joined
 
 BAD = """seed = 1
@@ -113,3 +114,61 @@ def test_faults_of_an_npz_are_told_at_once(tmp_path: Path) -> None:
     assert lines[0] == "4 problems:"
     for word, line in zip(("'a'", "'b'", "'c'", "'client'"), lines[1:], strict=True):
         assert word in line
+
+
+PARTIAL = """seed = 1
+rounds = 1
+[data]
+name = "toy"
+rows = 60
+shapes = { a = [4], b = [4], c = [4] }
+[clients]
+num = 2
+[train]
+lr = 0.1
+[model.encoders]
+a = { kind = "token-transformer", vocabulary = 9 }
+[algorithm]
+name = "partialfl"
+"""
+
+
+def test_a_method_tells_of_its_own_faults_with_all_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(PARTIAL)
+    with pytest.raises(RecipeError) as refused:
+        polyfed.check(tmp_path / "mine.toml")
+    said = str(refused.value)
+    for words in ("ids from 0 to 8", "partialfl shares nothing", "[model] head = [128]"):
+        assert words in said, said
+    more = PARTIAL.partition("[model.encoders]")[0] + '[model]\nhead = [8]\n[algorithm]\nname = "partialfl"\n'
+    row = said.partition("as in [egress.c] ")[2].splitlines()[0]
+    (tmp_path / "mine.toml").write_text(f"{more}[egress.c]\n{row}\n")
+    assert polyfed.check(tmp_path / "mine.toml").exit_code == 0
+    wrong = more.replace('"partialfl"', '"partialfl"\nlocal_encoders.b = { kind = "mlp" }\nprobe = true')
+    (tmp_path / "mine.toml").write_text(
+        f"{wrong.replace('head = [8]', 'embedding = 8')}[egress.c]\n{row}\n[task]\nname = 'retrieval'\n"
+    )
+    with pytest.raises(RecipeError) as refused:
+        polyfed.check(tmp_path / "mine.toml")
+    for words in ("local_encoders names 'b'", "probe and same_class_negatives", "[model] head", "cannot train [task]"):
+        assert words in str(refused.value), str(refused.value)
+
+
+def test_one_cause_is_one_line_and_one_row_stands_for_all_modalities() -> None:
+    recipe = polyfed.make_recipe(
+        {m: np.ones((60, 3)) * np.arange(60)[:, None] for m in "abc"},
+        labels=np.arange(60) % 3,
+        clients=2,
+        algorithm="fedproto",
+        standardise=True,
+    )
+    with pytest.raises(EgressError) as refused:
+        polyfed.run(recipe)
+    lines = str(refused.value).splitlines()
+    causes = [line for line in lines if line.startswith("  prototypes of ")]
+    assert [cause.split()[2] for cause in causes] == ["a", "b", "c"]
+    fixes = lines[lines.index("it would leave if the policy said:") + 1 :]
+    kinds = '["parameters", "gradients", "prototypes", "statistic"]'
+    assert fixes == [f'  [egress."*"] server = {kinds}']
+    row = {"*": {"server": ["parameters", "gradients", "prototypes", "statistic"]}}
+    assert polyfed.check(replace(recipe, egress=row)).exit_code == 0

@@ -39,3 +39,25 @@ def test_the_commands_write_a_recipe_check_and_run_it(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}: {done.stderr}"
     assert list((tmp_path / "runs").glob("*/result.json"))
     assert (tmp_path / "runs" / "recipe" / "report.html").exists()
+
+
+def test_a_table_with_holes_leads_to_scores_of_subsets_and_sets_with_a_promise(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    label = np.arange(400) % 3
+    values = draw.normal(size=(400, 4)) + label[:, None]
+    holes = draw.random(400) < 0.3
+    lines = ["audio_0,audio_1,text_0,text_1,label"]
+    for row, lacks, number in zip(values, holes, label, strict=True):
+        lines.append(",".join([*(["", ""] if lacks else map(str, row[:2])), *map(str, row[2:]), "abc"[number]]))
+    (tmp_path / "my.csv").write_text("\n".join(lines))
+    for command in block("", "polyfed init").splitlines():
+        words = [sys.executable, "-m", "polyfed.cli", *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert "accuracy from text" in done.stdout
+    assert "worst subset" in done.stdout
+    begin = "import numpy as np, polyfed\ntext = np.zeros((5, 2))\n"
+    code = begin + block("python", "predict_set") + "\nprint(len(found.classes), found.subsets[0])"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "5 text\n"

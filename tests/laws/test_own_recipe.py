@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+import polyfed
 from laws.own import row_from
 from laws.rows import ROWS
 from laws.test_laws import world
+from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging.fedprox import FedProx
-from polyfed.cli.init import SOME, egress_of, lines_for
+from polyfed.cli.init import egress_of, lines_for
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_toml
-from polyfed.experiment.checks.check import plan
+from polyfed.experiment.checks.check import check, plan
+from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
 
@@ -87,7 +90,7 @@ def test_a_row_has_what_the_recipe_says_and_nothing_else(tmp_path: Path) -> None
 def test_the_printed_policy_allows_a_method_and_no_kind_less_would(name: str) -> None:
     rows = egress_of(name)
     assert parse_toml(lines_for(name)).get("egress", {}) == rows
-    policy = {"b" if block == SOME else block: row for block, row in rows.items()}
+    policy = {"b" if block == "a" else block: row for block, row in rows.items()}
     defaults = {key: ROWS[name].options[key] for key in ("train", "selector") if key in ROWS[name].options}
     made = world(name, **defaults)
     fits = {
@@ -100,6 +103,22 @@ def test_the_printed_policy_allows_a_method_and_no_kind_less_would(name: str) ->
     except RecipeError:  # the method needs a row to know what it may share
         enough = False
     assert enough == (not rows), "rows are printed exactly if the default does not do"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_printed_recipe_is_accepted_and_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "printed.toml").write_text(lines_for(name))
+    recipe = load_recipe(tmp_path / "printed.toml", ["rounds=1"])
+    assert check(recipe).exit_code == 0
+    assert len(polyfed.run(recipe).rounds) == 1
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_needed_section_stands_in_the_printed_recipe(name: str) -> None:
+    table = parse_toml(lines_for(name))
+    for section, options in ALGORITHMS[name].needs.items():
+        assert options.items() <= table[section].items()
 
 
 def test_an_unknown_method_is_told() -> None:

@@ -63,7 +63,7 @@ def test_a_refused_reply_reaches_no_server_code_and_counts_no_bytes(engine: str,
 
 
 def test_a_run_that_would_be_refused_stops_before_training() -> None:
-    with pytest.raises(EgressError, match=r"Leak.targets \(task update\): labels of labels"):
+    with pytest.raises(EgressError, match=r"labels of labels to the server: Leak.targets \(task update\)"):
         refuse_forbidden(assemble(recipe(Leaky())))
 
 

@@ -304,3 +304,16 @@ def test_a_search_that_chooses_the_rounds_is_not_pruned(tmp_path):
     study = halved(tmp_path, keys={"rounds": [2, 4]})
     with pytest.raises(RecipeError, match="the search cannot choose `rounds`"):
         polyfed.sweep(study, tmp_path / "out")
+
+
+def test_stop_ends_trials_and_reported_runs_too(tmp_path, here):
+    study = halved(tmp_path)
+    study["set"] |= {"rounds": 8, "stop.patience": 1, "stop.min_delta": 0.5, "evaluate.every": 1}
+    frame = polyfed.sweep(study, tmp_path / "out")
+    assert set(frame["state"]) == {"finished"}
+    assert set(frame["stopped.round"]) == {2}
+    assert sorted(map(len, rounds_in(tmp_path / "out").values())) == [1, 1, 1, 1, 2, 2, 2, 2], (
+        "halved, then out of patience"
+    )
+    results = [json.loads(path.read_text()) for path in (tmp_path / "out" / "runs").glob("*/result.json")]
+    assert {result["stopped"]["by"] for result in results} == {"patience"}

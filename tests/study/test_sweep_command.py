@@ -56,7 +56,7 @@ def test_a_policy_that_forbids_a_method_is_refused_before_the_first_run(tmp_path
     assert "2 problems" in err
     for method in ("fedproto", "creamfl"):
         assert f"  method '{method}' in scenario 'recipe': the policy forbids what this algorithm sends:\n    " in err
-    assert "Learned.prototypes (task update): prototypes of a to the server" in err
+    assert "prototypes of a to the server: Learned.prototypes (task update)" in err
     assert "[egress.a] server = " in err
     assert not (tmp_path / "out").exists(), "no run has started"
 

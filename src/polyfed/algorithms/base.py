@@ -141,6 +141,10 @@ S = TypeVar("S", bound=ServerState, default=Any)
 """The state of a method."""
 
 
+IMAGES: Mapping[str, Any] = {"shapes": {"a": [1, 8, 8], "b": [3, 8, 8]}}
+"""An entry of `Algorithm.needs` for methods that need an encoder with norms or convolutions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC, Generic[S]):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
@@ -167,6 +171,9 @@ class Algorithm(ABC, Generic[S]):
     common first part share a chart."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options. With `preset = "paper"`, a recipe uses this set for every option that it does not give."""
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """What a recipe must say beyond its [algorithm] and [egress], by section, for data with the modalities `a` and `b`:
+    `polyfed algorithms NAME --recipe` prints it."""
     only_evaluates: ClassVar[tuple[str, ...]] = ()
     """Tasks whose replies only serve evaluation. A simulated attacker answers them truthfully."""
     sends_class_means: ClassVar[bool] = False
@@ -254,6 +261,24 @@ class Algorithm(ABC, Generic[S]):
             policy: what may leave the clients.
         """
         return spec, modalities
+
+    def faults(
+        self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy, objective: Objective
+    ) -> Iterator[RecipeError]:
+        """Yield everything that a recipe gets wrong for this method, before the model is built.
+
+        They are shown together with all other faults. By default, the fault of `model_spec`.
+
+        Args:
+            spec: the section [model].
+            modalities: the modalities of the data.
+            policy: the policy of the recipe.
+            objective: the task.
+        """
+        try:
+            self.model_spec(spec, modalities, policy)
+        except RecipeError as error:
+            yield error
 
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""

@@ -21,9 +21,7 @@ class OnCorrupt(StrEnum):
 @app.command()
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
-    recipe: Annotated[
-        bool, typer.Option("--recipe", help="Print the [algorithm] and [egress] lines that a recipe needs for NAME.")
-    ] = False,
+    recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe for NAME that runs as it is.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or describe one: its idea, its hyper-parameters and what can leave a client."""

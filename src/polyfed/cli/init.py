@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
@@ -43,25 +44,42 @@ def write_recipe(
     return made.notes
 
 
-SOME = "MODALITY"
-"""The placeholder for the name of a modality in the printed lines. It is used if a method cannot run when the policy
-has the same row for every modality."""
+SOME = "a"
+"""The modality of the printed recipe that may be shared, for a method that cannot run with one row for all of them."""
 
 _MEANS = {
     EVERY: "every modality without a row of its own",
-    SOME: "write the name of a modality that may be shared; the method keeps at least one private",
+    SOME: "the modalities that may be shared; the method keeps at least one private",
 }
+
+_BASE: dict[str, dict[str, Any]] = {
+    "data": {"name": "toy", "rows": 400},
+    "clients": {"partition": "iid", "num": 4},
+    "train": {"lr": 0.1},
+}
+"""The data and the clients of the printed recipe."""
 
 
 def lines_for(name: str | None) -> str:
-    """The [algorithm] section and the [egress] rows that a recipe needs for an algorithm with default options.
+    """Return a whole recipe for an algorithm with default options, which runs as it is, on synthetic data.
 
     Raises:
         RecipeError: no name is given, or there is no such algorithm.
     """
     if name is None:
         raise RecipeError(f"--recipe needs the name of an algorithm; {did_you_mean('', ALGORITHMS)}")
-    lines = ["[algorithm]", f'name = "{name}"']
+    needs = catalogue.algorithm_named(name).needs
+    lines = [
+        f"# {name} on synthetic data. `polyfed init FILE` writes [data], [clients] and [model] for yours.",
+        "seed = 1",
+        "rounds = 2",
+    ]
+    for section in (*_BASE, *(needs.keys() - _BASE.keys())):
+        own = needs.get(section, {})
+        held = {} if "partition" in own else _BASE.get(section, {})
+        told = f"  # {name} needs {', '.join(own)}" if own else ""
+        lines += ["", f"[{section}]{told}", *(f"{key} = {_toml(value)}" for key, value in {**held, **own}.items())]
+    lines += ["", "[algorithm]", f'name = "{name}"']
     needed = egress_of(name)
     if not needed:
         lines += ["", "# no [egress] rows are needed: without any, parameters, gradients and statistics may leave"]
@@ -71,6 +89,12 @@ def lines_for(name: str | None) -> str:
         if block in _MEANS:
             lines[-len(row) - 1] += f"  # {_MEANS[block]}"
     return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())} }}"
+    return json.dumps(value)
 
 
 def egress_of(name: str) -> dict[str, dict[str, list[str]]]:

@@ -81,6 +81,7 @@ class FedNova(Averaging):
         "effective_steps": "The effective number of local steps by which the server moves the global model.",
         "length_ratio": "The largest over the smallest number of effective steps in the cohort; at 1, it is FedAvg.",
     }
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"train": {"optimiser": "sgd", "nesterov": False}}
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = NovaModel
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

@@ -31,6 +31,10 @@ class Hfl(Averaging):
 
     mu: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.001, 0.01, 0.1, 1.0)] = 0.0
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "data": {"stack": {"all": ["a", "b"]}},
+        "clients": {"partition": "silos", "silos": 2},
+    }
     mixing: ClassVar[str] = "hfl stacks them into one"
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 

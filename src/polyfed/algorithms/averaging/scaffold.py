@@ -71,6 +71,9 @@ class Scaffold(Averaging[ScaffoldState]):
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "train": {"optimiser": "sgd", "momentum": 0.0, "clip_norm": 0.0}
+    }
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate

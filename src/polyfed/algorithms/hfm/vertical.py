@@ -24,7 +24,7 @@ holds.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ from polyfed.core.schema import (
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score, possible
+from polyfed.evaluation.subsets import subsets_of, summary
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -139,6 +140,7 @@ class Vertical(Algorithm[SiloState]):
         "silo_bytes": "Bytes that devices and their edge have exchanged inside the silos so far.",
         "server_bytes": "Bytes between the silos and the server so far.",
     }
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"partition": "silos", "silos": 2}}
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
     aligns_rows: ClassVar[bool] = True
@@ -630,7 +632,26 @@ class Vertical(Algorithm[SiloState]):
             send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))
         told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
         group, scores = self.over_clients(told, fed)
+        group |= self._subsets_in_silos(fed, send) if group else {}
         return group, {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
+
+    def _subsets_in_silos(self, fed: Federation, send: Mapping[int, Exchange]) -> dict[str, float]:
+        """Score every silo from the embeddings of each subset that `[evaluate] subsets` names, in a request for each.
+
+        Args:
+            fed: the federation.
+            send: the device that scores its silo -> what it received for the score from all modalities.
+        """
+        which, model, objective = self.evaluation.subsets, fed.context.model, fed.context.objective
+        scores: dict[tuple[str, ...], float] = {}
+        for subset in subsets_of(which, model.modalities):
+            own = {c: {m: h for m, h in got.embeddings.items() if m in subset} for c, got in send.items()}
+            parts = {c: replace(send[c], embeddings=some) for c, some in own.items() if some}
+            told = fed.ask(self.score_silo, list(parts), parts, quorum=False, accept=possible(fed))
+            each = [objective.own_score(reply.sums, float(reply.num_rows)) for reply in told.values()]
+            if known := [score for score in each if score is not None]:
+                scores[subset] = sum(known) / len(known)
+        return summary(which, model.modalities, scores, rising=objective.RISING)
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:

@@ -15,8 +15,9 @@ Every client receives the public samples once. In every round, the server sends 
 send local representations. Page: docs/algorithms/creamfl.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +136,7 @@ class CreamFL(Algorithm[CreamState]):
             is allowed.
     """
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.1}}
     mixing: ClassVar[str] = "creamfl contrasts the embeddings of each modality with all others"
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import IMAGES
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -52,6 +53,7 @@ class FedOgm(Averaging):
             coefficients, so none is favoured. `none` is the method.
     """
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": IMAGES}  # the encoder of images has convolutions
     mixing: ClassVar[str] = "fedogm scales the gradient of each modality by the scores of all others"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "it compares modalities by the probability of the true class"

@@ -11,7 +11,7 @@ only one shareable modality. If there are several, each contrastive term is the 
 Page: docs/algorithms/partialfl.md.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -169,20 +169,6 @@ class PartialFL(Averaging[PartialState]):
             for name, entry in getattr(self, option).items():
                 encoder_spec(f"[algorithm.{option}] {name}", entry)
 
-    def check_encoders(self, shared: tuple[str, ...]) -> None:
-        """Refuse encoders for a modality that is not shareable, because no local model or tower reads it.
-
-        Raises:
-            RecipeError: an option names an encoder for a modality that is not shareable. The message lists the
-                shareable modalities.
-        """
-        for option in ("local_encoders", "server_encoders"):
-            if strange := [name for name in getattr(self, option) if name not in shared]:
-                raise RecipeError(
-                    f"[algorithm] {option} names '{strange[0]}', which the policy does not share; the local models and "
-                    f"the tower read only {', '.join(shared)}"
-                )
-
     def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_s, which maps shared vectors to embeddings z_T."""
         shapes, d = shapes_of(model, shared), embedding_size(model)
@@ -229,6 +215,27 @@ class PartialFL(Averaging[PartialState]):
         return spec, modalities if self.global_model == "all" else private
 
     @override
+    def faults(
+        self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy, objective: Objective
+    ) -> Iterator[RecipeError]:
+        yield from super().faults(spec, modalities, policy, objective)
+        shared = self.shareable(policy, modalities)
+        for option in ("local_encoders", "server_encoders"):
+            allowed = shared or modalities
+            if strange := [name for name in getattr(self, option) if name not in allowed]:
+                yield RecipeError(
+                    f"[algorithm] {option} names '{strange[0]}', which the policy does not share; the local models and "
+                    f"the tower read only {', '.join(allowed)}",
+                    ("algorithm", option),
+                )
+        if not isinstance(objective, Classification) and (self.probe or not self.same_class_negatives):
+            yield RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
+        kept = tuple(m for m in modalities if m not in (shared or modalities[-1:]))
+        read = modalities if self.global_model == "all" else kept
+        if len(read) > 1 and spec.module is None and spec.fusion == "concat" and not spec.head:
+            yield no_embedding()
+
+    @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         if task == "update":  # a task of `Averaging` that this method never asks for
             return False
@@ -253,10 +260,7 @@ class PartialFL(Averaging[PartialState]):
             RecipeError: the global model has no joint embedding.
         """
         check(fed)
-        if not isinstance(fed.context.objective, Classification) and (self.probe or not self.same_class_negatives):
-            raise RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         shared = self.shareable(fed.context.policy, fed.clients.modalities)
-        self.check_encoders(shared)
         start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
@@ -477,9 +481,14 @@ class PartialFL(Averaging[PartialState]):
 
 def check(fed: Federation) -> None:
     """Refuse a model without a joint embedding."""
-    model = fed.context.model
-    if not embedding_size(model):
-        raise RecipeError(
-            "partialfl needs an embedding of all modalities together: give the model a hidden layer, as in "
-            "[model] head = [128], or fusion = 'sum'"
-        )
+    if not embedding_size(fed.context.model):
+        raise no_embedding()
+
+
+def no_embedding() -> RecipeError:
+    """Return the error about a model without a joint embedding."""
+    return RecipeError(
+        "partialfl needs an embedding of all modalities together: give the model a hidden layer, as in "
+        "[model] head = [128], or fusion = 'sum'",
+        ("model", "head"),
+    )

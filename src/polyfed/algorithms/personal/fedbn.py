@@ -10,13 +10,13 @@ FedBN is `Averaging` with the private words `norms`: private_blocks.py. Page: do
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.private_blocks import NORMS, names_of
-from polyfed.algorithms.base import UPDATES
+from polyfed.algorithms.base import IMAGES, UPDATES
 from polyfed.core import keys
 from polyfed.core.schema import PLACEBO
 from polyfed.model import Model
@@ -35,6 +35,7 @@ class FedBn(Averaging):
     private: tuple[str, ...] = (NORMS,)
     placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": IMAGES}  # the encoder of images normalises
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 

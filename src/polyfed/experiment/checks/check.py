@@ -29,7 +29,7 @@ from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.announcement import Announced, Announcement
-from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.policy import EVERY, Policy
 from polyfed.report.formatting import bytes_of, counted
 from polyfed.report.text_layout import text_of
 
@@ -71,7 +71,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         planned,
         failures,
         why=tuple(_why(refused, assembly)),
-        fixes=tuple(fixes_of(refused, assembly.policy)),
+        fixes=tuple(fixes_of(refused, assembly.policy, assembly.fed.clients.modalities)),
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
         private=private_sizes(assembly),
         guesses=assembly.guesses,
@@ -253,13 +253,21 @@ def refuse_forbidden(assembly: Assembly) -> None:
     refused = [row for row in plan(assembly) if not row.allowed]
     if not refused:
         return
-    lines = [
-        f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
-        for row in refused
-    ]
-    lines += _why(refused, assembly)
-    fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
+    lines = [*_causes(refused), *_why(refused, assembly)]
+    listed = fixes_of(refused, assembly.policy, assembly.fed.clients.modalities)
+    fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in listed)]
     raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
+
+
+def _causes(refused: Iterable[Planned]) -> Iterator[str]:
+    """Yield a line for each kind of a block that may not go to a destination, with all parts that hold it."""
+    causes: dict[tuple[str, str, str], dict[tuple[str, str], list[str]]] = {}
+    for row in refused:
+        messages = causes.setdefault((row.kind, row.block, row.destination), {})
+        messages.setdefault((row.message, row.task), []).append(row.field)
+    for (kind, block, destination), messages in causes.items():
+        parts = (f"{message}.{', '.join(names)} (task {task})" for (message, task), names in messages.items())
+        yield f"  {kind} of {block} to the {destination}: {', '.join(parts)}"
 
 
 def refuse_large(assembly: Assembly) -> None:
@@ -283,8 +291,11 @@ def refuse_large(assembly: Assembly) -> None:
             )
 
 
-def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
-    """Return the lines of a recipe that would allow these parts, without repetition."""
+def fixes_of(refused: Iterable[Planned], policy: Policy, modalities: Sequence[str] = ()) -> list[str]:
+    """Return the lines of a recipe that would allow these parts, without repetition.
+
+    If all of `modalities` lack the same kinds, and none has a row, one line for `[egress."*"]` stands for all of them.
+    """
     kinds: dict[tuple[str, str], set[str]] = {}
     others: dict[str, None] = {}  # lines outside of [egress], which each part names itself
     for row in refused:
@@ -292,7 +303,21 @@ def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
             others[row.fix] = None
         else:
             kinds.setdefault((row.block, row.destination), set()).add(row.kind)
-    return [*(policy.fix(wanted, *place) for place, wanted in kinds.items()), *others]
+    lines = []
+    for destination in DESTINATIONS:
+        places = [(name, destination) for name in modalities]
+        wanted = [kinds.get(place) for place in places]
+        if (
+            len(places) > 1
+            and wanted[0]
+            and all(own == wanted[0] for own in wanted)
+            and not policy.rules.keys() & {*places}
+        ):
+            every = policy.fix(wanted[0], *places[0])
+            lines.append(every.replace(f"[egress.{modalities[0]}]", f'[egress."{EVERY}"]'))
+            kinds = {place: own for place, own in kinds.items() if place not in places}
+    lines += [policy.fix(own, *place) for place, own in kinds.items()]
+    return [*dict.fromkeys(lines), *others]
 
 
 def plan(

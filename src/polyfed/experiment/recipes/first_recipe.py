@@ -14,7 +14,7 @@ from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.data import Columns
 from polyfed.data.column_scaling import uneven_modalities
-from polyfed.data.columns import TEST, TRAIN
+from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
@@ -80,7 +80,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
             "this off"
         )
     name = "npz" if isinstance(source, Npz) else "table"
-    clients, words = _clients(columns, table)
+    clients, words = _clients(columns, table, task)
     notes.append(words)
     notes += _seen(columns)
     encoders = {m: encoder_for(m, column, 64) for m, column in columns.modalities.items()}
@@ -117,6 +117,33 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     return Starter(text, tuple(notes))
 
 
+def _has_holes(columns: Columns, task: str | None) -> bool:
+    """Return whether some rows lack a modality, and some test rows have each of them, so that subsets can be scored."""
+    rows = columns.rows(TEST)
+    there = [bool(present.cpu()[rows].any()) for present in columns.present.values()]
+    return task != "retrieval" and len(columns.modalities) > 1 and bool(there) and all(there)
+
+
+def _has_sets(columns: Columns, task: str | None) -> bool:
+    """Return whether conformal sets or intervals can be promised."""
+    known = task or looks_like(columns.label)
+    marked = len(columns.rows(VALIDATION)) > 0
+    return _has_holes(columns, task) and known in ("classification", "regression") and not marked
+
+
+def _evaluate(columns: Columns, task: str | None) -> list[str]:
+    """Return the section [evaluate] for rows that lack modalities, empty without such rows."""
+    if not _has_holes(columns, task):
+        return []
+    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from [clients] validation'
+    return [
+        "[evaluate]",
+        'subsets = "all"  # how good the model is if modalities are missing',
+        *[sets] * _has_sets(columns, task),
+        "",
+    ]
+
+
 def _seen(columns: Columns) -> list[str]:
     """Return a note if natural clients have rows in training and in the test set."""
     if columns.client is None:
@@ -131,11 +158,12 @@ def _seen(columns: Columns) -> list[str]:
 
 
 def _task(columns: Columns, task: str | None) -> list[str]:
-    """Return the section [task], empty if the labels alone decide the task."""
+    """Return the sections [task], empty if the labels alone decide the task, and [evaluate]."""
+    rest = _evaluate(columns, task)
     label = columns.label.float()
     units = units_of(label, columns.rows(TRAIN)) if (task or looks_like(columns.label)) == "regression" else None
     if units is None or isinstance(units[0], tuple) or isinstance(units[1], tuple):
-        return ["[task]", f"name = {json.dumps(task)}", ""] if task else []
+        return ["[task]", f"name = {json.dumps(task)}", "", *rest] if task else rest
     shift, scale = (float(f"{number:.4g}") for number in units)
     return [
         "[task]",
@@ -143,25 +171,26 @@ def _task(columns: Columns, task: str | None) -> list[str]:
         f"shift = {shift}  # mean of the training targets; the model learns (target - shift) / scale",
         f"scale = {scale}  # their standard deviation",
         "",
+        *rest,
     ]
 
 
-def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _clients(columns: Columns, table: Mapping[str, Any], task: str | None) -> tuple[dict[str, Any], str]:
     """Return the section [clients], and a sentence about it."""
-    train = columns.rows(0)
+    train, held = columns.rows(0), dict[str, Any](validation=0.2) if _has_sets(columns, task) else {}
     if columns.client is not None:
         sizes = np.bincount(columns.client[train].numpy())
         count = int((sizes > 0).sum())
         if 2 <= count <= len(train) // 2:
             role = table.get("client", "client")
-            return {"partition": "by-client"}, f"each of the {count} values of '{role}' is a client"
+            return {"partition": "by-client"} | held, f"each of the {count} values of '{role}' is a client"
     count = max(2, min(10, len(train) // FEW))
     words = f"nothing names the client of a row, so {count} clients share the rows evenly"
     if columns.client is not None:
         words = (
             f"'{table.get('client', 'client')}' has hardly any value twice, so {count} clients share the rows evenly"
         )
-    return {"partition": "iid", "num": count}, words
+    return {"partition": "iid", "num": count} | held, words
 
 
 def _toml(value: Any) -> str:

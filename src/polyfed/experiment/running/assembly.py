@@ -253,6 +253,10 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
         problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
+        if policy is not None:
+            found = recipe.algorithm.faults(recipe.model, tuple(columns.modalities), policy, task_of(tasked))
+            for fault in found:
+                problems.add(fault)
     problems.raise_all()
     assert policy is not None
     assert filled is not None
