@@ -63,7 +63,7 @@ _PLACES = {
 
 _ROOMS = (
     *("core", "model", "data", "training", "privacy", "federation", "evaluation", "selection"),
-    *("algorithms", "engines", "report", "experiment", "deploy", "cli"),
+    *("algorithms", "engines", "report", "experiment", "deploy", "laws", "cli"),
 )
 """The packages that `import polyfed` makes available as attributes, as in `polyfed.algorithms.ALGORITHMS`."""
 

@@ -248,7 +248,7 @@ def test_what_cannot_be_booked_does_not_leave_and_what_did_not_leave_is_not_book
     module, name = {
         "the ledger": (client_runtime, "book"),
         "the audit log": (audit_log, "sync"),
-        "the state": (client_runtime.Store, "keep"),
+        "the state": (client_runtime, "keep"),
     }[where]
     if where == "the state":
         monkeypatch.setattr(module, name, _no_room(module.keep, folder))

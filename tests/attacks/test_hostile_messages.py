@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.direct import grid_of, joined, played
-from laws.corruptions import CASES, FURTHER, corruptions, judged_by_prototypes, noisy, unlike
+from laws.corruptions import CASES, FURTHER, judged_by_prototypes, noisy
 from laws.test_laws import world
 from polyfed.core.messages import KINDS, OF_THE_MODEL, Declared, Message, carries, message
 from polyfed.core.tasks import task, tasks_of, types_of
@@ -24,6 +24,7 @@ from polyfed.engines.protocol import FAILED, REPLY
 from polyfed.experiment.checks.requirement_checks import release_of
 from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec, Recipe
 from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.laws.replies import corruptions, unlike
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.requirements import Requirements
 

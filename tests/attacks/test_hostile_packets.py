@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import stat
 import tracemalloc
@@ -25,8 +24,9 @@ from engines.direct import grid_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
+from polyfed.deploy.device.local_states import begin, keep, prune
 from polyfed.deploy.device.process import handler_for
-from polyfed.deploy.device.state_store import JOURNAL, Store
+from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
 from polyfed.engines.flower.codec import HEADER, packet_of
@@ -155,33 +155,33 @@ def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) 
     assert "the model was broken before it came" in seen[-1]
 
 
-def work(store: Store, run: str, round: int, kept: int = 0) -> None:
+def work(store: DeviceStore, run: str, round: int, kept: int = 0) -> None:
     request_id = RequestId(run, 0, round, 0, client=3)
-    with store.alone():
-        store.prune()
-        store.begin(request_id)
-        store.keep(request_id, {"n": torch.tensor(1.0)}, ("a",), kept)
+    with store.alone(run, 3) as own:
+        assert own is not None
+        with own.transaction() as memory:
+            begin(memory, request_id)
+        prune(store, run, 3)
+        with own.transaction() as memory:
+            keep(memory, request_id, {"n": torch.tensor(1.0)}, ("a",), kept)
+        (own.folder / "egress.jsonl").write_text("row\n")
 
 
 def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -> None:
-    stores = {f"run{n}": Store(tmp_path / f"run{n}" / "client-3") for n in range(5)}
-    for age, (run, store) in enumerate(stores.items()):
+    store, names = DeviceStore(tmp_path), [f"run{n}" for n in range(5)]
+    for run in names:
         work(store, run, 1)
-        (store.folder / "egress.jsonl").write_text("row\n")
-        os.utime(store.folder / "journal.json", (age, age))
-    assert [run for run, store in stores.items() if store._places()] == ["run1", "run2", "run3", "run4"]
-    work(stores["run4"], "run4", 2)
-    assert [run for run, store in stores.items() if store._places()] == ["run2", "run3", "run4"]
-    assert all((store.folder / "egress.jsonl").read_text() == "row\n" for store in stores.values())
+    assert [run for run in names if world.kept_states(tmp_path, run, 3)] == names[1:]
+    work(store, "run4", 2)
+    assert [run for run in names if world.kept_states(tmp_path, run, 3)] == names[2:]
+    assert {path.parents[1].name for path in tmp_path.rglob("state-*")} == {*names[2:]}, "their files are gone, too"
+    assert all((tmp_path / run / "client-3" / "egress.jsonl").read_text() == "row\n" for run in names)
     with pytest.raises(BadReply, match="whose local state has been deleted here"):
-        work(stores["run0"], "run0", 2)
+        work(store, "run0", 2)
 
 
 def test_numbers_of_a_request_that_no_file_can_hold_are_refused() -> None:
-    """A device writes them to its journal. It could not read an integer of 301 digits again.
-
-    Every run of the device reads the journals of older runs, so one such request would have ended all later runs.
-    """
+    """A device writes them to its store, which holds integers of 64 bits."""
     header = {"run": "run", "session": 1, "round": 1, "request": 0, "client": 0}
     for name in ("session", "round", "request", "client"):
         assert RequestId.read({"request_id": header | {name: 2**63 - 1}})
@@ -217,14 +217,13 @@ def test_a_servers_words_neither_begin_a_line_of_a_devices_log_nor_steer_its_ter
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("where", [MEMBERS, HEAD, "notes.json", JOURNAL])
+@pytest.mark.parametrize("where", [MEMBERS, HEAD, "notes.json"])
 def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_path: Path) -> None:
     (tmp_path / where).write_text(DEEP)
     read = {
         MEMBERS: lambda: Membership(tmp_path),
         HEAD: lambda: head_of(tmp_path),
         "notes.json": lambda: read_notes(tmp_path / "notes.json", int),
-        JOURNAL: lambda: Store(tmp_path)._journal(),
     }[where]
     with pytest.raises(CheckpointError, match=r"is damaged.*nested"):
         read()
@@ -247,7 +246,19 @@ def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
 
 
-@pytest.mark.parametrize("shapes", [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a": {"x": 1}}])
+HUGE = [{"a": [2**40]}, {"a": [2**12] * 3}, {"a": [1] * 9}, {"a": []}, {f"m{number}": [1] for number in range(1001)}]
+MALFORMED = [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a": {"x": 1}}]
+
+
+@pytest.mark.parametrize("shapes", [*MALFORMED, *HUGE])
 def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: Any) -> None:
     with pytest.raises(BadReply, match="carries no facts about the federation"):
-        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": ""}})
+        Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}})
+
+
+@pytest.mark.parametrize("classes", [0, -1, 10**6, 10**9, 2.0, "2"])
+def test_a_hostile_server_cannot_make_a_device_build_a_model_of_any_number_of_classes(classes: Any) -> None:
+    facts = {"shapes": {"a": [3]}, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}
+    assert Facts.read({"facts": facts}).num_classes == 2
+    with pytest.raises(BadReply, match="carries no facts about the federation"):
+        Facts.read({"facts": facts | {"num_classes": classes}})

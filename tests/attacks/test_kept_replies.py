@@ -17,6 +17,7 @@ from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Host
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
 from polyfed.deploy.device import runtime as client_runtime
+from polyfed.deploy.device.local_states import begin, prune
 from polyfed.deploy.device.repeated_requests import keep_reply, kept_reply, unpaid_rounds
 from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, RequestId, hello
@@ -184,9 +185,9 @@ def test_only_the_devices_user_can_read_a_kept_reply_and_a_settled_one_is_delete
     assert [place for *_, place in replies(devices)] == [(2, 0)]
     (path,) = devices.places[1].rglob(STORE)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with closing(sqlite3.connect(path)) as rows:
-        assert rows.execute("SELECT count(*) FROM bodies WHERE round < 2").fetchone() == (0,)
-        assert rows.execute("PRAGMA freelist_count").fetchone() == (0,), "the disk has its space again"
+    (body,) = devices.places[1].rglob("reply-*")
+    assert body.name == "reply-000002-000.bin", "the disk has its space again"
+    assert stat.S_IMODE(body.stat().st_mode) == 0o600
 
 
 def test_a_reply_that_cannot_be_kept_or_logged_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,22 +212,28 @@ def test_a_reply_that_cannot_be_kept_or_logged_does_not_leave(tmp_path: Path, mo
     assert counted(server.devices) == 3, "the kept reply is still there"
 
 
-DAMAGE = [
-    "UPDATE bodies SET bytes = zeroblob(length(bytes))",
-    "UPDATE bodies SET bytes = substr(bytes, 2)",
-    "DELETE FROM bodies",
-    "UPDATE replies SET header = '{}'",
-    "UPDATE replies SET digest = ''",
-]
+DAMAGE = ["UPDATE replies SET header = '{}'", "UPDATE replies SET digest = ''", "zero", "cut", "delete", "link"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_reply_is_not_sent_and_not_computed_again(damage: str, tmp_path: Path) -> None:
     server = Hostile(device(tmp_path, EXACTLY, text(LOCAL + NOISE)))
     server.ask()
-    (path,) = server.devices.places[1].rglob(STORE)
-    with closing(sqlite3.connect(path)) as rows, rows:
-        rows.execute(damage)
+    (path,), (body,) = server.devices.places[1].rglob(STORE), server.devices.places[1].rglob("reply-*")
+    content = body.read_bytes()
+    match damage:
+        case "zero":
+            body.write_bytes(bytes(len(content)))
+        case "cut":
+            body.write_bytes(content[1:])
+        case "delete":
+            body.unlink()
+        case "link":
+            body.rename(tmp_path / "elsewhere")
+            body.symlink_to(tmp_path / "elsewhere")
+        case _:
+            with closing(sqlite3.connect(path)) as rows, rows:
+                rows.execute(damage)
     assert server.ask().header["verdict"] == FAILED
     assert counted(server.devices) == 1
 
@@ -261,27 +268,30 @@ def test_rounds_that_are_done_or_paid_need_no_budget(tmp_path: Path) -> None:
     assert unpaid("x") == unpaid(True) == unpaid(None) == 1
     assert not [*tmp_path.iterdir()], "nothing is made before the first request"
     for round in (4, 5):
-        with DeviceStore(tmp_path).transaction("run", 1) as memory:
+        with DeviceStore(tmp_path).alone("run", 1) as own, own.transaction() as memory:  # type: ignore[union-attr]
             keep_reply(memory, RequestId("run", 1, round, 0, 1), "use", Packet({}, b"x"), 0)
     assert [unpaid(left, "run") for left in (10, 7, 6, 5)] == [4, 1, 1, 1]
     assert unpaid(7, "other") == 3
     assert unpaid_rounds({}, 10, None, tmp_path, 1) == 0
 
 
-def test_a_reply_of_many_parts_comes_back_and_only_the_newest_runs_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polyfed.deploy.device.repeated_requests.PART", 1000)
+def test_only_the_replies_of_the_newest_runs_are_kept(tmp_path: Path) -> None:
     body, store = bytes(range(256)) * 40, DeviceStore(tmp_path)
-    for number in range(5):
-        with store.transaction(f"run{number}", 1) as memory:
-            keep_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "use", Packet({"n": number}, body), 0)
+    ids = [RequestId(f"run{number}", 1, 2, 0, 1) for number in range(6)]
+    for number, request_id in enumerate(ids):
+        with store.alone(request_id.run, 1) as own:
+            assert own is not None
+            with own.transaction() as memory:
+                begin(memory, request_id)
+            prune(store, request_id.run, 1)
+            with own.transaction() as memory:
+                keep_reply(memory, request_id, "use", Packet({"n": number}, body), 0)
     found = []
-    for number in range(5):
-        with store.transaction(f"run{number}", 1) as memory:
-            found.append(kept_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "use"))
-            assert kept_reply(memory, RequestId(memory.run, 1, 2, 0, 1), "another") is None
-    assert found == [None, None, *(Packet({"n": number}, body) for number in (2, 3, 4))]
+    for request_id in ids:
+        with store.transaction(request_id.run, 1) as memory:
+            found.append(kept_reply(memory, request_id, "use"))
+            assert kept_reply(memory, request_id, "another") is None
+    assert found == [None, None, *(Packet({"n": number}, body) for number in (2, 3, 4, 5))]
 
 
 def test_a_crash_while_a_reply_is_written_leaves_the_cost_and_no_reply(

@@ -22,7 +22,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
-from polyfed.deploy.device.configuration import limits_on, node_from
+from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.device.request_limits import admit
 from polyfed.deploy.device.store import DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
@@ -314,7 +314,7 @@ def test_a_wrong_limit_is_told(text: str, words: str, tmp_path: Path) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text(f"[limits]\n{text}\n")
     with pytest.raises(RecipeError, match=words):
-        limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+        node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"').rules  # noqa: B018
 
 
 STATED = "[limits]\nmin_batch_size = 16\nmax_rounds = 5\nmin_rows = 3\n"
@@ -428,7 +428,7 @@ def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path:
     with pytest.raises(
         RecipeError, match=r"has none of the sections .* leave out policy in --node-config to use the default"
     ):
-        limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+        node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"').rules  # noqa: B018
 
 
 @pytest.mark.parametrize(

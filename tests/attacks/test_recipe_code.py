@@ -18,7 +18,7 @@ from engines.federations import PATIENCE, Surrounded, recipe_for
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, EgressError, ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import Allowance, only
-from polyfed.deploy.device.configuration import NodeConfig, allowance_on
+from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running import checkpoint
@@ -273,7 +273,7 @@ def test_a_wrong_allow_list_is_refused_and_named(text: str, words: str, tmp_path
     (tmp_path / "own.toml").write_text(text)
     node = NodeConfig(data="x.npz", client=0, modalities="a", policy=str(tmp_path / "own.toml"))
     with pytest.raises(RecipeError, match=words) as caught:
-        allowance_on(node)
+        node.rules  # noqa: B018
     assert "own.toml" in str(caught.value)
 
 
@@ -380,7 +380,7 @@ def test_what_the_owner_allowed_runs(section: str, entry: str, devices: Any, tra
 def test_the_policies_of_a_demonstration_allow_what_its_recipe_names(devices: Any, tmp_path: Path) -> None:
     made = devices("encoder", "face:Face")
     node = NodeConfig(data="x.npz", client=0, modalities="a", policy=str(made.places[0] / "policy.toml"))
-    assert allowance_on(node) == Allowance(imports=("face:Face",))
+    assert node.rules.allowance == Allowance(imports=("face:Face",))
     assert made.serve(tmp_path / "run")["rounds"] == 1
 
 

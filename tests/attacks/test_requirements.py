@@ -22,7 +22,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
-from polyfed.deploy.device.configuration import node_from, requirements_on
+from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.device.privacy_budget import spend
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.device.store import STORE, DeviceStore
@@ -357,7 +357,7 @@ def test_the_section_is_checked(lines: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text(f"[require]\n{lines}\n")
     node = node_from(f'data="x.npz" client=0 modalities="a" policy="{tmp_path}/policy.toml"')
     with pytest.raises(RecipeError, match=words):
-        requirements_on(node)
+        node.rules  # noqa: B018
 
 
 def test_the_epsilon_of_a_device_is_that_of_the_library() -> None:

@@ -13,7 +13,6 @@ from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hos
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
 from polyfed.deploy.device.privacy_budget import spend
-from polyfed.deploy.device.state_store import JOURNAL
 from polyfed.deploy.device.store import STORE, TABLES, DeviceStore
 from polyfed.engines.protocol import REFUSED, REPLY
 from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
@@ -157,9 +156,8 @@ def test_a_stale_request_spends_nothing(tmp_path: Path) -> None:
     server = Hostile(device(tmp_path, limits, text(LOCAL + NOISE, rounds=9)))
     assert server.ask(round=2).header["verdict"] == REPLY
     state = server.devices.places[1] / "polyfed-state"
-    names = (STORE, JOURNAL)
-    before = {path: path.read_bytes() for name in names for path in state.rglob(name)}
-    assert {path.name for path in before} == set(names)
+    before = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    assert {"device.sqlite3", "egress.jsonl", "audit.jsonl"} <= {path.name for path in before}
     with closing(sqlite3.connect(state / STORE)) as rows:
         counts = {table: rows.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in TABLES}
     assert [counts[table] for table in ("requests", "releases", "spent")] == [1, 1, 1]
@@ -167,4 +165,4 @@ def test_a_stale_request_spends_nothing(tmp_path: Path) -> None:
         answer = server.ask(round=1)
         assert answer.header["verdict"] == "failed"
         assert "the message is stale" in str(answer.header["reason"])
-    assert {path: path.read_bytes() for name in names for path in state.rglob(name)} == before
+    assert {path: path.read_bytes() for path in state.rglob("*") if path.is_file()} == before

@@ -334,9 +334,8 @@ def test_a_device_that_demands_noise_on_scores_tells_a_histogram_of_few_bins_wit
     assert int(answer.noise) >= 16
     assert (answer.in_bins[0] != 0).sum() <= 21, "few bins"
     assert figures(tmp_path) == [("example", pytest.approx(4.0 / 2**0.5), 3)], "one for each subset"
-    assert "scores in this form get no noise" in str(
-        device.ask("count_sizes", Broadcast(device.params), 1, "two", "validation")
-    )
+    answer = device.ask("count_sizes", Broadcast(device.params), 1, "two", "validation")
+    assert "[require] score_noise" in str(answer), "they get no noise, so they do not leave"
 
 
 def test_subsets_are_not_scored_unless_the_recipe_says_so(tmp_path: Path) -> None:
@@ -411,7 +410,7 @@ def test_a_damaged_or_linked_store_refuses_and_does_not_begin_again(
 ) -> None:
     spend(tmp_path)
     damage(tmp_path / STORE)
-    with pytest.raises(CheckpointError, match="restore the file from a copy"):
+    with pytest.raises(CheckpointError, match="restore the state folder from a copy"):
         spend(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     assert damage is not _dangling or not elsewhere.exists()
@@ -430,7 +429,7 @@ def test_a_value_that_cannot_be_right_in_any_table_refuses_everything(table: str
         columns = [column for _, column, *_ in rows.execute(f"PRAGMA table_info({table})")]
         made = [value if column == VALUES[table] else "2.0" if column == "noise" else "'client'" for column in columns]
         rows.execute(f"INSERT INTO {table} VALUES ({', '.join(made)})")
-    with pytest.raises(CheckpointError, match="restore the file from a copy"):
+    with pytest.raises(CheckpointError, match="restore the state folder from a copy"):
         spend(tmp_path)
 
 
@@ -558,13 +557,13 @@ def test_no_method_tells_of_a_small_class(case: str) -> None:
 def test_old_run_folders_are_deleted_and_the_audit_log_keeps_their_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyfed.deploy.device.state_store.KEPT_LEDGERS", 3)
+    monkeypatch.setattr("polyfed.deploy.device.local_states.KEPT_LEDGERS", 3)
     device = Device(tmp_path, SOME)
     device.enrol()
     for number in range(6):
         assert isinstance(device.score(run=f"run{number}"), OwnScore)
     state = tmp_path / "state"
-    assert sorted(path.name for path in state.iterdir() if path.is_dir()) == ["run2", "run3", "run4", "run5"]
+    assert sorted(path.name for path in state.iterdir() if path.is_dir()) == ["run3", "run4", "run5"]
     log = (state / "audit.jsonl").read_text()
     assert all(f'"run{number}"' in log for number in range(6))
 
@@ -580,13 +579,14 @@ def test_a_link_in_the_state_folder_is_not_followed(place: str, tmp_path: Path) 
     assert not list(target.iterdir())
 
 
-@pytest.mark.parametrize("name", ["lock", "egress.jsonl", ".journal.json.draft"])
+@pytest.mark.parametrize("name", ["egress.jsonl", "device.sqlite3", "audit.jsonl"])
 def test_a_link_in_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
     device = Device(tmp_path, SOME)
     target, folder = tmp_path / "target", tmp_path / "state" / "run" / "client-1"
     target.write_text("of another")
     folder.mkdir(parents=True)
-    (folder / name).symlink_to(target)
+    place = tmp_path / "state" if name != "egress.jsonl" else folder
+    (place / name).symlink_to(target)
     assert isinstance(device.score(), str)
     assert target.read_text() == "of another"
 

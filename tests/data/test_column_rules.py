@@ -333,6 +333,22 @@ def test_only_tabular_reads_vectors_of_words() -> None:
     assert made.recipe.model.encoders["person"].embeddings == ((2, 3, 2),)  # type: ignore[attr-defined]
 
 
+def test_init_names_the_rules_and_takes_them(tmp_path: Path) -> None:
+    from polyfed.cli.init import rules_in, write_recipe
+
+    frame()[["sex", "age", "fare", "label"]].to_csv(tmp_path / "my table.csv", index=False)
+    with pytest.raises(DataError, match=r"as \[data\] columns = \{ age = \"mean\" \} .* does, and leave out rows"):
+        write_recipe(tmp_path / "my table.csv", tmp_path / "mine.toml", {})
+    rules = rules_in(["sex=one-hot", 'age={ kind = "mean" }'])
+    notes = write_recipe(tmp_path / "my table.csv", tmp_path / "mine.toml", {}, rules)
+    assert "modality 'features': 3 columns sex to fare" in notes
+    run = polyfed.run(tmp_path / "mine.toml")
+    assert run.result["dataset"] == "my table"
+    assert {f.column for features in run.models.features.values() for f in features} == {"sex", "age", "fare"}
+    with pytest.raises(RecipeError, match=r"--column age=\{: .*NAME=mean"):
+        rules_in(["age={"])
+
+
 RECIPE = """
 seed = 4
 rounds = 2

@@ -1,9 +1,11 @@
 """`[clients] test_clients` and `folds`: nobody stands on both sides, and the folds test everybody once."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ import polyfed
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec, Columns, populate
+from polyfed.data.sources import Npz, Table
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.from_data import make_recipe
 from polyfed.report import compare
@@ -60,6 +63,69 @@ def test_no_person_stands_on_both_sides_and_no_row_is_lost(share: float, seed: i
 
 def test_named_clients_are_the_test_set() -> None:
     assert sides(ClientsSpec(partition="by-client", test_clients=[2, 5]))[1] == {2, 5}
+
+
+def test_named_clients_may_be_words_in_every_form_of_data(tmp_path: Any) -> None:
+    words = np.array(["zoe", "al", "bo", "12", "7"])
+    person = np.repeat(words, 6)
+    wave, label = np.random.default_rng(1).normal(size=(30, 4)).astype("float32"), np.tile([0, 1, 2], 10)
+    np.savez(tmp_path / "people.npz", wave=wave, label=label, client=person)
+    frame = pd.DataFrame({"wave_0": wave[:, 0], "wave_1": wave[:, 1], "label": label, "client": person})
+    frame.to_csv(tmp_path / "people.csv", index=False)
+    forms = (
+        make_recipe({"wave": wave}, labels=label, clients=person).data,
+        make_recipe(frame).data,
+        Npz(path=str(tmp_path / "people.npz"), modalities=("wave",)),
+        Table(path=str(tmp_path / "people.csv"), modalities={"wave": ["wave_0", "wave_1"]}),
+    )
+    for source in forms:
+        columns = source.load()
+        found = populate(columns, ClientsSpec(partition="by-client", test_clients=["bo", "7"]), 1)
+        assert set(person[found.test_rows.numpy()]) == {"bo", "7"}
+        with pytest.raises(RecipeError, match=r"test_clients = 'zo': no such natural client. did you mean 'zoe'"):
+            populate(columns, ClientsSpec(partition="by-client", test_clients=["zo"]), 1)
+
+
+def test_clients_that_are_numbers_may_be_named_too() -> None:
+    person = np.repeat([101, 9, 20], 6)
+    columns = make_recipe({"wave": np.ones((18, 2)) * person[:, None]}, labels=[0, 1] * 9, clients=person).data.load()
+    assert columns.client_names == ("9", "20", "101")
+    found = populate(columns, ClientsSpec(partition="by-client", test_clients=["101", 0]), 1)
+    assert set(person[found.test_rows.numpy()]) == {101, 9}
+
+
+def test_data_without_names_takes_numbers_only() -> None:
+    with pytest.raises(RecipeError, match=r"'s1': no such natural client. The data has the numbers 0 to 7"):
+        populate(replace(table(), client_names=None), ClientsSpec(partition="by-client", test_clients=["s1"]), 1)
+
+
+def test_a_study_runs_the_folds_and_compare_pools_them(tmp_path: Path) -> None:
+    columns = table()
+    assert columns.client is not None
+    wave = columns.modalities["wave"].values.numpy()
+    np.savez(tmp_path / "people.npz", wave=wave, label=columns.label.numpy(), client=columns.client.numpy())
+    recipe = f"""
+        rounds = 1
+        data = {{ name = "npz", modalities = ["wave"], path = "{tmp_path / "people.npz"}" }}
+        clients = {{ partition = "by-client", folds = 3, fold = 1 }}
+        algorithm = {{ name = "fedavg" }}
+        model = {{ embedding = 4, encoders = {{ wave = {{ kind = "mlp", hidden = [4] }} }} }}
+    """
+    (tmp_path / "recipe.toml").write_text(recipe)
+    study = {
+        "recipe": str(tmp_path / "recipe.toml"),
+        "seeds": [1, 2],
+        "methods": {"fedavg": {}, "fedprox": {}},
+        "grid": {"clients.fold": [1, 2, 3]},
+    }
+    done = polyfed.sweep(study, tmp_path / "study", jobs=1)
+    assert len(list((tmp_path / "study").rglob("result.json"))) >= 12, done
+    rows = compare([tmp_path / "study"]).rows()
+    assert [(row["label"], row["n"], row["folds"]) for row in rows] == [
+        ("fedavg", 6, ["fold=1"] * 2 + ["fold=2"] * 2 + ["fold=3"] * 2),
+        ("fedprox", 6, ["fold=1"] * 2 + ["fold=2"] * 2 + ["fold=3"] * 2),
+    ]
+    assert all("pooled.uar" in row for row in rows)
 
 
 @pytest.mark.parametrize("folds", [2, 3, PEOPLE])

@@ -17,8 +17,8 @@ import world
 from engines.direct import grid_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.deploy.device import state_store as store
 from polyfed.deploy.device.runtime import book
+from polyfed.deploy.device.store import Memory
 from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.remote import Remote
@@ -279,19 +279,19 @@ def test_a_full_disk_at_a_client_drops_it_and_spoils_nothing(tmp_path: Path, mon
     parts = joined(made, grid_of(made, tmp_path))
     told: list[tuple[int, str]] = []
     parts.fed.emit = lambda event, **facts: told.append((facts["round"], facts["reason"]))
-    save = checkpoint.save
+    write = Memory.write
 
-    def full(folder: Path, round: int, *rest: Any) -> None:
-        if round == 2 and f"client-{VICTIM}" in str(folder):
+    def full(memory: Memory, kind: str, place: tuple[int, int], content: bytes) -> str:
+        if place[0] == 2 and memory.client == VICTIM:
             raise OSError(28, "No space left on device")
-        save(folder, round, *rest)
+        return write(memory, kind, place, content)
 
-    monkeypatch.setattr(store.checkpoint, "save", full)
+    monkeypatch.setattr(Memory, "write", full)
     played(made, parts)
     assert [round for round, _ in told] == [2]
     assert "No space left on device" in told[0][1]
-    kept = sorted(p.name for p in (tmp_path / "run" / f"client-{VICTIM}").glob("state-*"))
-    assert kept[-1] == "state-000003-000", "round 3 went on from the state of round 1"
+    kept = world.kept_states(tmp_path, "run", VICTIM)
+    assert [*kept][-2:] == [(1, 0), (3, 0)], "round 3 went on from the state of round 1"
 
 
 def test_half_a_row_never_stays_in_a_clients_ledger(tmp_path: Path) -> None:

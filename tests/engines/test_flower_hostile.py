@@ -32,6 +32,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.replies import Answer
+from world import kept_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -240,10 +241,8 @@ def test_a_reply_delivered_twice_counts_once(hurt: Lived, camp: Path) -> None:
 @pytest.mark.parametrize("client", [HONEST, UNLUCKY, HOSTILE])
 def test_clients_keep_their_state_and_a_whole_ledger(client: int, hurt: Lived) -> None:
     folder = hurt.folder(client)
-    newest = max(folder.glob("state-*/latest.json")).parent
-    found = checkpoint.load(newest)
-    assert found is not None
-    assert checkpoint.digest(found[1]["local"]) == checkpoint.digest(hurt.locals[client])
+    states = kept_states(folder.parents[1], folder.parent.name, client)
+    assert checkpoint.digest(states[max(states)]) == checkpoint.digest(hurt.locals[client])
     own = rows(folder / "egress.jsonl")
     assert {row["round"] for row in own if row["destination"] == "client"} == set(range(1, ROUNDS + 1)) - (
         {6} if client == HONEST else set()

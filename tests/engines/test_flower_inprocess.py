@@ -14,7 +14,6 @@ from engines.direct import grid_of, joined, played
 from laws.rows import ROWS
 from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS
-from polyfed.deploy.device.state_store import Store
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
@@ -53,12 +52,9 @@ def test_parameters_and_ledgers_equal_the_sequential_engines(name: str, tmp_path
     assert ledger == ledger_one, "the server's ledger"
     assert own_ledgers(tmp_path) == sorted(ledger_one, key=order), "the clients' own ledgers"
     for client, tree in one.engine.locals.items():
-        store = Store(tmp_path / "run" / f"client-{client}")
-        places = store._places()
-        if client >= 0 and tree and places:
-            found = checkpoint.load(store._path(places[-1]))
-            assert found is not None
-            assert world.same(tree, found[1]["local"]), f"local state of client {client}"
+        states = world.kept_states(tmp_path, "run", client) if client >= 0 else {}
+        if tree and states:
+            assert world.same(tree, states[max(states)]), f"local state of client {client}"
 
 
 @pytest.mark.parametrize("name", ["fedavg", "splitfed", "pfmml"])

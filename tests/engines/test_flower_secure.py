@@ -18,7 +18,6 @@ from engines.misdeeds import with_header
 from engines.test_flower_inprocess import order, own_ledgers
 from polyfed.algorithms.averaging import Update
 from polyfed.core.masked import masked_class
-from polyfed.deploy.device.state_store import Store
 from polyfed.deploy.device.store import STORE
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY
@@ -112,13 +111,10 @@ def test_devices_equal_the_simulation_and_no_packet_holds_a_reply(devices: Obser
 
 
 def test_no_secret_is_left_on_a_device_after_a_round(devices: Observed) -> None:
-    places = [*devices.folder.rglob("journal.json")]
-    assert len(places) == 5
-    for place in places:
-        store = Store(place.parent)
-        last = checkpoint.load(store._path(store._places()[-1]))
-        assert last is not None
-        assert not [name for name in last[1]["local"] if name.startswith(SECRETS)]
+    for client, place in enumerate(devices.places):
+        (run,) = {path.parents[1].name for path in place.rglob("client-*/egress.jsonl")}
+        states = world.kept_states(place / "polyfed-state", run, client)
+        assert not [name for name in states[max(states)] if name.startswith(SECRETS)]
 
 
 def test_a_server_that_goes_back_gets_no_second_answer_from_the_same_secrets(devices: Observed) -> None:

@@ -67,7 +67,7 @@ def test_a_frozen_block_neither_trains_nor_crosses_and_every_other_one_does(
     x = {"a": torch.randn(3, 5), "b": torch.randn(3, 5)}
     x = {m: torch.randn(3, *shape) for m, shape in done.model.shapes.items()} if done.model.shapes else x
     done.export(tmp_path / "model")
-    again = polyfed.load_model(tmp_path / "model", imports=["world:NormAndDropout"])
+    again = polyfed.load_model(tmp_path / "model", imports=["polyfed.laws.federation:NormAndDropout"])
     assert torch.equal(again.predict(x), done.predict(x))
     then = assemble(warm(tmp_path / "run", AWKWARD))
     assert same(select(then.initial, [block]), select(params, [block])), "a source with a frozen block is whole"

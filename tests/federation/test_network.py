@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laws.test_laws import NAMES
+from laws.test_laws import world as law_world
 from oracles.pfmml import rate_bps
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Algorithm, Broadcast
@@ -19,9 +21,11 @@ from polyfed.core.messages import Crossing
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
+from polyfed.engines.work_count import MeteredClientData
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.clock import Clock, Timetable
 from polyfed.federation.network import Network
+from polyfed.model import Model
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.selection import Uniform
 from polyfed.start import run
@@ -303,6 +307,88 @@ BYTES, LABEL, COUNT = 4, 8, 8  # float32, int64, int64
 CODERS = {"a": 2 * (16 * 12 + 12 * 6), "b": 2 * (24 * 10 + 10 * 6)}
 """Multiply-adds, times two, of an encoder for one row; the weights and biases are a half and the biases more."""
 WEIGHTS = {"a": 16 * 12 + 12 + 12 * 6 + 6, "b": 24 * 10 + 10 + 10 * 6 + 6}
+
+
+CUT = ("centralized", "split-learning", "splitfed")
+"""Methods whose clients do not train, or on given batches; for these, a clock by hand is below."""
+
+
+HEADS = 2 * 6 * 4
+"""The same of a modality's part of the head: four classes from an embedding of six."""
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("method", "whole", "encoders"),
+    [
+        (algorithm("fedavg"), 3, 0),
+        (algorithm("fedprox", mu=0.1), 3, 0),
+        (algorithm("moon", projection=0), 3, 2),  # the received and the previous model give features
+        (algorithm("apfl"), 6, 0),  # the global model and the mixture are trained
+        (algorithm("pfedme", lam=5.0, inner_steps=1), 4, 0),
+        (algorithm("pfedme", lam=5.0, inner_steps=4), 13, 0),  # four inner steps, and the loss of what they give
+    ],
+    ids=["fedavg", "fedprox", "moon", "apfl", "pfedme 1", "pfedme 4"],
+)
+def test_a_step_costs_every_model_that_it_computes(method: Algorithm, whole: int, encoders: int, engine: str) -> None:
+    made = replace(method, selector=Uniform(participation=1.0))
+    population = assemble(recipe(made)).population
+    (found,) = spent(made, engine).values()
+    for client, flops in found.items():
+        owned = population.modalities(client)
+        a_row = sum(whole * (CODERS[m] + HEADS) + encoders * CODERS[m] for m in owned)
+        assert flops == 2 * len(population.train[client]) * a_row  # two epochs
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in CUT])
+def test_every_method_declares_what_its_loss_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of the model in the loss, by hand: three passes if a gradient flows back through it, else one."""
+    counted: list[tuple[float, float]] = []
+    minimise, features, over = MeteredClientData.minimise, Model._features, Model._over
+    spent: list[float] = []
+
+    def seen(self: Model, batch: Any) -> Any:
+        found = features(self, batch)
+        if batch.key is None and len(batch.rows) == 1:  # the model counts its own operations
+            return found
+        for m, z in found.items():
+            spent.append((3 if z.requires_grad else 1) * (self.flops(m) - self.part_flops(m)))
+        return found
+
+    def fused(self: Model, call: Any, z: Any, batch: Any) -> Any:
+        logits = over(self, call, z, batch)
+        if batch.key is None and len(batch.rows) == 1:
+            return logits
+        flops = self.flops("shared") + sum(self.part_flops(m) for m in z)
+        spent.append((3 if logits.requires_grad else 1) * flops)
+        return logits
+
+    def watched(self: MeteredClientData, loss: Any, params: Tree, **options: Any) -> Any:
+        rows: list[float] = []
+        count, self._count = self._count, lambda row, of: rows.append(row)
+
+        def once(w: Tree, batch: Any) -> Any:
+            spent.clear()
+            found = loss(w, batch)
+            steps.append(sum(spent))
+            return found
+
+        steps: list[float] = []
+        try:
+            return minimise(self, once, params, **options)
+        finally:
+            self._count = count
+            if rows and steps:
+                counted.append((rows[0], steps[0]))
+
+    made = law_world(name, "sequential")
+    net = Network(channel="fixed", compute_flops_per_s=1e3)
+    monkeypatch.setattr(Model, "_features", seen)
+    monkeypatch.setattr(Model, "_over", fused)
+    monkeypatch.setattr(MeteredClientData, "minimise", watched)
+    played(replace(made, network=net, rounds=2))
+    assert counted
+    assert [declared for declared, _ in counted] == pytest.approx([computed for _, computed in counted], rel=1e-9)
 
 
 def of_a_cut_client(rows: int, owned: str, net: Network) -> list[float]:

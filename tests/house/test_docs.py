@@ -1,5 +1,6 @@
 """The site of the documentation builds strictly and opens without the internet; what is broken in a page fails it."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -149,11 +150,70 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_every_claim_of_the_threat_model_names_its_test() -> None:
+CELL = re.compile(r"((?:`[^`]*`|\\\||[^|`])*)\|")
+"""A cell of a table. A bar within code, or behind a backslash, ends none."""
+
+
+def claims_of(page: str) -> list[list[str]]:
+    """The cells of each row of the table of claims."""
+    section = page.partition("## What is enforced")[2].partition("\n## ")[0]
+    rows = [line.strip() for line in section.splitlines() if line.lstrip().startswith("|")]
+    cells = [[cell.strip() for cell in CELL.findall(row[1:])] for row in rows]
+    return [row for row in cells if row[0] != "claim" and not set("".join(row)) <= set("-: ")]
+
+
+def idle_tests(path: Path, names: set[str]) -> set[str]:
+    """Those of the named tests that never run or check nothing; for a whole file, its tests if all of them are idle."""
+    of_file = {one.name: one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)}
+    text = {name: ast.unparse(one) for name, one in of_file.items()}
+    checks = {name for name, body in text.items() if re.search(r"\bassert\b|\braises\(|\bfail\(", body)}
+    runs = {
+        name for name, one in of_file.items() if not any("mark.skip(" in ast.unparse(d) for d in one.decorator_list)
+    }
+    fine = {name for name in runs if name in checks or checks & {*re.findall(r"\w+", text[name])}}
+    every = {name for name in of_file if name.startswith("test_")}
+    return names - fine if names else every if not every & fine else set()
+
+
+def faults_of_claims(page: str) -> list[str]:
+    """What is wrong with the table of claims: a row of another form, or one that no test shows."""
+    faults = list[str]()
+    for row in claims_of(page):
+        claim = row[0][:60]
+        if len(row) != 3 or not all(row):
+            faults.append(f"{claim}: has {len(row)} cells")
+            continue
+        paths = [ROOT / path for path in re.findall(r"`(tests/[\w./]+\.py)`", row[2])]
+        named = set(re.findall(r"`(test_\w+)`", row[2]))
+        held = {path: names_in(path) & named for path in paths if path.exists() and path.name.startswith("test_")}
+        if not held or len(held) < len(set(paths)) or named - set().union(*held.values()):
+            faults.append(f"{claim}: names no tests, or tests that its files do not hold")
+        for path, names in held.items():
+            faults += [f"{claim}: {path.name}, {name} runs never or checks nothing" for name in idle_tests(path, names)]
+    return faults
+
+
+def test_every_claim_of_the_threat_model_names_tests_that_run_and_check_something() -> None:
     page = (ROOT / "docs" / "threat-model.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith("|---")]
-    claims = [line for line in rows if line.count(" | ") == 2 and not line.startswith(("| claim", "| party"))]
-    enforced = page.index("## What is enforced")
-    claims = [line for line in claims if page.index(line) > enforced]
-    assert len(claims) > 30
-    assert not [line for line in claims if "`tests/" not in line.rpartition(" | ")[2]]
+    assert len(claims_of(page)) > 40
+    assert not (faults := faults_of_claims(page)), "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| A claim | a reason | trust us |",
+        "| A claim | a reason |",
+        "| A claim | a reason | `tests/house/test_docs.py` | more |",
+        "| A claim | | `tests/house/test_docs.py` |",
+        "|A claim|a reason|nothing|",
+        "  | A claim | a `|` in code | nothing |",
+        "| A claim | a reason | `tests/leaky.py` |",
+        "| A claim | a reason | `tests/gone/test_gone.py` |",
+        "| A claim | a reason | `test_of_somewhere_else` in `tests/house/test_docs.py` |",
+    ],
+)
+def test_a_claim_without_a_test_is_found(row: str) -> None:
+    page = (ROOT / "docs" / "threat-model.md").read_text()
+    last = page.index("\n\n## What is not defended")
+    assert len(faults_of_claims(page[:last] + "\n" + row + page[last:])) == 1

@@ -86,10 +86,10 @@ def test_pieces_of_the_page_stand_in_the_example() -> None:
 
 @pytest.mark.slow
 def test_the_laws_can_be_run_on_a_method_of_ones_own() -> None:
-    words = ["tests/laws", "--own", "examples.steady:Steady", "-k", "own", "-p", "no:cacheprovider"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "-m", "polyfed.laws", "examples.steady:Steady"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"1\d passed", done.stdout)
+    assert "18 laws kept, 0 broken" in done.stdout
 
 
 def test_the_example_keeps_its_state_alike_on_both_engines() -> None:

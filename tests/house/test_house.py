@@ -40,6 +40,7 @@ ROOMS = [
     "experiment",
     "deploy",
     "start",
+    "laws",
     "cli",
 ]
 """The rooms of the package, lowest first: a file imports from its own room and from lower ones."""

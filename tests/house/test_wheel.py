@@ -68,10 +68,14 @@ class Environment:
                         target.symlink_to(Path(distribution(name).locate_file(top)))
 
     def polyfed(self, *words: str) -> tuple[int, str, str]:
+        """What the command `polyfed` does with these words; see `run`."""
+        return self.run(self.home / "bin" / "polyfed", *words)
+
+    def run(self, *words: str | Path) -> tuple[int, str, str]:
         """Exit code, standard output and standard error of a command."""
         outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [self.home / "bin" / "polyfed", *words],
+            words,
             cwd=self.folder, env=outside | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert "Traceback" not in done.stderr
@@ -130,3 +134,12 @@ def test_a_recipe_of_the_wheel_is_copied_and_checked(installed: Environment) -> 
     assert names == sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
     assert installed.polyfed("recipes", "fedprox-cg-digits", "--copy")[0] == 0
     assert installed.polyfed("check", "fedprox-cg-digits.toml")[0] == 0
+
+
+def test_the_laws_try_a_method_of_the_users_own(installed: Environment) -> None:
+    (installed.folder / "mine.py").write_text(
+        "from polyfed.algorithms import Averaging\n\n\nclass Own(Averaging):\n    '''FedAvg by another name.'''\n"
+    )
+    few = ("--law", "engines", "--law", "learns")
+    done = installed.run(installed.python, "-m", "polyfed.laws", "mine:Own", *few)
+    assert (done[0], done[1].splitlines()[-1]) == (0, "mine:Own: 2 laws kept, 0 broken, 0 skipped"), done[2]

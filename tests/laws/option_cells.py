@@ -232,6 +232,8 @@ def left_by(table: Mapping[str, Any]) -> tuple[str, list[str]]:
             if method.evaluation.due(round, recipe.rounds):
                 measured = method.evaluate(state, fed)
                 seen += [sorted(measured.metrics.items()), sorted(measured.personal.items())]
+        if (sets := method.calibrate(state, fed)) is not None:
+            seen.append(sets.facts())
         said += [str(one.message) for one in caught if issubclass(one.category, PolyfedWarning)]
     content = {
         "state": state,

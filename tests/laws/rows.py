@@ -1,36 +1,8 @@
 """One row per algorithm: options under which the laws are tried. A new algorithm earns all laws by adding its row."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
+from polyfed.laws.federation import Row
 from polyfed.training.optimisers import Train
 from world import LAYERNORM
-
-
-@dataclass(frozen=True)
-class Row:
-    """How the laws try an algorithm.
-
-    Attributes:
-        options: hyper-parameters.
-        egress: the policy it needs beyond the default.
-        clients: changes to the world's clients.
-        data: changes to the world's data.
-        stack: modalities stacked into one, for a method of early fusion.
-        encoders: the encoders it needs, if it refuses plain ones.
-        tolerance: relative, between engines; 1e-5 unless the method divides by small numbers.
-        idle: whether zero local steps leave the global model as it is.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    egress: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    clients: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    stack: dict[str, list[str]] = field(default_factory=dict)
-    encoders: dict[str, Any] | None = None
-    tolerance: float = 1e-5
-    idle: bool = True
-
 
 SGD = Train(lr=0.1, batch_size=16, epochs=2)
 

@@ -7,7 +7,6 @@ command prints no traceback and ends with the exit code of the error's class.
 import dataclasses
 import itertools
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
 from polyfed.cli.output import answer, print_json
-from polyfed.core.errors import DataError, EgressError, RecipeError
+from polyfed.core.errors import DataError, EgressError, RecipeError, command
 from polyfed.core.system.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def run(
             shown = [] if progress is None else [progress]
             finished = run_recipe(loaded, out=folder, resume=resume, listeners=[*shown, *followers])
     except KeyboardInterrupt:
-        again = shlex.join(["polyfed", "run", str(recipe), *set_options(overrides), "--resume", "--out", str(folder)])
+        again = command("run", recipe, *set_options(overrides), "--resume", "--out", folder)
         raise Interrupted(f"resume with: {again}") from None
     if events == STANDARD_OUTPUT or (quiet and not as_json):
         return

@@ -8,7 +8,7 @@ import typer
 
 from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, command
 
 
 class OnCorrupt(StrEnum):
@@ -89,7 +89,7 @@ def recipes(
     if copy:
         chosen, folder = ([name], Path()) if name is not None else (collection.names(), Path("recipes"))
         written = [str(path) for path in collection.copy_recipes(chosen, folder)]
-        go_on = f". Go on with: polyfed run {written[0]}" if name is not None else ""
+        go_on = f". Go on with: {command('run', written[0])}" if name is not None else ""
         what = written[0] if name is not None else f"{len(written)} recipes in {folder}"
         answer({"written": written}, f"wrote {what}{go_on}", as_json=as_json)
     elif name is not None:
@@ -114,6 +114,12 @@ def init(
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
     ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=RULE", help="Make numbers of a column: one-hot, mean, or a table in TOML; docs/data.md."
+        ),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
     ] = None,
@@ -136,9 +142,8 @@ def init(
             "Python and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
         )
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = init.write_recipe(
-        file, out, {"label": labels, "client": client, "split": split, "class_names": class_name}, task
-    )
+    columns = {"label": labels, "client": client, "split": split, "class_names": class_name}
+    notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task)
     lines = [f"guessed: {note}" for note in notes]
-    lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
+    lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

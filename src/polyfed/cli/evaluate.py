@@ -7,7 +7,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Overrides, app
 from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, command
 
 if TYPE_CHECKING:
     from polyfed.experiment.recipes.recipe import Recipe
@@ -81,7 +81,7 @@ def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
     from polyfed.deploy.app_folder import write_job
 
     made = write_job(recipe, folder)
-    answer({"app": str(made)}, f"wrote {made}; run it: polyfed submit {made}", as_json=as_json)
+    answer({"app": str(made)}, f"wrote {made}; run it: {command('submit', made)}", as_json=as_json)
 
 
 def _groups(words: list[str]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """`polyfed init`: a first recipe for your own data file, and the lines of a recipe that an algorithm needs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,20 @@ from polyfed.cli.printing import catalogue
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.system.files import replace_text
+from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.core.tree import SHARED
+from polyfed.data.column_rules import rules_of
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.model import ModelSpec
 from polyfed.privacy.egress.policy import EVERY, Policy
 
 
 def write_recipe(
-    file: Path, out: Path, columns: Mapping[str, str | list[str] | None], task: str | None = None
+    file: Path,
+    out: Path,
+    columns: Mapping[str, str | list[str] | None],
+    rules: Mapping[str, Any] | None = None,
+    task: str | None = None,
 ) -> tuple[str, ...]:
     """Write a complete recipe for a data file.
 
@@ -28,6 +34,7 @@ def write_recipe(
         columns: values of the [data] options `label`, `client`, `split` and `class_names`. The first three are names
             of an array or column; `label` may be a list of names. `class_names` is a list of the names of the classes.
             If a value is None, the function guesses it.
+        rules: the section [data.columns], or nothing.
         task: name of the task; if None, the labels determine the task.
 
     Returns:
@@ -39,13 +46,31 @@ def write_recipe(
     """
     if out.exists():
         raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    made = starter(file, columns, task)
+    made = starter(file, {**columns, **({"columns": dict(rules)} if rules else {})}, task)
     replace_text(out, made.text)
     return made.notes
 
 
 SOME = "a"
 """The modality of the printed recipe that may be shared, for a method that cannot run with one row for all of them."""
+
+
+def rules_in(words: Sequence[str]) -> dict[str, Any]:
+    """Return the rules of columns that the command line gives, each as NAME=RULE.
+
+    Raises:
+        RecipeError: a word is no such rule.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, rule = word.partition("=")
+        try:
+            found[name] = parse_toml(f"it = {rule}")["it"] if rule.strip().startswith("{") else rule
+        except ValueError as error:
+            raise RecipeError(f"--column {word}: {error}. Write NAME=one-hot, NAME=mean, or a table in TOML") from None
+    rules_of("--column", found)
+    return found
+
 
 _MEANS = {
     EVERY: "every modality without a row of its own",

@@ -1,6 +1,5 @@
 """`polyfed sweep`: runs a study, with a live table of its runs."""
 
-import shlex
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer
+from polyfed.core.errors import command
 from polyfed.core.system.stop_signals import handling, interrupt
 
 UNFINISHED = 4
@@ -41,10 +41,10 @@ def sweep_study(
             frame = sweep(study, folder, jobs=jobs, ray=ray, listeners=[progress])
     except KeyboardInterrupt:
         where = [] if ray is None else ["--ray", ray]
-        again = shlex.join(["polyfed", "sweep", str(study), *where, "--out", str(folder)])
+        again = command("sweep", study, *where, "--out", folder)
         raise Interrupted(f"go on with: {again}") from None
     assert progress.board is not None
-    more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
+    more = f"all runs in {folder / PAGE}; tests and figures: {command('compare', folder)}"
     answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
     if progress.board.problems():
         raise typer.Exit(UNFINISHED)

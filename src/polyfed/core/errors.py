@@ -5,6 +5,7 @@ line prints the text without a traceback, and exits with the `exit_code` of the 
 shows as a failed `assert`.
 """
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -102,6 +103,15 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     near = get_close_matches(name, options, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return f"{hint}Allowed: {', '.join(options) or '(none)'}"
+
+
+def command(*words: object) -> str:
+    """Return a command of polyfed that can be pasted into a shell: words with blanks or other marks are quoted.
+
+    >>> command("run", "my recipe.toml")
+    "polyfed run 'my recipe.toml'"
+    """
+    return shlex.join(["polyfed", *map(str, words)])
 
 
 def counted(count: int, one: str, many: str) -> str:

@@ -112,6 +112,7 @@ class Declared:
     optional: bool = False
     dtype: str = ""
     counted: bool = False
+    scored: bool = False
 
 
 def carries(
@@ -133,6 +134,7 @@ def carries(
     optional: bool = False,
     dtype: Literal["", "float32", "sums", "int64", "bool", "uint8"] = "",
     counted: bool = False,
+    scored: bool = False,
 ) -> Any:
     """Declare a field of a message.
 
@@ -154,16 +156,15 @@ def carries(
             `shared` and `labels`. Default: `HELD_BY_DEFAULT`.
         sum_only: whether the server needs only the sum of this field over the clients. If all fields of a message are
             sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
-        weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
-            sum. Default: the field is summed as it is.
+        weight: for a sum-only field, the 0-dim field by which each client multiplies it before the sum. Default: none.
         random: whether the field holds only random numbers, such as public keys, which leave without protection.
         stacked: for parameters and gradients, whether each tensor has one more leading axis, for several models.
         part: for parameters and gradients, the part of the model to which all names belong: its `encoders`, or its
             `head`, which is everything after them. Default: the whole model.
         optional: for a tree, whether a client may receive it without a block that the client has.
         dtype: for a statistic, its type; `float32` includes that of the model, and `sums` float64. Default: any.
-        counted: whether the field counts rows of one client, so that one row changes it by at most 1. A device can add
-            noise to such a field (`[require] score_noise` of its policy file).
+        scored: whether the field is a statistic of own test or validation rows (`[require] score_noise`).
+        counted: whether a scored field counts rows, so that one row changes it by at most 1, and noise can hide it.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
@@ -172,7 +173,7 @@ def carries(
     shape = () if shape is None and kind == "statistic" else shape
     _check_shape(kind, shape)
     form = {"part": part, "optional": optional, "dtype": dtype, "sum_only": sum_only, "weight": weight}
-    form |= {"random": random, "stacked": stacked, "counted": counted}
+    form |= {"random": random, "stacked": stacked, "counted": counted, "scored": scored or counted}
     declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **form)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})
 

@@ -42,13 +42,16 @@ def fits(columns: Columns) -> dict[str, Features]:
     return {name: column.coded for name, column in columns.modalities.items() if column.coded is not None}
 
 
-def statistics(columns: Columns, rows: Tensor, held: Iterable[str] | None = None) -> dict[str, dict[str, Told]]:
+def statistics(
+    columns: Columns, rows: Tensor, held: Iterable[str] | None = None, least: int = 0
+) -> dict[str, dict[str, Told]]:
     """Return what a client tells about its training rows.
 
     Args:
         columns: the table, with codes.
         rows: the training rows of the client, int64 (n,).
         held: the modalities that the client holds. If None, all of them.
+        least: how many rows a word or a mean must have so that the client tells it, whatever the rule says.
     """
     found: dict[str, dict[str, Told]] = {}
     for name, features in fits(columns).items():
@@ -57,7 +60,7 @@ def statistics(columns: Columns, rows: Tensor, held: Iterable[str] | None = None
         use = rows[columns.present[name].cpu()[rows]] if name in columns.present else rows
         codes = columns.modalities[name].raw(use).double().numpy()
         told = {
-            feature.column: _told(feature, codes[:, place])
+            feature.column: _told(feature, codes[:, place], least)
             for place, feature in enumerate(features)
             if feature.rule is not None and feature.rule.is_fitted
         }
@@ -66,13 +69,13 @@ def statistics(columns: Columns, rows: Tensor, held: Iterable[str] | None = None
     return found
 
 
-def _told(feature: Feature, codes: Any) -> Told:
+def _told(feature: Feature, codes: Any, least: int) -> Told:
     assert feature.rule is not None
     if not feature.of_words:
         known = codes[~np.isnan(codes)]
-        return Told(count=len(known), total=float(known.sum()))
+        return Told(count=len(known), total=float(known.sum())) if len(known) >= least else Told()
     places, counts = np.unique(codes[codes >= 0].astype(np.int64), return_counts=True)
-    often = places[counts >= feature.rule.min_rows].tolist()
+    often = places[counts >= max(feature.rule.min_rows, least)].tolist()
     return Told(words=tuple(sorted(feature.words[place] for place in often)))
 
 

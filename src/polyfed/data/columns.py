@@ -144,6 +144,7 @@ class Columns:
         class_names: The names of the C classes, or of the T targets.
         present: By modality, whether each row has it, bool (N,). `present` omits modalities that all rows have.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
+        client_names: The names of the natural clients, by number; None if the data has none.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
@@ -169,6 +170,7 @@ class Columns:
     class_names: tuple[str, ...] | None = None
     present: Mapping[str, Tensor] = field(default_factory=dict)
     client: Tensor | None = None
+    client_names: tuple[str, ...] | None = None
     split_personal: Tensor | None = None
     words_sorted: bool = False
     labelled: bool = True

@@ -18,8 +18,8 @@ Files:
     request_limits: on a device, limits how many requests of the server the device answers.
     privacy_budget: on a device, counts the epsilon of all replies with noise.
     repeated_requests: on a device, lets secrets serve once, and keeps replies with noise.
-    store: what a device must not forget, in one SQLite file.
-    state_store: a client's local state on its own disk.
+    store: what a device must not forget, in one SQLite file, and the files that its rows name.
+    local_states: which local states a client keeps.
     faults: reports errors of a device to its own log and, in short, to the server.
     run_log: writes a server's log, and the status of each run.
     server_monitor: health, metrics and status of a server.

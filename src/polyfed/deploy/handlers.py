@@ -15,12 +15,9 @@ from polyfed.data import Population
 from polyfed.deploy.device.configuration import (
     WHERE,
     NodeConfig,
-    allowance_on,
     check_held,
-    limits_on,
     policy_on,
     recipe_on,
-    requirements_on,
 )
 from polyfed.deploy.device.data import population_on
 from polyfed.deploy.device.enrolment import enrolment, enrolment_refusal
@@ -131,7 +128,7 @@ class Deployed:
         with blamed(f"its {WHERE} is not valid"):
             node: NodeConfig = build(WHERE, NodeConfig, config)
         with blamed("its policy file is not valid"):
-            allowance = allowance_on(node)
+            allowance = node.rules.allowance
         with only(allowance):
             return self._work(packet, node)
 
@@ -144,8 +141,8 @@ class Deployed:
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
-            policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
-            required = requirements_on(node)
+            policy, limits = policy_on(node, recipe, node.held), node.rules.limits.stricter(recipe.limits)
+            required = node.rules.required
         with blamed("its limits cannot be compared with the recipe"):
             _refuse_unmet(unfit_options(limits, recipe), node.client)
         with blamed("its requirements cannot be compared with the recipe"):
@@ -163,7 +160,7 @@ class Deployed:
 
         with blamed("its data cannot be used"):
             check_held(node, recipe)
-            population = population_on(node, recipe, facts, vet)
+            population = population_on(node, recipe, facts, vet, limits.value("min_rows_per_class") or 0)
         if facts is None:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.errors import PolyfedError, RecipeError, command
 from polyfed.core.system.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import APP, RECIPE
 from polyfed.deploy.launch import CONNECTION, statuses_of
@@ -79,9 +79,12 @@ class Submission:
     def _config(self) -> dict[str, str]:
         """Return the configuration of the app, with the changes."""
         if not (self.app / APP).exists():
-            raise RecipeError(f"{self.app} holds no app; write one: polyfed app {self.app} --recipe RECIPE.toml")
+            raise RecipeError(
+                f"{self.app} holds no app; write one: {command('app', self.app, '--recipe', 'RECIPE.toml')}"
+            )
         if not (self.credentials / "flwr" / "config.toml").exists():
-            raise RecipeError(f"no SuperLink uses {self.credentials}; start it: polyfed superlink {self.credentials}")
+            start = command("superlink", self.credentials)
+            raise RecipeError(f"no SuperLink uses {self.credentials}; start it: {start}")
         project = tomllib.loads((self.app / "pyproject.toml").read_text(encoding="utf-8"))
         config: dict[str, Any] = project["tool"]["flwr"]["app"]["config"]
         return {key: str(value) for key, value in config.items()} | dict(self.changes)
@@ -135,7 +138,7 @@ class Submission:
     def _judge(self, identity: str) -> None:
         """Raise the error of a run that has failed."""
         if not identity:
-            raise _failure(f"`flwr` submitted nothing; does `polyfed superlink {self.credentials}` run?")
+            raise _failure(f"`flwr` submitted nothing; does `{command('superlink', self.credentials)}` run?")
         told = read_status(statuses_of(self.credentials) / identity)
         if told is None:
             raise _failure(f"run {identity} ended before its server wrote a status; see the log of the SuperLink")

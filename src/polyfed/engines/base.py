@@ -282,7 +282,8 @@ class Engine(ABC):
     def guard(self, request: Request, client: int) -> LimitGuard:
         """Return what holds a task of this client to the limits of the device. Evaluation clients have no limits."""
         limits, evaluates = (self.limits, self._evaluates) if client >= 0 else (NO_LIMITS, None)
-        return LimitGuard(limits, client, request.name, self.objective, evaluates)
+        exact = client < 0 or self.required.score_noise is None
+        return LimitGuard(limits, client, request.name, self.objective, evaluates, exact)
 
     def failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
         """Put the reason for a client's failure into `missing`, and emit the event `client-failed`."""

@@ -20,11 +20,10 @@ from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
 from polyfed.engines.workers.process import Unit
-from polyfed.federation.clock import TRAINING_PASSES
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.privacy.egress.ledger import Ledger
-from polyfed.training.client_data import FOLD_BATCH
+from polyfed.training.client_data import FOLD_BATCH, TRAINING_PASSES
 from polyfed.training.step_plan import steps_trained
 
 UNIT_FLOPS = 1e8

@@ -36,7 +36,7 @@ ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
 MAX_REASON = 2000
 """Largest length of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
 
-MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
+MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES, MAX_MODALITIES = 10**6, 2**40, 2**24, 8, 1000
 """Upper bounds in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far above any
 deployment of today (inferred), and limit the memory that a forged enrolment can make the server allocate."""
 
@@ -112,7 +112,7 @@ class Facts:
         """Read the facts of a header.
 
         Raises:
-            BadReply: the facts are missing or malformed.
+            BadReply: the facts are missing, malformed or out of range.
         """
         match header.get("facts"):
             case {
@@ -121,9 +121,9 @@ class Facts:
                 "frozen": str(frozen),
                 "standardise": list() | tuple() as scaled,
                 "columns": dict(columns),
-            } if num_classes > 0:
+            } if 0 < num_classes < MAX_CLIENTS and len(shapes) <= MAX_MODALITIES:
                 whole = all(isinstance(shape, list | tuple) for shape in shapes.values())
-                sized = whole and all(type(n) is int and n > 0 for shape in shapes.values() for n in shape)
+                sized = whole and all(_is_sample(tuple(shape)) for shape in shapes.values())
                 if sized and all(isinstance(name, str) for name in scaled):
                     named = {str(name): tuple(shape) for name, shape in shapes.items()}
                     return cls(named, num_classes, frozen, tuple(scaled), columns)
@@ -191,9 +191,10 @@ class Enrolment:
             0 <= self.rows < MAX_ROWS,
             0 < self.num_classes < MAX_CLIENTS,
             self.silo is None or 0 <= self.silo < MAX_CLIENTS,
-            all(0 < len(shape) <= MAX_AXES and all(size > 0 for size in shape) for shape in self.shapes.values()),
+            len(self.shapes) <= MAX_MODALITIES,
+            all(map(_is_sample, self.shapes.values())),
         )
-        if not all(ranges) or any(math.prod(shape) > MAX_SAMPLE for shape in self.shapes.values()):
+        if not all(ranges):
             raise BadReply(f"enrolled with a number out of range: {asdict(self)!s:.200}")
 
     def _check_columns(self) -> None:
@@ -211,6 +212,12 @@ class Enrolment:
     def header(self) -> Header:
         """Return the header in which the enrolment is sent."""
         return {"verdict": ENROLLED, **versions(), **asdict(self)}
+
+
+def _is_sample(shape: tuple[Any, ...]) -> bool:
+    """Return whether this can be the shape of a sample. Both sides check it before they build a model for it."""
+    sized = 0 < len(shape) <= MAX_AXES and all(type(n) is int and n > 0 for n in shape)
+    return sized and math.prod(shape) <= MAX_SAMPLE
 
 
 def digest_of_names(names: Sequence[str] | None) -> str:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.clock import TRAINING_PASSES, Count
+from polyfed.federation.clock import Count
 from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult
 from polyfed.training.optimisers import Train
@@ -19,9 +19,9 @@ from polyfed.training.step_plan import rows_trained
 class MeteredClientData(ClientData):
     """Counts the work of each call, and forwards the call to another client dataset.
 
-    Local training costs `TRAINING_PASSES` forward passes through each block with a trained parameter. It costs one
-    forward pass through each block that is wholly frozen. A `fold` costs one forward pass through all blocks of the
-    client, independent of the computation in its step. A block's part of the first fusion layer counts only if its
+    Local training costs `Job.passes` forward passes through each block with a trained parameter, usually three. It
+    costs one forward pass through each block that is wholly frozen. A `fold` costs one forward pass through all blocks
+    of the client, independent of the computation in its step. A part of the first fusion layer counts only if its
     parameters are among those of the training: the clients of a cut model lack them.
 
     The number of rows of a given batch (`minimise(on=...)`) is a tensor, which `vmap` hides from Python. Its work is
@@ -55,9 +55,13 @@ class MeteredClientData(ClientData):
         # a client in a silo also trains parts of the head for other clients' embeddings, but not their encoders
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
-        passes = TRAINING_PASSES * sum(model.flops(block) for block in trained)
+        passes = job.passes.whole * sum(model.flops(block) for block in trained)
         lacking = (trained - {SHARED}) - {block_of(name) for name in params if ".fusion." in name}
-        passes -= TRAINING_PASSES * sum(model.part_flops(modality) for modality in lacking)
+        passes -= job.passes.whole * sum(model.part_flops(modality) for modality in lacking)
+        others = {block_of(name) for name in job.trained(model) if ".fusion." in name} - {*owned}
+        passes += job.passes.whole * sum(model.part_flops(m) for m in others.intersection(model.modalities))
+        encoders = {*owned}.intersection(model.modalities)
+        passes += job.passes.encoders * sum(model.flops(m) - model.part_flops(m) for m in encoders)
         if job.only is None:  # a block that is wholly frozen needs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)

@@ -42,7 +42,13 @@ class SizeCounts(Message):
     """How many classes of a client's validation rows have a score in which bin, (S, M, L, N); see `own_sizes`."""
 
     in_bins: Tensor = carries(
-        "statistic", dtype="int64", shape=("subsets", None, None, None), within=NOT_NEGATIVE, sum_only=True, tells=TELLS
+        "statistic",
+        dtype="int64",
+        shape=("subsets", None, None, None),
+        within=NOT_NEGATIVE,
+        sum_only=True,
+        tells=TELLS,
+        scored=True,
     )
 
 

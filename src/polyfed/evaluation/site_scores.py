@@ -35,11 +35,11 @@ class SiteScores(Message):
     `hidden` is 1 if the site has hidden a class or a group, because it has too few rows.
     """
 
-    sums: Tensor = carries("statistic", dtype="sums", shape=(None,), tells=HISTOGRAM)
-    groups: Tensor = carries("statistic", dtype="sums", shape=(None, None), tells=HISTOGRAM, within=None)
-    levels: Tensor = carries("statistic", dtype="int64", within=between(0, LEVELS), shape=(None,))
-    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
-    hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    sums: Tensor = carries("statistic", dtype="sums", shape=(None,), tells=HISTOGRAM, scored=True)
+    groups: Tensor = carries("statistic", dtype="sums", shape=(None, None), tells=HISTOGRAM, within=None, scored=True)
+    levels: Tensor = carries("statistic", dtype="int64", within=between(0, LEVELS), shape=(None,), scored=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
+    hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
 
 
 def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Values, least: int) -> SiteScores:

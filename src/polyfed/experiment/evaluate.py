@@ -17,10 +17,9 @@ from torch import Tensor
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE
-from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data import Columns, Population, Shards, populate, stacked
 from polyfed.data.column_fitting import Features, encoded, fits, read_tables
 from polyfed.data.columns import TEST
@@ -33,6 +32,7 @@ from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.experiment.recipes.task_choice import prepared
+from polyfed.experiment.results.saved_model import facts_of_data
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
@@ -137,8 +137,8 @@ def job_of(
         named = folder / RECIPE if folder.is_dir() else folder
         if not named.exists() or (recipe is None and not folder.is_dir()):
             raise RecipeError(
-                f"{path} holds no recipe, so its clients and rows are not known. Give one: polyfed evaluate {path} "
-                "--recipe RECIPE.toml"
+                f"{path} holds no recipe, so its clients and rows are not known. Give one: "
+                f"{command('evaluate', path, '--recipe', 'RECIPE.toml')}"
             )
         recipe = named
     base = recipe_of(recipe)
@@ -174,17 +174,19 @@ class TrainedFacts:
 
 
 def trained_facts(model: str | Path) -> TrainedFacts:
-    """Return how the data of a saved model's training became its input, as far as its folder says it."""
+    """Return how the data of a saved model's training became its input, as far as its folder says it.
+
+    Raises:
+        DataError, CheckpointError: a file is damaged.
+    """
     path = Path(model).expanduser()
-    facts: Mapping[str, Any] = {}
-    shapes: Mapping[str, Any] = {}
     if (path / DESCRIPTION).exists():
-        facts = parse_json((path / DESCRIPTION).read_text(encoding="utf-8"))
-        shapes = facts["shapes"]
-    elif (path / RECIPE).exists():
+        return TrainedFacts(*facts_of_data(path))
+    facts: Mapping[str, Any] = {}
+    if (path / RECIPE).exists():
         found = load_content(path / "checkpoint", recipe_of(path / RECIPE).algorithm)
         facts = {} if found is None else found[1].get("federation", {})
-        shapes = facts.get("shapes", {})
+    shapes = facts.get("shapes", {})
     names, scaling = facts.get("class_names"), facts.get("scaling")
     read = None if scaling is None else {m: Scaling.read(by, tuple(shapes[m])) for m, by in scaling.items()}
     return TrainedFacts(read, None if names is None else tuple(names), read_tables(facts.get("columns"), shapes))

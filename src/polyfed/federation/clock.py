@@ -13,9 +13,6 @@ import torch
 from polyfed.federation.network import Links
 from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger
 
-TRAINING_PASSES = 3
-"""Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""
-
 LATE = "late"
 """The reason of a dropped reply begins with this word if only the simulated time was the cause."""
 

@@ -57,6 +57,27 @@ ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
 """Purposes of a client's random streams; see `stream_key`."""
 
 
+TRAINING_PASSES = 3
+"""Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the loss of a training step computes, for simulated time. The default is one pass forward and one backward.
+
+    Attributes:
+        whole: forward passes through the model that is trained; a backward pass counts as two.
+        encoders: further forward passes through the encoders alone.
+    """
+
+    whole: int = TRAINING_PASSES
+    encoders: int = 0
+
+
+ONCE = Passes()
+"""One pass forward and one backward."""
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """The result of local training.
@@ -93,6 +114,7 @@ class Job:
     split: bool = False
     after: TrainingResult | None = None
     on: Batch | None = None
+    passes: Passes = ONCE
 
     def __post_init__(self) -> None:
         """Refuse `after` in combination with `train.steps`, and `split` in combination with gradient accumulation.
@@ -165,6 +187,7 @@ class ClientData(ABC):
         split: bool = False,
         after: TrainingResult | None = None,
         on: Batch | None = None,
+        passes: Passes = ONCE,
     ) -> TrainingResult:
         """Train `params` on the client's rows; the class docstring has an example.
 
@@ -194,6 +217,7 @@ class ClientData(ABC):
                 with `train.steps`. Default: a new training run, whose moments start at zero.
             on: a batch for a single step, which replaces all the steps of `train`. With `after`, this step follows the
                 steps of the earlier call.
+            passes: what `loss` computes, if it calls the model more than once; only simulated time reads it.
 
         Returns:
             The trained parameters, the mean loss, the number of steps and the state of the optimiser.

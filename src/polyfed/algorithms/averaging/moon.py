@@ -36,6 +36,7 @@ from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
+from polyfed.training.client_data import Passes
 
 PREVIOUS = "previous"
 """Prefix of the previous model in a client's local state."""
@@ -76,6 +77,11 @@ class Moon(Averaging):
                 "[algorithm] private: moon's projection head is averaged, and a private block would hold a part of it. "
                 "Set projection = 0 or per_modality = true"
             )
+
+    @property
+    @override
+    def passes(self) -> Passes:  # the received and the previous model
+        return Passes(encoders=2)
 
     @property
     @override

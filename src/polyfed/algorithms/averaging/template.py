@@ -47,7 +47,7 @@ from polyfed.model import Model
 from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
-from polyfed.training.client_data import Direction
+from polyfed.training.client_data import ONCE, Direction, Passes
 from polyfed.training.optimisers import Moments
 
 
@@ -188,6 +188,11 @@ class Averaging(Algorithm[A]):
         """
         return context.loss(w, batch)
 
+    @property
+    def passes(self) -> Passes:
+        """What `loss` computes in a step, for simulated time; override it if `loss` calls the model more than once."""
+        return ONCE
+
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
@@ -267,12 +272,19 @@ class Averaging(Algorithm[A]):
         if kept and self.private_epochs:  # first the private parameters alone, then the others alone
             train = private_blocks.epochs_of(self.train, self.private_epochs)
             start = data.minimise(
-                loss, start, train=train, only=kept.keys(), stream=private_blocks.PRIVATE_STREAM
+                loss,
+                start,
+                train=train,
+                only=kept.keys(),
+                stream=private_blocks.PRIVATE_STREAM,
+                passes=self.passes,
             ).params
             only = start.keys() - kept.keys()
         directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
-        fit = data.minimise(loss, start, train=self.train, direction=direction, carry=carry, only=only)
+        fit = data.minimise(
+            loss, start, train=self.train, direction=direction, carry=carry, only=only, passes=self.passes
+        )
         if not kept:
             return self.reply(context, data, fit, whole, own)
         reply, after = self.reply(context, data, fit, whole, own)

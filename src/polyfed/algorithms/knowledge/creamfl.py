@@ -40,6 +40,7 @@ from polyfed.federation.federation import Federation
 from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
+from polyfed.training.client_data import TRAINING_PASSES, Passes
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
@@ -202,7 +203,8 @@ class CreamFL(Algorithm[CreamState]):
                 terms.append(self.inter * inter + self.intra * local[SEEN] * intra)
             return value + torch.stack(terms).mean()
 
-        fit = data.minimise(loss, under(WEIGHT, local), train=self.train)
+        passes = Passes(encoders=TRAINING_PASSES)  # as many public rows as own ones
+        fit = data.minimise(loss, under(WEIGHT, local), train=self.train, passes=passes)
         z = context.model.vectors(fit.params, public_batch(public))
         kept = nested(WEIGHT, fit.params) | nested(PUBLIC, public)
         kept |= nested(PREVIOUS, z) | {SEEN: torch.ones_like(local[SEEN])}

@@ -32,6 +32,7 @@ from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.training import ClientData
+from polyfed.training.client_data import TRAINING_PASSES, Passes
 
 OWN, STATISTICS, PARTNER, ALPHA = "@own", "@statistics", "@partner", "@alpha"
 """Names in a client's local state: the prefixes of the parameters and buffers of its own model and of the model that
@@ -91,6 +92,7 @@ class Apfl(Averaging):
             train=self.train,
             direction=direction,
             carry=dict.fromkeys(("slope", "error", "steps"), torch.zeros_like(alpha)),
+            passes=Passes(whole=2 * TRAINING_PASSES),  # w and the mixture
         )
         rate = self.train.lr_at(data.round, data.rounds) if self.adaptive else 0.0
         after = {n: fit.params.get(n, value) for n, value in local.items()}

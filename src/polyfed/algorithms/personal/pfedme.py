@@ -30,7 +30,7 @@ from polyfed.core.schema import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE
 from polyfed.core.tree import Tree, add, clone, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.client_data import Direction
+from polyfed.training.client_data import TRAINING_PASSES, Direction, Passes
 
 OWN = "@own"
 """Prefix of the personal model in a client's local state. No modality can have a name that starts with @."""
@@ -70,6 +70,11 @@ class PFedMe(Averaging):
             )
         if self.train.accumulate > 1:
             raise RecipeError("[train] accumulate: pfedme solves for a model on each whole batch. Set accumulate = 1")
+
+    @property
+    @override
+    def passes(self) -> Passes:  # every inner step, and the loss of its result; the outer gradient is a difference
+        return Passes(whole=TRAINING_PASSES * self.inner_steps + 1)
 
     @override
     def local(self, context: ClientContext, key: int) -> Tree:

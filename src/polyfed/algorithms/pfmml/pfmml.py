@@ -41,11 +41,12 @@ from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, READING, SearchRang
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
 from polyfed.evaluation.scores import Measured
-from polyfed.federation.clock import TRAINING_PASSES, Timetable
+from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.objective import Objective
 from polyfed.training import ClientData
+from polyfed.training.client_data import TRAINING_PASSES
 from polyfed.training.step_plan import rows_trained, steps_trained
 
 MOVED = 0.005

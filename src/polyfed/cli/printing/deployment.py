@@ -1,7 +1,6 @@
 """The output of `polyfed app` and of `polyfed check --node`."""
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from polyfed import deploy
 from polyfed.cli.printing import tables
+from polyfed.core.errors import command
 from polyfed.core.system.files import RESULT
 from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.experiment.checks.check import fixes_of
@@ -32,7 +32,7 @@ def result_of(out: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 def resume_command(recipe: Path, folder: Path) -> str:
     """The command that resumes an interrupted federation."""
-    return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
+    return command("app", folder, "--recipe", recipe, "--local")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Written:
     @property
     def start(self) -> str:
         """The command that starts the app."""
-        return shlex.join(["polyfed", "submit", str(self.folder)])
+        return command("submit", self.folder)
 
     def facts(self) -> dict[str, Any]:
         """The content that `app --json` prints."""
@@ -87,7 +87,7 @@ class Written:
             yield f"existing files in {self.credentials} are kept; new: {', '.join(self.new) or 'nothing'}"
         else:
             yield f"a server certificate and {self.keys} keys of devices, for trials, in {self.credentials}"
-        yield f"put the public key *.pub of every device there, then: polyfed superlink {self.credentials}"
+        yield f"put the public key *.pub of every device there, then: {command('superlink', self.credentials)}"
 
 
 def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Written:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -57,13 +58,13 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def without_links(path: str, flags: int) -> int:
+def without_links(path: str, flags: int, mode: int = 0o666) -> int:
     """Open a file for `open(..., opener=without_links)`, unless it is a symbolic link, which could lead anywhere.
 
     Raises:
         OSError: the path is a symbolic link.
     """
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
 
 
 def sync(path: Path) -> None:
@@ -75,14 +76,20 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def append_whole(path: Path, text: bytes) -> int:
+def append_whole(path: Path, text: bytes, *, private: bool = False) -> int:
     """Append a text to a file, either completely or not at all. Returns the file's previous size.
+
+    Args:
+        path: the file.
+        text: the text.
+        private: whether only this process's user can read the file, if this call makes it.
 
     Raises:
         OSError: the text cannot be written. The file then keeps its previous size, because a partly written line would
             also make the next line unreadable.
     """
-    with open(path, "ab", buffering=0, opener=without_links) as file:
+    opener = partial(without_links, mode=0o600) if private else without_links
+    with open(path, "ab", buffering=0, opener=opener) as file:
         whole = file.tell()
         try:
             _write(file, text)

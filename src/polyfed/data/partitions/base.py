@@ -43,19 +43,20 @@ class Partition(ABC):
         """
 
 
-def refuse_targets(columns: Columns, what: str) -> None:
+PARTITIONED = "Use [clients] partition = 'iid', 'by-client' or 'silos', and a share for personal_test"
+
+
+def refuse_targets(columns: Columns, what: str, cure: str = PARTITIONED) -> None:
     """Raise an error if the labels are not classes, because an option of the recipe needs classes.
 
     Raises:
-        RecipeError: the data has no labels, or the labels are regression targets. The error text begins with `what`.
+        RecipeError: the data has no labels, or the labels are regression targets. The text begins with `what`; for
+            targets it ends with `cure`.
     """
     if not columns.labelled and columns.num_classes == 1:
         raise RecipeError(f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'")
     if columns.label.is_floating_point():
-        raise RecipeError(
-            f"{what}, and the labels of data '{columns.name}' are targets of type float32. Use [clients] partition = "
-            "'iid', 'by-client' or 'silos', and a share for personal_test"
-        )
+        raise RecipeError(f"{what}, and the labels of data '{columns.name}' are targets of type float32. {cure}")
 
 
 def labels_of(columns: Columns, rows: Rows) -> Rows:

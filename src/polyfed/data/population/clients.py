@@ -85,7 +85,8 @@ class ClientsSpec:
             labels, as many in proportion as it has training rows, where a row may go to several clients. None gives
             none.
         test_clients: Natural clients whose rows are the global test set and do not train: a share of them, or a list of
-            their numbers (the sorted order of their names). Rows of the others that the data marks as test rows train.
+            their names or numbers (the sorted order of their names). Rows of the others that the data marks as test
+            rows train.
         folds: Number of parts into which the natural clients are divided at random. The rows of one part are the global
             test set, as with `test_clients`.
         fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools
@@ -126,7 +127,7 @@ class ClientsSpec:
     missing_rows_empty: bool = False
     ranks: list[int] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
-    test_clients: float | list[int] | None = None
+    test_clients: float | list[int | str] | None = None
     folds: Annotated[int | None, AT_LEAST_TWO] = None
     fold: Annotated[int | None, AT_LEAST_ONE] = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
@@ -277,9 +278,9 @@ class ClientsSpec:
     def _check_test_clients(self) -> None:
         wanted = self.test_clients
         if isinstance(wanted, list):
-            require(bool(wanted), "clients.test_clients", wanted, "numbers of natural clients, not none")
+            require(bool(wanted), "clients.test_clients", wanted, "names or numbers of natural clients, not none")
         elif wanted is not None:
-            require(0.0 < wanted < 1.0, "clients.test_clients", wanted, "a share between 0 and 1, or a list of numbers")
+            require(0.0 < wanted < 1.0, "clients.test_clients", wanted, "a share between 0 and 1, or a list of names")
         if (self.folds is None) != (self.fold is None):
             raise RecipeError(
                 "clients.folds and clients.fold belong together: folds is the number of parts of the natural clients, "

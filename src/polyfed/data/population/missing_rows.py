@@ -215,7 +215,8 @@ def _rate_of_rows(columns: Columns, spec: ClientsSpec, group: _Group, num_client
         own = _beta(mean, spec.missing_rows_concentration, num_clients, tuple(group.rates), key)
         return np.concatenate([own, mean[None]])[group.owner]
     if spec.missing_rows_pattern == "label":
-        refuse_targets(columns, "[clients] missing_rows_pattern = 'label' draws a rate for each class")
+        cure = "Use another pattern: 'random', 'client' or 'spans'"
+        refuse_targets(columns, "[clients] missing_rows_pattern = 'label' draws a rate for each class", cure)
         own = _beta(mean, spec.missing_rows_concentration, columns.num_classes, tuple(group.rates), key)
         classes: Rows = columns.label.cpu().numpy()[group.rows]
         return own[classes]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.population.clients import ClientsSpec
 
@@ -38,7 +38,7 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         )
     client = columns.client.cpu().numpy()
     people = np.unique(client)
-    chosen = _chosen(people, clients, key)
+    chosen = _chosen(people, clients, key, columns.client_names)
     tested = np.isin(client, chosen)
     split = columns.split.cpu().clone()
     split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
@@ -46,7 +46,7 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
     return replace(columns, split=split.to(columns.split))
 
 
-def _chosen(people: np.ndarray, clients: ClientsSpec, key: int) -> np.ndarray:
+def _chosen(people: np.ndarray, clients: ClientsSpec, key: int, names: tuple[str, ...] | None) -> np.ndarray:
     """Return the numbers of the natural clients that are held out."""
     wanted, total = clients.test_clients, len(people)
     if clients.folds is not None:
@@ -61,13 +61,7 @@ def _chosen(people: np.ndarray, clients: ClientsSpec, key: int) -> np.ndarray:
         part: np.ndarray = np.array_split(order, clients.folds)[clients.fold - 1]
         return np.asarray(people[part])
     if isinstance(wanted, list):
-        if unknown := [one for one in wanted if one not in people]:
-            raise RecipeError(
-                f"[clients] test_clients = {unknown[0]}: no such natural client. The data has the numbers "
-                f"{people[0]} to {people[-1]}, in the sorted order of their names",
-                ("clients", "test_clients"),
-            )
-        found = np.array(wanted)
+        found = np.array([_number_of(one, people, names) for one in wanted])
     else:
         assert wanted is not None
         count = max(1, round(wanted * total))
@@ -79,3 +73,21 @@ def _chosen(people: np.ndarray, clients: ClientsSpec, key: int) -> np.ndarray:
             ("clients", "test_clients"),
         )
     return found
+
+
+def _number_of(wanted: int | str, people: np.ndarray, names: tuple[str, ...] | None) -> int:
+    """Return the number of a natural client, which may be given by name.
+
+    Raises:
+        RecipeError: there is no such client.
+    """
+    known = {} if names is None else {names[number]: int(number) for number in people}
+    number = known.get(wanted) if isinstance(wanted, str) else wanted
+    if number is not None and number in people:
+        return number
+    hint = did_you_mean(wanted, known) if isinstance(wanted, str) and known else ""
+    raise RecipeError(
+        f"[clients] test_clients = {wanted!r}: no such natural client. {f'{hint}. ' if hint else ''}"
+        f"The data has the numbers {people[0]} to {people[-1]}, in the sorted order of their names",
+        ("clients", "test_clients"),
+    )

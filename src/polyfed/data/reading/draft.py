@@ -45,6 +45,7 @@ class Draft:
         present: Modality -> bool (N,), for modalities that some rows lack.
         cut: Modality -> bool (N,), true for each row that has only some of the modality's values. These values were
             left out.
+        cures: Modality -> the rules of [data.columns] that would fill in the empty cells of the rows in `cut`.
         faulty: Modalities that could not be read. Their faults are known.
         class_names: Names of the classes or targets, or None.
         ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers
@@ -68,6 +69,7 @@ class Draft:
     split: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
     cut: Mapping[str, Any] = field(default_factory=dict)
+    cures: Mapping[str, str] = field(default_factory=dict)
     faulty: tuple[str, ...] = ()
     class_names: Sequence[str] | None = None
     ids: Any = "rows"
@@ -101,6 +103,9 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     labels = problems.attempt(lambda: _labels(draft))
     made = {n: problems.attempt(partial(_modality, draft, n, values)) for n, values in draft.modalities.items()}
     found = {name: column for name, column in made.items() if column is not None}
+    people = None
+    if draft.clients is not None:
+        people = problems.attempt(lambda: clients_of(draft.clients, draft.place("client")))
     facts = _facts(draft, problems)
     present: dict[str, Tensor] = {}
     for name, (_, there) in found.items():
@@ -108,9 +113,11 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
             present[name] = there & _marked(draft, name, there)
     if labels is not None:
         arrays = {name: column for name, (column, _) in found.items()} | facts
+        arrays |= {} if people is None else {"client": people[0]}
         _check_rows(draft, len(labels.values), arrays, _undeclared(draft, found, present), problems)
     problems.raise_all()
     assert labels is not None
+    client, names = (None, None) if people is None else people
     split, notes = facts["split"], list(draft.notes)
     notes += [labels.note] if labels.note else []
     if split is None:
@@ -128,7 +135,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         class_names=labels.names,
         words_sorted=labels.words_sorted,
         present={name: there for name, there in present.items() if not bool(there.all())},
-        client=facts["client"],
+        client=client,
+        client_names=names,
         split_personal=facts["split_personal"],
         notes=tuple(notes),
         standardise=given.standardise,
@@ -140,7 +148,6 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
 def _facts(draft: Draft, problems: Problems) -> dict[str, Tensor | None]:
     """Return the facts of the rows that are not labels, (N,) each, or None where the draft has none."""
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
-        ("client", draft.clients, clients_of),
         ("split", draft.split, splits_of),
         ("split_personal", draft.split_personal, codes_of),
         ("ids", None if isinstance(draft.ids, str) else draft.ids, ids_of),
@@ -275,4 +282,4 @@ def _check_rows(
         problems.add(DataError(f"{draft.where} has no rows. Check where it comes from"))
     if not unequal and not draft.faulty and len(present) == len(draft.modalities) and num:
         with problems.noting():
-            refuse_bare_rows(present, draft.where, draft.cut)
+            refuse_bare_rows(present, draft.where, draft.cut, draft.cures)

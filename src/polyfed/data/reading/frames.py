@@ -60,6 +60,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     present: dict[str, Any] = {}
     cut: dict[str, Any] = {}
     coded: dict[str, tuple[Feature, ...]] = {}
+    cures: dict[str, str] = {}
     refuse_idle_rules(groups, given, where, problems)
     for modality, group in groups.items():
         with problems.noting():
@@ -71,6 +72,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
                 present[modality] = read.there
             if read.cut is not None:
                 cut[modality] = read.cut
+                cures |= {modality: read.cure} if read.cure else {}
             notes += [f"modality '{modality}': {read.note}"] if read.note else []
     found: dict[str, Any] = {"labels": labels, "modalities": values}
     if labels is None and given.label_columns and "labels" not in given.optional:
@@ -80,6 +82,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
+    told["cures"] = cures
     return Draft(name=name, where=where, **(told | found | facts_of | more))
 
 
@@ -201,6 +204,7 @@ class Read:
         note: a sentence that tells the user how the cells were read, for example that lists were padded; may be empty.
         cut: bool (N,), the rows that have only some of the modality's values. Such a row counts as a row without the
             modality. None if there is no such row.
+        cure: the rules of [data.columns] that would fill in the empty cells of the rows in `cut`.
         coded: the columns, if one of them has a rule. The values are then codes, in which NaN is an empty cell.
     """
 
@@ -209,6 +213,7 @@ class Read:
     note: str
     cut: NDArray[np.bool_] | None = None
     coded: tuple[Feature, ...] = ()
+    cure: str = ""
 
 
 def values_of(
@@ -235,20 +240,21 @@ def values_of(
     empty: NDArray[np.bool_] = np.isnan(values)
     there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
     partly = np.asarray(empty.any(1)) & there
-    note = ""
+    note = cure = ""
     if partly.any():
+        some = [column for place, column in enumerate(group) if empty[:, place].any()][:MOST_NAMED]
+        cure = filling(frame, some)
         text = (
             f"{counted(int(partly.sum()), 'row has', 'rows have')} only some of its cells, first row "
             f"{(row := int(partly.argmax()))} without '{group[int(empty[row].argmax())]}'"
         )
         if partial == "refuse":
-            some = [column for place, column in enumerate(group) if empty[:, place].any()][:MOST_NAMED]
             raise DataError(
                 f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
-                f"without this modality, or use the mean, as in {filling(frame, some)}"
+                f"without this modality, or use the mean, as in {cure}"
             )
         there, note = there & ~partly, f"{text}; such rows count as rows without it"
-    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None)
+    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, cure=cure)
 
 
 @dataclass

@@ -118,8 +118,8 @@ def unlabelled(num_rows: int) -> Labels:
     return Labels(torch.zeros(num_rows, dtype=torch.int64), None, 1)
 
 
-def clients_of(values: Any, where: str) -> Tensor:
-    """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
+def clients_of(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the natural client of each row, int64 (N,), and their names, sorted and numbered from 0.
 
     Words that are all whole numbers without leading zeros are sorted by their value, as numbers are, so that a client
     has the same number whether a file holds numbers or text.
@@ -134,8 +134,9 @@ def clients_of(values: Any, where: str) -> Tensor:
     if array.dtype.kind == "U":
         tell_alike(words, where, "clients")
         if all(WHOLE_WORD.fullmatch(word) for word in words.tolist()):
-            number = np.argsort(np.argsort(words.astype(np.int64)))[number]
-    return torch.from_numpy(number.astype(np.int64))
+            order = np.argsort(words.astype(np.int64))
+            words, number = words[order], np.argsort(order)[number]
+    return torch.from_numpy(number.astype(np.int64)), tuple(map(str, words.tolist()))
 
 
 def tell_alike(words: NDArray[Any], where: str, what: str) -> None:

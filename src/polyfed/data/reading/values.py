@@ -177,7 +177,9 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
     return there
 
 
-def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str, Any]) -> None:
+def refuse_bare_rows(
+    present: Mapping[str, Tensor], where: str, cut: Mapping[str, Any], cures: Mapping[str, str] | None = None
+) -> None:
     """Refuse rows that lack every modality.
 
     Args:
@@ -185,6 +187,7 @@ def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str
         where: the name of the data in error messages.
         cut: modality -> bool (N,), true for each row that has only some of the modality's values. These values were
             left out.
+        cures: modality -> the rules that would fill in these values, for tables.
 
     Raises:
         DataError: some rows lack every modality.
@@ -204,7 +207,8 @@ def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str
                 f"{count} some cells of '{name}', which partial = 'absent' leaves out, first row "
                 f"{int(partly.nonzero()[0, 0])}. "
             )
-            cure = "Fill in the empty cells of these rows, and leave out rows without any cell"
+            rules = f", as {cures[name]} does" if cures and name in cures else ""
+            cure = f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell"
     raise DataError(text + cure)
 
 

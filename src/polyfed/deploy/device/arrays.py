@@ -52,7 +52,7 @@ def joined_arrays(recipe: Recipe) -> list[tuple[str, str]]:
 def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
     """Refuse arrays that the recipe may not use on this device.
 
-    Call this function inside `registry.only(allowance_on(node))`.
+    Call this function inside `registry.only(node.rules.allowance)`.
 
     Args:
         protected: the modalities of the device, and the names of the rows of its policy.

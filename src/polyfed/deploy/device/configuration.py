@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,17 +82,68 @@ class NodeConfig:
         return Path(self.data).expanduser().absolute().parent / "polyfed-state"
 
     @cached_property
-    def policy_text(self) -> bytes:
-        """The content of the policy file, or nothing without a file.
+    def rules(self) -> "DevicePolicy":
+        """The policy file, which is read once: a device makes a new configuration for each request.
 
-        A device makes a new configuration for each request, so it reads the file once for each request. If it read the
-        file again for every section, and the owner replaced the file meanwhile, a reply could leave that neither the
-        old nor the new policy allows.
+        If it read the file again for every section, and the owner replaced the file meanwhile, a reply could leave that
+        neither the old nor the new policy allows.
 
         Raises:
-            OSError: the file cannot be read.
+            RecipeError: see `DevicePolicy.read`.
         """
-        return Path(self.policy).expanduser().read_bytes() if self.policy else b""
+        return DevicePolicy.read(self.policy)
+
+
+@dataclass(frozen=True)
+class DevicePolicy:
+    """What the owner of a device allows, as the policy file says it.
+
+    Attributes:
+        path: the file as the owner names it; "" without a file, and then the default policy applies.
+        text: the bytes of the file.
+        egress: the tables [egress.*], which depend on the modalities of a recipe; see `policy_on`.
+        allowance: the code and models that a recipe may use, [allow]. Without the section, it may use none.
+        limits: minimum numbers of rows and steps, and maximum numbers of rounds and requests, [limits].
+        required: the protection that a recipe must have, [require].
+    """
+
+    path: str = ""
+    text: bytes = b""
+    egress: Mapping[str, Any] = field(default_factory=dict)
+    allowance: Allowance = Allowance()
+    limits: Limits = Limits()
+    required: Requirements = NO_REQUIREMENTS
+
+    @classmethod
+    def read(cls, path: str) -> "DevicePolicy":
+        """Read a policy file.
+
+        Raises:
+            RecipeError: the file cannot be read, or is not a policy.
+        """
+        if not path:
+            return cls()
+        try:
+            text = Path(path).expanduser().read_bytes()
+            table = tomllib.loads(text.decode("utf-8-sig"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError(f"policy {path}: {error}. Give a TOML file with {SECTIONS}") from None
+        if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
+            raise RecipeError(f"policy {path}: no section '{strange[0]}'; a policy has {SECTIONS} only")
+        if not table:  # perhaps an editor has only begun to write the file
+            raise RecipeError(
+                f"policy {path}: the file has none of the sections {SECTIONS}. Write the policy into the file, or "
+                f"leave out policy in {WHERE} to use the default policy"
+            )
+        where = f"policy {path}:"
+        return cls(
+            path,
+            text,
+            table.get("egress", {}),
+            Allowance.parse(table.get("allow", {}), f"{where} [allow]"),
+            Limits.parse(table.get("limits", {}), f"{where} [limits]"),
+            Requirements.parse(table.get("require", {}), f"{where} [require]"),
+        )
 
 
 def node_from(text: str) -> NodeConfig:
@@ -119,61 +170,13 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     """
     told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
     told = told.for_client(node.held)
-    if not node.policy:
+    rules = node.rules
+    if not rules.path:
         return Policy().for_client(node.held).stricter(told)
-    table = _policy_table(node)
     # several sites may use the same policy file, so it may have rows for modalities that this device lacks
     rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
-    own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
+    own = Policy.parse(rules.egress, rows, f"policy {rules.path}: [egress]")
     return own.for_client(node.held).stricter(told)
-
-
-def allowance_on(node: NodeConfig) -> Allowance:
-    """Return the code and models that a recipe may use on this device: the policy file's [allow] section, or nothing.
-
-    Raises:
-        RecipeError: the policy file cannot be read, or is not a policy.
-    """
-    if not node.policy:
-        return Allowance()
-    return Allowance.parse(_policy_table(node).get("allow", {}), f"policy {node.policy}: [allow]")
-
-
-def limits_on(node: NodeConfig) -> Limits:
-    """Return the limits of this device: the section [limits] of the policy file.
-
-    Raises:
-        RecipeError: the file does not exist, or the section is invalid.
-    """
-    if not node.policy:
-        return Limits()
-    return Limits.parse(_policy_table(node).get("limits", {}), f"policy {node.policy}: [limits]")
-
-
-def requirements_on(node: NodeConfig) -> Requirements:
-    """Return the protection that this device demands: the section [require] of the policy file.
-
-    Raises:
-        RecipeError: the file does not exist, or the section is invalid.
-    """
-    if not node.policy:
-        return NO_REQUIREMENTS
-    return Requirements.parse(_policy_table(node).get("require", {}), f"policy {node.policy}: [require]")
-
-
-def _policy_table(node: NodeConfig) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(node.policy_text.decode("utf-8-sig"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
-    if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
-        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has {SECTIONS} only")
-    if not table:  # perhaps an editor has only begun to write the file
-        raise RecipeError(
-            f"policy {node.policy}: the file has none of the sections {SECTIONS}. Write the policy into the file, or "
-            f"leave out policy in {WHERE} to use the default policy"
-        )
-    return table
 
 
 def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -181,7 +184,7 @@ def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Re
 
     This function removes parts that only the server uses, so their code is not imported: trackers, the source of the
     server's rows, and custom partitions. This device's rows are in `node.data`. Call this function inside
-    `registry.only(allowance_on(node))`.
+    `registry.only(node.rules.allowance)`.
 
     Raises:
         NotAllowed: the recipe names code or a saved model that the device's owner has not allowed. The code was not
@@ -231,7 +234,7 @@ def used_on(recipe: Recipe) -> Allowance:
 def check_held(node: NodeConfig, recipe: Recipe) -> None:
     """Refuse modalities for which the recipe has no encoder, and arrays that the recipe may not use here.
 
-    Call this function inside `registry.only(allowance_on(node))`.
+    Call this function inside `registry.only(node.rules.allowance)`.
 
     Raises:
         DataError: the recipe has no encoder for a modality. The text suggests the most similar name.
@@ -241,4 +244,4 @@ def check_held(node: NodeConfig, recipe: Recipe) -> None:
         if name not in recipe.model.modalities:
             hint = did_you_mean(name, recipe.model.modalities)
             raise DataError(f"{WHERE} modalities: the recipe has no '{name}'; {hint}")
-    check_arrays(recipe, (*node.held, *(_policy_table(node).get("egress", {}) if node.policy else ())))
+    check_arrays(recipe, (*node.held, *node.rules.egress))

@@ -24,7 +24,11 @@ from polyfed.experiment.recipes.task_choice import task_of
 
 
 def population_on(
-    node: NodeConfig, recipe: Recipe, facts: Facts | None, vet: Callable[[int], None] = lambda rows: None
+    node: NodeConfig,
+    recipe: Recipe,
+    facts: Facts | None,
+    vet: Callable[[int], None] = lambda rows: None,
+    least: int = 0,
 ) -> Population:
     """Return a population in which only this client has rows.
 
@@ -35,6 +39,7 @@ def population_on(
         vet: called with the number of training rows before the data is compared with `facts`. It raises the refusal of
             a device that takes no part in the run. If the comparison came first, the server could find out shapes and
             classes by trying facts until the data fits them.
+        least: how many rows a word or a mean of a column must have so that the device tells it at enrolment.
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
@@ -59,7 +64,7 @@ def population_on(
             f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
         )
     vet(len(columns.rows(TRAIN)))
-    told = statistics(columns, columns.rows(TRAIN)) if facts is None else {}
+    told = statistics(columns, columns.rows(TRAIN), least=least) if facts is None else {}
     columns = _encoded(columns, told, facts, node)
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)

@@ -16,13 +16,10 @@ from polyfed.data import Population
 from polyfed.deploy.device.arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import (
     NodeConfig,
-    allowance_on,
     check_held,
-    limits_on,
     node_from,
     policy_on,
     recipe_on,
-    requirements_on,
     used_on,
 )
 from polyfed.deploy.device.data import population_on
@@ -92,7 +89,7 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
         PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
     node = node_from(text) if "=" in text else _of_policy(text)
-    with only(allowance_on(node)):
+    with only(node.rules.allowance):
         recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
         used = used_on(recipe)
         for path in used.imports:
@@ -121,9 +118,9 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     policy = policy_on(node, recipe, node.held)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
-    required = requirements_on(node)
+    required = node.rules.required
     policy, planned, unchecked = _planned(recipe, node, policy, population, required)
-    limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
+    limits, train = node.rules.limits.stricter(recipe.limits), recipe.algorithm.train
     lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
     if population is None:

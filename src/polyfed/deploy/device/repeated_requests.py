@@ -33,7 +33,6 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
 from polyfed.deploy.device.configuration import NodeConfig
-from polyfed.deploy.device.state_store import KEPT_RUNS
 from polyfed.deploy.device.store import DeviceStore, Memory
 from polyfed.engines.protocol import RUN_NAME, RequestId
 from polyfed.experiment.running.checkpoint import sha256_of
@@ -42,9 +41,6 @@ from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedS
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.requirements import Release
-
-PART = 2**28
-"""Size in bytes of the parts in which the store holds a body. SQLite holds at most 10**9 bytes in a value."""
 
 _OF = "run = ? AND client = ?"
 _AT = f"{_OF} AND round = ? AND request = ?"
@@ -73,7 +69,7 @@ def conditions_of(recipe: Path, node: NodeConfig) -> str:
     stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     copied = copy_in(recipe.parent)
     init = "" if copied is None else sha256_of(copied)
-    parts = (recipe.read_bytes(), node.policy_text, repr((node, stamps, init)).encode())
+    parts = (recipe.read_bytes(), node.rules.text, repr((node, stamps, init)).encode())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -137,21 +133,21 @@ def kept_reply(memory: Memory, request_id: RequestId, use: str) -> Packet | None
         use: digest of everything that decides the reply; see `digest_of_use`.
 
     Raises:
-        sqlite3.DatabaseError: the reply on disk is damaged.
+        sqlite3.DatabaseError: the reply on disk is damaged. The transaction turns this into a `CheckpointError`.
     """
     place = (memory.run, memory.client, *request_id.place)
     found = memory.rows.execute(f"SELECT use, header, digest FROM replies WHERE {_AT}", place).fetchone()
     if found is None or found[0] != use:
         return None
-    parts = memory.rows.execute(f"SELECT bytes FROM bodies WHERE {_AT} ORDER BY part", place)
-    body = b"".join(part for (part,) in parts)
-    if _digest_of_reply(found[1], body) != found[2]:
-        raise sqlite3.DatabaseError(f"the kept reply of round {request_id.round} is damaged")
-    return Packet(parse_json(found[1]), body)
+    _, header, digest = found
+    head, _, content = digest.partition(" ")
+    if hashlib.sha256(header.encode()).hexdigest() != head:
+        raise sqlite3.DatabaseError(f"the header of the kept reply of round {request_id.round} is damaged")
+    return Packet(parse_json(header), memory.read("replies", request_id.place, content))
 
 
 def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, kept: int) -> None:
-    """Write a reply before it leaves. Delete replies that no request can need any more, and those of old runs.
+    """Write a reply before it leaves, and forget replies that no request can need any more.
 
     Args:
         memory: what the device remembers of the client and the run.
@@ -159,24 +155,19 @@ def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, k
         reply: the reply, without a request id.
         kept: the newest round that the server will never repeat.
     """
-    of, header, body = (memory.run, memory.client), json.dumps(reply.header), memoryview(reply.body)
-    place, digest = (*of, *request_id.place), _digest_of_reply(header, body)
-    memory.rows.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)", (*place, use, header, digest))
-    for start in range(0, len(body), PART):
-        memory.rows.execute("INSERT INTO bodies VALUES (?, ?, ?, ?, ?, ?)", (*place, start, body[start : start + PART]))
+    of, header = (memory.run, memory.client), json.dumps(reply.header)
+    content = memory.write("replies", request_id.place, bytes(reply.body))
+    digest = f"{hashlib.sha256(header.encode()).hexdigest()} {content}"
+    row = (*of, *request_id.place, use, header, digest)
+    memory.rows.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)", row)
     memory.rows.execute(  # the server can always repeat its newest request
         f"DELETE FROM replies WHERE {_OF} AND round <= ? AND (round, request) < (?, ?)",
         (*of, max(0, min(kept, request_id.round)), *request_id.place),
     )
-    memory.rows.execute(
-        "DELETE FROM replies WHERE client = ? AND run NOT IN "
-        "(SELECT run FROM replies WHERE client = ? GROUP BY run ORDER BY max(rowid) DESC LIMIT ?)",
-        (memory.client, memory.client, KEPT_RUNS),
-    )
 
 
 def forget_replies(memory: Memory, request_id: RequestId) -> None:
-    """Delete the kept replies to this request and to later ones of the run."""
+    """Forget the kept replies to this request and to later ones of the run."""
     of = (memory.run, memory.client)
     memory.rows.execute(f"DELETE FROM replies WHERE {_OF} AND (round, request) >= (?, ?)", (*of, *request_id.place))
 
@@ -225,10 +216,6 @@ def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str
 def _name_of_seeds(secrets: Tree) -> str:
     """Return the name under which the store holds the conditions of secrets. The seeds stay the same in all steps."""
     return f"seeds {digest({name: value for name, value in secrets.items() if name == 'seeds'})}"
-
-
-def _digest_of_reply(header: str, body: bytes | memoryview) -> str:
-    return hashlib.sha256(hashlib.sha256(header.encode()).digest() + hashlib.sha256(body).digest()).hexdigest()
 
 
 def _noted(memory: Memory, name: str) -> str | None:

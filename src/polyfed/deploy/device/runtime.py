@@ -14,6 +14,7 @@ from polyfed.core.request import HELD_OUT, Request
 from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
+from polyfed.deploy.device.local_states import begin, check_fresh, keep, places_of, prune, state_before
 from polyfed.deploy.device.privacy_budget import admit_release, admit_state, spend
 from polyfed.deploy.device.repeated_requests import (
     admit_secrets,
@@ -24,8 +25,7 @@ from polyfed.deploy.device.repeated_requests import (
     kept_reply,
 )
 from polyfed.deploy.device.request_limits import admit, admit_today
-from polyfed.deploy.device.state_store import Store
-from polyfed.deploy.device.store import DeviceStore, Memory
+from polyfed.deploy.device.store import ClientStore, DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.base import first_local
@@ -103,47 +103,80 @@ class ClientRuntime:
         self._check_held(packet, request_id.client)
         got = self._received(packet, request, request_id.client)
         self._refuse_made_model(request, got, request_id.client)
-        folder = self.folder / request_id.run / f"client-{request_id.client}"
-        store = Store(folder)
-        with store.alone():
-            store.check_fresh(request_id)  # first, because a stale request gets no reply and must cost nothing
-            local = self._before(store, request, request_id)
-            use, noisy = digest_of_use(request, local or {}, packet, self.conditions), self._adds_noise(request)
-            device = DeviceStore(self.folder)
-            with device.transaction(request_id.run, request_id.client) as memory:
-                admit(memory, self.engine.limits, request)
-                known = kept_reply(memory, request_id, use) if noisy else None
-                if known is None:
-                    forget_replies(memory, request_id)
-                    self._count(memory, request, store.has_state)
-                admit_secrets(memory, request, local, packet, self.conditions)
-            store.prune()
-            store.begin(request_id, again=known is not None)
-            ledger = Ledger(request_id.run, hashing=self.audit is not None)
-            before = {} if local is None else {request_id.client: local}
-            engine = self.engine.for_request(ledger, before, self._evaluations(device, request_id))
-            missing: dict[int, str] = {}
-            content: Packet | None = None
-            sent, seal = False, ""
-            try:
-                if known is not None:
-                    content = self._released_again(engine, request, request_id.client, got, known)
-                elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
-                    content = encode(reply)
-                    kept = int(packet.header.get("kept", 0))
-                    self._keep(store, request_id, local, engine.locals.get(request_id.client, {}), kept)
-                    with device.transaction(request_id.run, request_id.client) as memory:
-                        bind_secrets(memory, request, engine.locals.get(request_id.client, {}), self.conditions)
-                        if noisy:
+        device = DeviceStore(self.folder)
+        with device.alone(request_id.run, request_id.client) as store:
+            assert store is not None, "the lock was waited for"
+            return self._answer_alone(store, packet, request_id, request, got)
+
+    def _answer_alone(
+        self, store: ClientStore, packet: Packet, request_id: RequestId, request: Request, got: Message
+    ) -> Packet:
+        """Answer a request while no other process works on this client and run.
+
+        One transaction admits the request before the task, and another one keeps what the task leaves. A crash between
+        them has counted a reply that did not leave, and never the other way round.
+        """
+        local, use, known = self._admit(store, packet, request_id, request)
+        prune(store.store, request_id.run, request_id.client)
+        ledger = Ledger(request_id.run, hashing=self.audit is not None)
+        before = {} if local is None else {request_id.client: local}
+        engine = self.engine.for_request(ledger, before, self._evaluations(store.store, request_id))
+        missing: dict[int, str] = {}
+        content: Packet | None = None
+        booked, seal = False, ""
+        try:
+            if known is not None:
+                content = self._released_again(engine, request, request_id.client, got, known)
+            elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
+                content = encode(reply)
+            if content is not None:
+                with store.transaction() as memory:
+                    if known is None:
+                        left, kept = engine.locals.get(request_id.client, {}), int(packet.header.get("kept", 0))
+                        self._keep(memory, request_id, request, local, left, kept)
+                        if self._adds_noise(request):
                             keep_reply(memory, request_id, use, content, kept)
-                sent = content is not None
-            finally:
-                seal = self._book(store, request_id, ledger.drain(), sent, again=known is not None)
-            if content is None and self.discreet:
-                raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
-            if content is None:
-                return reason(FAILED, request_id, missing[request_id.client])
+                    booked = True  # last, because what the log says cannot be undone
+                    seal = self._book(store, request_id, ledger.drain(), sent=True)
+        finally:
+            if not booked:
+                self._book(store, request_id, ledger.drain(), sent=False)
+        if content is None and self.discreet:
+            raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
+        if content is None:
+            return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
+
+    def _admit(
+        self, store: ClientStore, packet: Packet, request_id: RequestId, request: Request
+    ) -> tuple[Tree | None, str, Packet | None]:
+        """Count a request, or refuse it. A refusal leaves the store as it was.
+
+        Returns:
+            The local state from which the task starts, the digest of all that decides the reply, and the reply if the
+            client has already sent one that it cannot compute a second time.
+        """
+        with store.transaction() as memory:
+            check_fresh(memory, request_id)  # first, because a stale request gets no reply and must cost nothing
+            local = self._fitting(state_before(memory, request_id), request, request_id.client)
+        use = digest_of_use(request, local or {}, packet, self.conditions)
+        with store.transaction() as memory:
+            admit(memory, self.engine.limits, request)
+            known = kept_reply(memory, request_id, use) if self._adds_noise(request) else None
+            if known is None:
+                forget_replies(memory, request_id)
+                self._count(memory, request, bool(places_of(memory)))
+            admit_secrets(memory, request, local, packet, self.conditions)
+            begin(memory, request_id, again=known is not None)
+        return local, use, known
+
+    def _keep(
+        self, memory: Memory, request_id: RequestId, request: Request, before: Tree | None, left: Tree, kept: int
+    ) -> None:
+        """Keep the client's local state if the task has replaced it, and the conditions of the secrets in it."""
+        if left is not before:
+            keep(memory, request_id, left, self.engine.registry[request_id.client].modalities, kept)
+        bind_secrets(memory, request, left, self.conditions)
 
     def _evaluations(self, device: DeviceStore, request_id: RequestId) -> Callable[[str], EgressError | None] | None:
         """Return a function that counts an evaluation, if the device limits them, and returns the refusal or None."""
@@ -220,23 +253,16 @@ class ClientRuntime:
         validator.check_received(got, request.got, receiver)
         return got
 
-    def _keep(self, store: Store, request_id: RequestId, before: Tree | None, left: Tree, kept: int) -> None:
-        """Write the client's local state if the task has replaced it."""
-        if left is not before:
-            store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
-
-    def _book(self, store: Store, request_id: RequestId, entries: list[Entry], sent: bool, *, again: bool) -> str:
+    def _book(self, store: ClientStore, request_id: RequestId, entries: list[Entry], *, sent: bool) -> str:
         """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
+
+        Args:
+            store: the client's part of the store.
+            entries: the ledger's entries of this request.
+            sent: whether the reply will leave. If not, this writes only received and refused parts.
 
         Returns:
             The hash of the seal that follows the rows in the audit log, or "" in a simulation.
-
-        Args:
-            store: the client's store.
-            entries: the ledger's entries of this request.
-            sent: whether the reply will leave. If not, this writes only received and refused parts.
-            again: whether the reply has been sent before. If not, and it cannot leave, its state is deleted, and the
-                reply is not kept.
 
         Raises:
             OSError, CheckpointError: a file cannot be written. In this case, neither file has the entries, and no reply
@@ -245,31 +271,22 @@ class ClientRuntime:
         if not sent:
             entries = [entry for entry in entries if entry.destination == TO_CLIENT or not any(entry.allowed)]
         path = store.folder / LEDGER
-        try:
-            before = book(path, lines(entries, request_id.run))
-            if self.audit is None:
-                return ""
-            with undone(path, before):
-                return self.audit.append(entries, request_id.run)
-        except (OSError, PolyfedError):
-            if not again:
-                store.forget(request_id)
-                with DeviceStore(self.folder).transaction(request_id.run, request_id.client) as memory:
-                    forget_replies(memory, request_id)
-            raise
+        before = book(path, lines(entries, request_id.run))
+        if self.audit is None:
+            return ""
+        with undone(path, before):
+            return self.audit.append(entries, request_id.run)
 
-    def _before(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
+    def _fitting(self, found: tuple[Tree, tuple[str, ...]] | None, request: Request, client: int) -> Tree | None:
         """Return the client's local state before a task, or None if there is no state yet.
 
         If the client's modalities have changed since the state was written, tensors with the right shape are kept. All
         other tensors start with their initial values.
         """
-        found = store.before(request_id)
-        if found is None or found[1] == self.engine.registry[request_id.client].modalities:
+        if found is None or found[1] == self.engine.registry[client].modalities:
             return None if found is None else found[0]
         engine, before = self.engine, found[0]
-        context = engine.context(request_id.client)
-        first = first_local(engine.algorithm, context, request.seed, request_id.client, engine.device)
+        first = first_local(engine.algorithm, engine.context(client), request.seed, client, engine.device)
         fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
         return {name: before[name] if name in fits else value for name, value in first.items()}
 
@@ -356,4 +373,4 @@ def book(path: Path, rows: Iterable[str]) -> int:
     Raises:
         OSError: the rows cannot be written. In this case, no reply may leave the client.
     """
-    return append_whole(path, "".join(row + "\n" for row in rows).encode())
+    return append_whole(path, "".join(row + "\n" for row in rows).encode(), private=True)

@@ -1,32 +1,45 @@
 """The crash-safe store of a device: what it must not forget, over all runs and restarts, in one SQLite file.
 
 A device counts requests, runs, evaluations, replies with noise and their epsilon. It notes which secrets of secure
-aggregation it has used, and keeps replies with noise. A server therefore gains nothing from a new run name or from a
-restart. Everything that decides about one request is read and written in one transaction: it is on disk before the
-device computes a reply, and a refused request leaves no trace. A store that is full, damaged, emptied or a link
-refuses, and never begins from zero.
+aggregation it has used, how far each run has come, and which local states and replies it keeps. A server therefore
+gains nothing from a new run name or from a restart. Everything that decides about one request is read and written in
+one transaction: it is on disk before the device computes a reply, and a refused request leaves no trace. A store that
+is full, damaged, emptied or a link refuses, and never begins from zero.
+
+The tensors of a state and the body of a reply are files beside the store, because SQLite writes 300 MB three times as
+slowly as a file. A row names each file and its digest. The file is on disk before its row, and goes after its row, so
+whatever moment a process dies at, a row never names a file that is not whole; a file that no row names is deleted.
 
 The counts of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
 
+import errno
 import fcntl
+import hashlib
 import os
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
+from polyfed.core.system.files import sync, without_links
 
 STORE = "device.sqlite3"
 """File in the state folder of a device."""
 
 _COUNT = "INTEGER NOT NULL CHECK (typeof({0}) = 'integer' AND {0} > 0)"
+_NUMBER = "INTEGER NOT NULL CHECK (typeof({0}) = 'integer' AND {0} >= -1)"
 _OF_CLIENT = "run TEXT NOT NULL, client INTEGER NOT NULL"
+_AT = f"{_OF_CLIENT}, round {_NUMBER.format('round')}, request {_NUMBER.format('request')}"
 
-BODIES = "bodies"
+Place = tuple[int, int]
+"""A place in a run: (round, number of the request)."""
+
+KINDS = {"states": "state-{:06d}-{:03d}.safetensors", "replies": "reply-{:06d}-{:03d}.bin"}
+"""The tables whose rows have a file, and the name of the file of a place."""
 
 TABLES = {
     "uses": "budget TEXT NOT NULL, at REAL NOT NULL CHECK (typeof(at) = 'real' AND at >= 0), name TEXT NOT NULL",
@@ -40,14 +53,15 @@ TABLES = {
     "units": f"{_OF_CLIENT}, unit TEXT NOT NULL CHECK (unit IN ('', 'client', 'example')), mixed TEXT NOT NULL, "
     "PRIMARY KEY (run, client)",
     "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
-    "unmasked": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, PRIMARY KEY (run, client)",
-    "replies": f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, use TEXT NOT NULL, "
-    "header TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (run, client, round, request)",
-    BODIES: f"{_OF_CLIENT}, round INTEGER NOT NULL, request INTEGER NOT NULL, part INTEGER NOT NULL, "
-    "bytes BLOB NOT NULL, PRIMARY KEY (run, client, round, request, part), "
-    "FOREIGN KEY (run, client, round, request) REFERENCES replies ON DELETE CASCADE",
+    "unmasked": f"{_AT}, PRIMARY KEY (run, client)",
+    "journals": f"{_AT}, session {_NUMBER.format('session')}, floor_round {_NUMBER.format('floor_round')}, "
+    f"floor_request {_NUMBER.format('floor_request')}, PRIMARY KEY (run, client)",
+    "states": f"{_AT}, modalities TEXT NOT NULL, names TEXT NOT NULL, digest TEXT NOT NULL, "
+    "PRIMARY KEY (run, client, round, request)",
+    "replies": f"{_AT}, use TEXT NOT NULL, header TEXT NOT NULL, digest TEXT NOT NULL, "
+    "PRIMARY KEY (run, client, round, request)",
 }
-"""The tables, which the device checks whenever it opens the store, except for the large bodies, which have a digest:
+"""The tables, which the device checks whenever it opens the store:
 
 - `uses`: what was used of the budgets per day, and when
 - `requests`: how often the device was asked in a round
@@ -56,8 +70,9 @@ TABLES = {
 - `units`: the unit that [privacy] protected in the newest request, and the blocks that could reveal other modalities
 - `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
 - `unmasked`: the newest request for which the client has revealed shares
+- `journals`: the newest request that the client has begun, and up to which request none can come again
+- `states`: the local states from which a request may start
 - `replies`: the replies with noise that may have to be sent again
-- `bodies`: their bodies, in parts
 """
 
 
@@ -69,11 +84,57 @@ class Memory:
         rows: the connection, within the transaction.
         run: the run.
         client: the client's number.
+        folder: the client's folder of this run, with the files that rows name and with its ledger.
     """
 
     rows: sqlite3.Connection
     run: str
     client: int
+    folder: Path
+
+    def write(self, kind: str, place: Place, content: bytes) -> str:
+        """Write the file of a row, which this transaction adds. Return the digest.
+
+        Args:
+            kind: `states` or `replies`.
+            place: the place of the row.
+            content: the content of the file.
+        """
+        path = self.folder / KINDS[kind].format(*place)
+        draft = path.with_name(f".{path.name}.draft")
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        sync(self.folder)
+        return hashlib.sha256(content).hexdigest()
+
+    def read(self, kind: str, place: Place, digest: str) -> bytes:
+        """Read the file of a row.
+
+        Raises:
+            sqlite3.DatabaseError: the file is missing, is a link, or is not the one that the row names.
+        """
+        path = self.folder / KINDS[kind].format(*place)
+        try:
+            with open(path, "rb", opener=without_links) as file:
+                content = file.read()
+        except OSError as error:
+            raise sqlite3.DatabaseError(f"{path} cannot be read: {error}") from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise sqlite3.DatabaseError(f"{path} is damaged")
+        return content
+
+    def files(self) -> set[str]:
+        """Return the names of the files that the rows of this client and run name."""
+        of = (self.run, self.client)
+        return {
+            name.format(*place)
+            for table, name in KINDS.items()
+            for place in self.rows.execute(f"SELECT round, request FROM {table} WHERE run = ? AND client = ?", of)
+        }
 
 
 @dataclass(frozen=True)
@@ -101,25 +162,66 @@ class DeviceStore:
         """Begin a transaction that no other process interrupts. It is on disk when the block ends, or undone.
 
         Raises:
-            CheckpointError: the file is damaged, cannot be written, or is a link.
+            CheckpointError: the store is damaged, cannot be written, or is a link.
         """
         try:
             self._make()
+        except (sqlite3.Error, OSError) as error:
+            raise self._unusable(error) from error
+        try:
             with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
                 rows.execute("PRAGMA synchronous = FULL")
-                rows.execute("PRAGMA foreign_keys = ON")
                 rows.execute("BEGIN IMMEDIATE")
-                for table in TABLES.keys() - {BODIES}:
+                for table in TABLES:
                     (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
                     if found != "ok":
                         raise sqlite3.DatabaseError(f"the table '{table}' is damaged: {found}")
-                yield Memory(rows, run, client)
+                yield Memory(rows, run, client, self._folder_of(run, client))
                 rows.execute("COMMIT")
-        except (sqlite3.Error, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} cannot be used: {error}. The device answers nothing before it can count. Free space on "
-                "the disk, or restore the file from a copy; if the data is new, give the device a new state folder"
-            ) from error
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> CheckpointError:
+        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        return CheckpointError(
+            f"{self.path} cannot be used: {os.strerror(errno.ENOSPC) if full else error}. The device answers nothing "
+            "before it can count. Free space on the disk, or restore the state folder from a copy; if the data is new, "
+            "give the device a new one"
+        )
+
+    @contextmanager
+    def alone(self, run: str, client: int, *, wait: bool = True) -> Iterator["ClientStore | None"]:
+        """Lock the folder of a client and run against other processes, and make it if it does not exist.
+
+        Args:
+            run: the run.
+            client: the client's number.
+            wait: whether to wait for the process that has the lock. If not, the block gets None in its place.
+
+        Raises:
+            CheckpointError: the folder cannot be made, or a part of its path is a link.
+        """
+        folder = self._folder_of(run, client)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in (folder.parent, folder):
+                path.mkdir(mode=0o700, exist_ok=True)
+                os.close(_plain_folder(path))
+            number = _plain_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be used: {error}. It must be a folder and no link") from error
+        try:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            yield ClientStore(self, run, client, folder)
+        finally:
+            os.close(number)
+
+    def _folder_of(self, run: str, client: int) -> Path:
+        return self.folder / run / f"client-{client}"
 
     def _make(self) -> None:
         """Make the file, which only the user of this process can read, unless it exists.
@@ -142,7 +244,7 @@ class DeviceStore:
 
     def _create(self) -> None:
         """Put a new file in its place as a whole, so that no process, and no crash, leaves it without its tables."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft, folder = self.path.with_name(f".{STORE}.draft"), os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -152,7 +254,6 @@ class DeviceStore:
             os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with closing(sqlite3.connect(draft, isolation_level=None)) as rows:
                 rows.execute("PRAGMA journal_mode = MEMORY")
-                rows.execute("PRAGMA auto_vacuum = FULL")  # deleted replies free the disk
                 rows.execute("PRAGMA synchronous = FULL")
                 for table, columns in TABLES.items():
                     rows.execute(f"CREATE TABLE {table} ({columns})")
@@ -160,3 +261,47 @@ class DeviceStore:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@dataclass(frozen=True)
+class ClientStore:
+    """The part of a store that one client and run uses, while it has the lock of its folder.
+
+    Attributes:
+        store: the store.
+        run: the run.
+        client: the client's number.
+        folder: the client's folder of this run.
+    """
+
+    store: DeviceStore
+    run: str
+    client: int
+    folder: Path
+
+    @contextmanager
+    def transaction(self) -> Iterator[Memory]:
+        """Begin a transaction, as `DeviceStore.transaction`. At its end, delete the files that no row names."""
+        named: set[str] | None = None
+        try:
+            with self.store.transaction(self.run, self.client) as memory:
+                named = memory.files()
+                yield memory
+                after = memory.files()
+            named = after  # only now, because a transaction that fails leaves the rows as they were
+        finally:
+            if named is not None:
+                self._sweep(named)
+
+    def _sweep(self, named: set[str]) -> None:
+        for path in self.folder.iterdir():
+            if path.suffix in (".safetensors", ".bin", ".draft") and path.name not in named:
+                with suppress(OSError):  # a later transaction tries again
+                    path.unlink()
+
+
+def _plain_folder(path: Path) -> int:
+    """Open a folder that is no link, make it readable for its user only, and return the file descriptor."""
+    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    os.fchmod(number, 0o700)
+    return number

@@ -39,6 +39,9 @@ def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[s
         yield from _unmet_sums(required, recipe)
     if required.max_epsilon is not None:
         yield from _unmet_noise(required, recipe, shared=shared)
+    protected = required.max_epsilon is not None or required.secure_aggregation
+    if protected and "statistic" not in required.unprotected and (fitted := fitted_columns(recipe)):
+        yield f"[require] of the device, and {named(fitted)}"
     demands = required.secure_aggregation or required.max_epsilon is not None
     if demands and "statistic" not in required.unprotected and (fitted := fitted_columns(recipe)):
         yield f"[require] of the device, and {named(fitted)}"

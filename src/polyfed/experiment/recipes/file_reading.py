@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import DataError, RecipeError, counted
+from polyfed.core.errors import DataError, RecipeError, command, counted
 from polyfed.core.problems import Problems
 from polyfed.core.schema import checked
 from polyfed.data import Columns
@@ -219,7 +219,7 @@ def _roles(
     if "label" not in table and needs_labels:
         raise RecipeError(
             f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: "
-            f"polyfed init {where} --label NAME, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
+            f"{command('init', where, '--label', 'NAME')}, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
         )
     return {"label": ""} | table
 

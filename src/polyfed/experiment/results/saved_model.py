@@ -26,7 +26,7 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import sync
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tree import SHARED, Tree, digest, select
-from polyfed.data.column_fitting import as_tables, read_tables
+from polyfed.data.column_fitting import Features, as_tables, read_tables
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
@@ -98,7 +98,10 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
 
 def _write_tree(tree: Tree, path: Path) -> str:
     """Write a Tree and return the SHA-256 of its file."""
+    path.touch()  # safetensors makes files that only their owner can read, unlike the other files of the folder
+    mode = path.stat().st_mode
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, path)
+    path.chmod(mode)
     sync(path)
     return sha256_of(path)
 
@@ -190,6 +193,22 @@ def load_model(
         raise DataError(f"{folder / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
 
 
+def facts_of_data(folder: Path) -> tuple[dict[str, Scaling] | None, tuple[str, ...] | None, dict[str, Features]]:
+    """Return the scaling of the samples, the names of the classes and the columns with which a model was trained.
+
+    The first two are None where they are unknown.
+
+    Raises:
+        DataError: the folder holds no saved model, or a damaged one.
+    """
+    said = _read_description(folder)
+    try:
+        shapes = _shapes(said)
+        return _scaling(said.get("scaling"), shapes), _class_names(said), read_tables(said.get("columns"), shapes)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(f"{folder / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
+
+
 def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) -> None:
     """Refuse code and pretrained models that the caller of `load_model` has not allowed.
 
@@ -217,11 +236,11 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
 
 def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -> Models:
     """Build the models that model.json describes."""
-    shapes = {name: tuple(shape) for name, shape in said["shapes"].items()}
+    shapes = _shapes(said)
     spec = build("[model]", ModelSpec, said["model"])
     try:
         given = _read_frozen(folder, said["sha256"])
-        model = build_model(spec, shapes, said["classes"], said["reads"], said.get("key", 0), given)
+        model = build_model(spec, shapes, said["classes"], _reads(said), said.get("key", 0), given)
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
     if said.get("frozen") and digest(model.frozen) != said["frozen"]:
@@ -237,7 +256,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         )
     task = dict(said.get("task", {"name": Classification.NAME}))
     objective = build("[task]", find(task.pop("name"), OBJECTIVES, Objective), task)
-    how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
+    how, sums, own = dict(said["predictor"]), dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}
     shared = _read_tree(folder / GLOBAL, sums[GLOBAL], model, model.modalities, device) if GLOBAL in sums else None
 
@@ -261,12 +280,35 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         tree_of=tree_of,
         own=own,
         model_for=said["model_for"],
-        class_names=None if names is None else tuple(names),
+        class_names=_class_names(said),
         elsewhere=said["elsewhere"],
         scaling=_scaling(said.get("scaling"), shapes),
         features=read_tables(said.get("columns"), shapes),
         conformal=read_conformal(said.get("conformal"), model, objective),
     )
+
+
+def _shapes(said: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes = {str(name): tuple(shape) for name, shape in said["shapes"].items()}
+    if not all(type(side) is int and side > 0 for shape in shapes.values() for side in shape):
+        raise ValueError(f"these are no shapes of samples: {said['shapes']!s:.200}")
+    return shapes
+
+
+def _reads(said: Mapping[str, Any]) -> tuple[str, ...]:
+    reads = said["reads"]
+    if not isinstance(reads, list) or not reads or any(name not in said["shapes"] for name in reads):
+        raise ValueError(f"reads = {reads!s:.200} is no list of its modalities")
+    return tuple(reads)
+
+
+def _class_names(said: Mapping[str, Any]) -> tuple[str, ...] | None:
+    names = said["class_names"]
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise ValueError(f"class_names = {names!s:.200} is no list of distinct names")
+    return tuple(names)
 
 
 def _scaling(said: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Scaling] | None:
@@ -309,8 +351,10 @@ def _read_tree(path: Path, wanted: str, model: Model, modalities: Sequence[str],
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{path} is damaged: {error}. Restore it from a copy") from error
     shapes = {name: value.shape for name, value in model.template.items()}
-    if wrong := [name for name in model.names(modalities) if name not in tree or tree[name].shape != shapes[name]]:
+    ours = model.names(modalities)
+    wrong = [name for name in ours if name not in tree or tree[name].shape != shapes[name]]
+    if wrong := wrong or [n for n in ours if tree[n].is_floating_point() != model.template[n].is_floating_point()]:
         raise DataError(
-            f"{path} has no '{wrong[0]}' of the shape that {DESCRIPTION} asks for. Restore both from a copy"
+            f"{path} has no '{wrong[0]}' of the shape and type that {DESCRIPTION} asks for. Restore both from a copy"
         )
     return tree

@@ -61,7 +61,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_file(_apart(tensors), draft / TENSORS)
+        save_file(separate(tensors), draft / TENSORS)
         (draft / SKELETON).write_text(json.dumps(skeleton))
         sums = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
@@ -192,7 +192,7 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     )
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors. Those that share memory with an earlier one become copies, because safetensors needs this."""
     own = {*with_own_memory([*tensors.values()], [])}
     return {name: value if i in own else value.clone() for i, (name, value) in enumerate(tensors.items())}

@@ -12,7 +12,7 @@ import torch
 
 from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
-from polyfed.core.errors import CheckpointError, counted
+from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.data.column_fitting import features_of
@@ -171,7 +171,7 @@ class _Loop:
         try:
             write_report(folder)
         except Exception as error:
-            again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
+            again = f"the numbers are in {folder}; `{command('report', folder)}` tries again"
             self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
 
     def start(self) -> tuple[int, ServerState]:

@@ -57,6 +57,8 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
         )
     else:
         found = values_in(Path(path).expanduser())
+    if not found:
+        raise DataError(f"[model] init = '{path}' holds no parameters. Give another model")
     if wrong := [name for name, value in found.items() if not bool(value.isfinite().all())]:
         raise DataError(f"[model] init = '{path}': '{wrong[0]}' holds NaN or infinity. Give another model")
     wanted = recipe.model.init_blocks or blocks(found)
@@ -120,9 +122,20 @@ def _listed(folder: Path, file: str, sums: Mapping[str, str]) -> Tree:
 
 def _read(path: Path) -> Tree:
     try:
-        return {name: value.to(torch.float32) for name, value in load_file(path).items()}
+        return _reals(load_file(path))
     except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{path} is no safetensors file that can be read: {error}. Restore it from a copy") from error
+
+
+def _reals(found: Tree) -> Tree:
+    """Return the values as float32.
+
+    Raises:
+        ValueError: a value is complex or a truth value, and so no parameter.
+    """
+    if wrong := [name for name, value in found.items() if value.is_complex() or value.dtype == torch.bool]:
+        raise ValueError(f"'{wrong[0]}' is {found[wrong[0]].dtype}, and parameters are real numbers")
+    return {name: value.to(torch.float32) for name, value in found.items()}
 
 
 def copy_in(folder: Path | None) -> Path | None:
@@ -134,7 +147,7 @@ def copy_in(folder: Path | None) -> Path | None:
 def _read_text(path: Path) -> Tree:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return {name: value.to(torch.float32) for name, value in load(base64.b64decode(content["safetensors"])).items()}
+        return _reals(load(base64.b64decode(content["safetensors"])))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path.name} of the app cannot be read: {error}. Write the app again") from error
 

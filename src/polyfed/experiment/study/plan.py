@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from polyfed.experiment.study.model_check import ModelCheck
 from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
 from polyfed.experiment.study.study_file import read_study, refuse
 from polyfed.experiment.study.study_schema import Study
+from polyfed.report.comparison.folds import FOLD_KEYS
 
 T = TypeVar("T")
 
@@ -65,7 +66,15 @@ class Cell:
     @property
     def label(self) -> str:
         """The method and the combination of the grid, as shown in the tables."""
-        return " ".join([self.method, *(f"{short(key)}={value_text(value)}" for key, value in self.values.items())])
+        return self._named(self.values)
+
+    @property
+    def compared(self) -> str:
+        """The label without the fold: `polyfed compare` pools the folds of a method."""
+        return self._named([key for key in self.values if key not in FOLD_KEYS])
+
+    def _named(self, keys: Iterable[str]) -> str:
+        return " ".join([self.method, *(f"{short(key)}={value_text(self.values[key])}" for key in keys)])
 
     def gives_settings_to(self, other: "Cell") -> bool:
         """Return whether another cell takes the settings that the search chooses for this cell.

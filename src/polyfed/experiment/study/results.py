@@ -144,7 +144,7 @@ def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
     cell = entry.cell if number is None else board.cells[number]
     return {
         "folder": f"runs/{entry.name}",
-        "method": cell.label,
+        "method": cell.compared,
         "scenario": cell.scenario,
         "seed": entry.seed,
         "tuning": entry.tuning,

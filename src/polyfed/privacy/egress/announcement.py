@@ -235,7 +235,7 @@ class Announcement:
         why = self.required.lack(task, part.field, said, self.mechanism)
         if not why:
             return ""
-        return f"{where} ({said.kind}): {why}. It would leave if the policy file said: {self.required.fix(said.kind)}"
+        return f"{where} ({said.kind}): {why}. It would leave if the policy file said: {self.required.fix(said)}"
 
     def _undeclared(self, task: str, part: Crossing, strange: frozenset[str]) -> str:
         """Return the text of a refusal for undeclared names. The text explains how to declare them."""
@@ -268,7 +268,7 @@ class Announcement:
         allowed = self.policy.allows(said.kind, block, destination)
         fix = "" if allowed else self.policy.fix((said.kind,), block, destination)
         if allowed and self.required.lack(task, field, said, self.mechanism):
-            allowed, fix = False, self.required.fix(said.kind)
+            allowed, fix = False, self.required.fix(said)
         about = said.tells, said.masked, said.random
         return Announced(task, reply.__name__, field, said.kind, block, destination, allowed, fix, *about)
 

@@ -41,6 +41,7 @@ class LimitGuard:
         objective: says which groups of test rows have sums of their own.
         evaluates: counts a request that reads the test rows in the budget of the device, and returns a refusal if the
             budget is spent. None without a budget.
+        exact: whether statistics of test rows may leave as they are (`[require] score_noise` forbids it).
         refusal: the refusal, or None while the task has broken no limit.
     """
 
@@ -49,6 +50,7 @@ class LimitGuard:
     task: str
     objective: Objective = CLASSES
     evaluates: Callable[[str], EgressError | None] | None = None
+    exact: bool = True
     refusal: EgressError | None = None
     _steps: dict[int, int] = field(default_factory=dict)
     _evaluated: bool = False
@@ -58,7 +60,7 @@ class LimitGuard:
         """Wrap the client dataset so that it checks the limits. Without limits, return the dataset unchanged."""
         return (
             view
-            if self.limits == NO_LIMITS and self.evaluates is None
+            if self.limits == NO_LIMITS and self.evaluates is None and self.exact
             else LimitedClientData(view, int(view.num_rows), model, self)
         )
 
@@ -123,6 +125,7 @@ class LimitGuard:
                 evaluations is spent.
         """
         self._count_subsets(reply)
+        self._refuse_undeclared(reply)
         least = self.limits.value("min_rows_per_class") or 0
         classes = {name: said for name, said in reply.declared.items() if "classes" in (said.shape or ())}
         fields = {name: said for name, said in classes.items() if said.rows is None}
@@ -151,6 +154,21 @@ class LimitGuard:
                 self.refusal = self.evaluates(self.task)
         if self.refusal is not None:
             raise self.refusal
+
+    def _refuse_undeclared(self, reply: Message) -> None:
+        """Refuse statistics of test rows that are not declared as scores, because no rule for scores applies to them.
+
+        A field that only counts the entries of another field tells no more than that field.
+        """
+        if self.exact or not self._evaluated:
+            return
+        for name, said in reply.declared.items():
+            if said.kind == "statistic" and not said.scored and name not in reply.counts.values():
+                raise EgressError(
+                    f"client {self.client} refused task {self.task}: [require] score_noise of the device, and the task "
+                    f"reads test rows, of which {type(reply).__name__}.{name} may tell. Declare the field with "
+                    "scored=True, or let a task of its own send it"
+                )
 
     def _note_labels(self, labels: Tensor, counts: Tensor) -> None:
         if not labels.is_floating_point() and labels.ndim == 1:

@@ -109,20 +109,22 @@ class Requirements:
             said: the declaration of the field.
             mechanism: the mechanism that this device applies, or None.
         """
+        if self.score_noise is not None and said.scored and not said.counted:
+            return f"[require] score_noise = {self.score_noise:g} of the device, and scores in this form get no noise"
         if said.random or said.kind in self.unprotected:
             return ""
         if self.secure_aggregation and not said.masked:
             return "[require] secure_aggregation = true of the device, and this part is not masked"
-        if self.score_noise is not None and "subsets" in (said.shape or ()) and not said.counted:
-            return f"[require] score_noise = {self.score_noise:g} of the device, and scores in this form get no noise"
         noisy = said.counted and self.score_noise is not None
         if self.max_epsilon is not None and not noisy and not (mechanism is not None and mechanism.covers(task, field)):
             return f"[require] max_epsilon = {self.max_epsilon:g} of the device, and no noise of the device protects it"
         return ""
 
-    def fix(self, kind: str) -> str:
-        """Return a line for the policy file that allows the device to send this kind of data without protection."""
-        listed = ", ".join(f'"{known}"' for known in (*self.unprotected, kind))
+    def fix(self, said: Declared) -> str:
+        """Return the change of the policy file that lets such a part leave without protection."""
+        if self.score_noise is not None and said.scored and not said.counted:
+            return "[require] without score_noise"
+        listed = ", ".join(f'"{known}"' for known in (*self.unprotected, said.kind))
         return f"[require] unprotected = [{listed}]"
 
     def score_release(self, reply: type[Message], subsets: int) -> "Release | None":

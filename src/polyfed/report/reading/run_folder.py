@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedWarning, command
 from polyfed.core.system.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, STUDY
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.report.reading.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
@@ -35,7 +35,7 @@ class Folder:
             if (self.path / STUDY).is_file():
                 raise DataError(
                     f"{self.path} holds a study and no run. The page of the study is {self.path / 'index.html'}. To "
-                    f"compare its runs, write polyfed compare {self.path}. For one run, give its folder, "
+                    f"compare its runs, write {command('compare', self.path)}. For one run, give its folder, "
                     f"which {STUDY} names"
                 )
             inside = sorted(found.parent.name for found in self.path.glob(f"*/{RECIPE}"))

@@ -1,0 +1,276 @@
+"""Replies that are not what they should be: what a message must not be, and what the server does with such a reply.
+
+A reply that breaks its declaration is dropped with a reason, and any other does no harm. The tests of a device under a
+hostile server use the same list of corruptions.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from polyfed.core.errors import PolyfedError
+from polyfed.core.masked import LONG
+from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, map_tensors
+from polyfed.core.request import Request, Send
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.engines.sequential import Sequential
+from polyfed.engines.workers.process import Unit
+from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.events import Emitter
+from polyfed.federation.replies import Answer, stacked
+from polyfed.laws.federation import through
+from polyfed.selection import Uniform
+
+BAD = 2
+"""The client whose replies are bent; in most federations it has both modalities."""
+
+Change = Callable[[Any], Any]
+
+
+def entries(change: Callable[[Tensor], Tensor]) -> Change:
+    """Return a change of every tensor of a field."""
+    return lambda v: change(v) if isinstance(v, Tensor) else {name: change(t) for name, t in v.items()}
+
+
+def floats(change: Callable[[Tensor], Tensor]) -> Change:
+    """Return a change of every tensor of a field that has floating-point numbers."""
+    return entries(lambda t: change(t) if t.is_floating_point() else t)
+
+
+def tree(change: Callable[[Tree], Tree]) -> Change:
+    """Return a change of a field that is a tree and not empty."""
+    return lambda v: v if isinstance(v, Tensor) or not v else change(v)
+
+
+def without_a_block(value: Tree) -> Tree:
+    """Return a tree without the block of its first tensor."""
+    return {name: t for name, t in value.items() if block_of(name) != block_of(next(iter(value)))}
+
+
+def lacking(value: Tree) -> Tree:
+    """Return a tree without one tensor of a block that has others."""
+    blocks = [block_of(name) for name in value]
+    places = [i for i, block in enumerate(blocks) if blocks.count(block) > 1]
+    return {name: t for i, (name, t) in enumerate(value.items()) if not places or i != places[-1]}
+
+
+def negative_variances(value: Tree) -> Tree:
+    """Return a tree whose BatchNorms have negative variances."""
+    return {name: -t - 1 if name.endswith("running_var") else t for name, t in value.items()}
+
+
+CORRUPT: dict[str, Change] = {
+    "an extra axis": entries(lambda t: t.unsqueeze(0)),
+    "a row for each sample": floats(lambda t: t.expand(5, *t.shape).clone()),
+    "another shape": entries(lambda t: torch.cat([t, t], -1) if t.dim() and t.numel() else t),
+    "float64": floats(Tensor.double),
+    "float32": entries(lambda t: t if t.is_floating_point() else t.float()),
+    "float16": floats(Tensor.half),
+    "bfloat16": floats(Tensor.bfloat16),
+    "int64": entries(lambda t: t.to(torch.int64)),
+    "int32": entries(lambda t: t.to(torch.int32)),
+    "truth values": entries(Tensor.bool),
+    "NaN": floats(lambda t: t * torch.nan),
+    "infinity": floats(lambda t: t + torch.inf),
+    "one infinity": floats(lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, -torch.inf, t)),
+    "an extra name": tree(lambda v: v | {"stranger": next(iter(v.values()))}),
+    "an extra name in a block": tree(lambda v: v | {f"{next(iter(v))}.stranger": next(iter(v.values()))}),
+}
+
+TYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool, "uint8": torch.uint8, "": torch.float32}
+
+
+def corruptions(said: Declared, *, received: bool, whole: bool = False) -> dict[str, Change]:
+    """Return the corruptions that a field must not have.
+
+    Args:
+        said: the declaration of the field.
+        received: whether a device receives it; else the server does.
+        whole: whether a device must receive every block that it has. A reply may lack blocks.
+    """
+    found = dict(CORRUPT)
+    if said.kind == "raw":  # the samples of some modalities are whole numbers
+        del found["int64"]
+    if said.dtype == "sums":
+        del found["float64"]
+    if said.masked:  # looks random, so it has no range
+        for word in ("int64", *(("int32",) if said.kind != LONG else ())):
+            del found[word]
+    if not received and said.rows is not None and said.shape in ((), ("label",)):
+        del found["another shape"]  # rows beyond their number are padding, which the server leaves out
+    if said.kind in OF_THE_MODEL and (whole or not said.partial):
+        found["a missing name"] = tree(lacking)
+        found["another missing name"] = tree(lambda v: {n: t for n, t in v.items() if not n.endswith("encoder.0.bias")})
+    if said.kind == "parameters" and not said.masked:
+        found["negative variances"] = tree(negative_variances)
+    if whole and not said.bare:
+        found |= {"a missing block": without_a_block, "no block": lambda value: {}}
+    return found | _out_of_range(said, received)
+
+
+def _out_of_range(said: Declared, received: bool) -> dict[str, Change]:
+    numbers = (("a number below its range", -1), ("a number above its range", 2**62))
+    if said.kind in ("labels", "ids"):
+        wrong = [] if said.kind == "ids" and not received else numbers  # the server does not know who has which ids
+    else:
+        within, kind = said.within, TYPES.get(said.dtype, torch.float64)
+        outside = within and not said.masked
+        wrong = [pair for pair in numbers if outside and not bool(within.holds(torch.tensor(pair[1], dtype=kind)))]  # type: ignore[union-attr]
+    return {word: entries(lambda t, number=number: torch.full_like(t, number)) for word, number in wrong}  # type: ignore[misc]
+
+
+def unlike(one: Any, other: Any) -> bool:
+    """Whether two fields differ in form or in a number."""
+    if isinstance(one, Tensor):
+        return one.dtype != other.dtype or one.shape != other.shape or bool(one.numel() and (one != other).any())
+    return list(one) != list(other) or any(unlike(one[name], other[name]) for name in one)
+
+
+def everybody(made: Recipe) -> Recipe:
+    """Return the recipe with all clients in every cohort."""
+    if not hasattr(made.algorithm, "selector"):
+        return made
+    return replace(made, algorithm=replace(made.algorithm, selector=Uniform(participation=1.0)))  # type: ignore[call-arg]
+
+
+BENT: dict[str, Change] = {
+    "without its first tensor": lambda v: v if isinstance(v, Tensor) else {n: v[n] for n in list(v)[1:]},
+    "without its last tensor": lambda v: v if isinstance(v, Tensor) else {n: v[n] for n in list(v)[:-1]},
+    "empty": lambda v: v if isinstance(v, Tensor) else {},
+    "narrower": entries(lambda t: t[..., :-1] if t.dim() else t),
+    "longer": entries(lambda t: torch.cat([t, t[:1]]) if t.dim() else t),
+    "flat": entries(lambda t: t.reshape(-1)),
+    "one number": entries(lambda t: t.reshape(-1)[0] if t.numel() else t),
+    "zero": entries(torch.zeros_like),
+    "negative": entries(lambda t: -t.abs() - 1 if t.dtype != torch.bool else ~t),
+    "huge": entries(lambda t: t + 1e30 if t.is_floating_point() else t),
+    "with a name of no modality": lambda v: v if isinstance(v, Tensor) else v | {SHARED: next(iter(v.values()))},
+    "with labels' name": lambda v: v if isinstance(v, Tensor) else v | {LABELS: next(iter(v.values()))},
+}
+"""Changes that do not always make a reply unusable, or not in every field."""
+
+
+@dataclass
+class Outcome:
+    """Who was left out of a run.
+
+    Attributes:
+        reasons: task -> why the reply of the bad client was dropped.
+        others: other clients that were left out, each with task and reason.
+    """
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    others: dict[int, str] = field(default_factory=dict)
+
+
+class Bending(Sequential):
+    """An engine that changes the replies of one client.
+
+    Args:
+        bend: changes a reply of this client, given the name of the task.
+        parts: what every engine gets.
+        options: what every engine gets by name.
+    """
+
+    def __init__(self, bend: Callable[[str, Message], Message], *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._bend = bend
+
+    @override
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
+        got, singly = super().answer(request, clients, send, units), dict[int, Message]()
+        for part in got.parts:
+            for at, client in enumerate(part.clients):
+                one = map_tensors(part.message, lambda t, at=at: t[at])
+                singly[client] = self._bend(request.name, one) if client == BAD else one
+        return replace(got, parts=list(stacked(singly)))  # what is not told apart by its form shares a stack
+
+
+def run(made: Recipe, bend: Callable[[str, Message], Message]) -> Outcome:
+    """Run two rounds and an evaluation, in which one client's replies go through `bend`."""
+    found = Outcome()
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "client-missing" and facts["client"] != BAD:
+            found.others[facts["client"]] = f"{facts['task']}: {facts['reason']}"
+        elif event == "client-missing":
+            found.reasons.setdefault(facts["task"], facts["reason"])
+
+    parts = assemble(made, emit=Emitter([listen]), engine=partial(Bending, bend))
+    parts.algorithm.evaluate(through(parts, 2), parts.fed)
+    return found
+
+
+def sent(made: Recipe) -> dict[tuple[str, str], tuple[Tensor | Tree, Declared]]:
+    """Return what the client sends, by task and field, and how the field is declared."""
+    seen: dict[tuple[str, str], tuple[Tensor | Tree, Declared]] = {}
+
+    def note(task: str, msg: Message) -> Message:
+        for name, said in msg.declared.items():
+            value: Tensor | Tree = getattr(msg, name)
+            if isinstance(value, Tensor) or value:
+                seen.setdefault((task, name), (value, said))
+        return msg
+
+    run(made, note)
+    return seen
+
+
+def briefly(made: Recipe) -> Recipe:
+    """Return the recipe with the fewest local steps: only what the server does with replies is tried here."""
+    made = replace(made, clients=replace(made.clients, personal_test=0.2))
+    train = getattr(made.algorithm, "train", None)
+    if train is None:
+        return made
+    return replace(made, algorithm=replace(made.algorithm, train=replace(train, batch_size=64, epochs=1)))
+
+
+def place_of(error: Exception) -> str:
+    """Return the file and the line that raised an error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename.rpartition('polyfed/')[-1]}:{last.lineno}"
+
+
+def fault(made: Recipe, task: str, name: str, change: Change, refused: bool) -> str:
+    """Return what the server does wrong if a field is changed so; `refused` says that the reply must be dropped."""
+
+    def bend(asked: str, msg: Message) -> Message:
+        value = getattr(msg, name, None)
+        bends = asked == task and (isinstance(value, Tensor) or value)
+        return replace(msg, **{name: change(value)}) if bends else msg  # type: ignore[type-var]
+
+    try:
+        found = run(made, bend)
+    except PolyfedError as error:
+        return f"the run ends: {error!s:.150}" if refused else ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error!s:.90} at {place_of(error)}"
+    if found.others:
+        return f"others are lost: {found.others}"
+    if refused and name not in found.reasons.get(task, ""):
+        return f"it is not refused by the name of the field, but: {found.reasons}"
+    return ""
+
+
+def faults(made: Recipe) -> list[str]:
+    """Bend every field that a client sends, in every way, and return what the server then does wrong."""
+    made = briefly(everybody(made))
+    found, wrong = sent(made), []
+    assert found, "the client was never asked"
+    for (task, name), (value, said) in found.items():
+        refused = corruptions(said, received=False)
+        for how, change in (BENT | refused).items():
+            if unlike(value, change(value)) and (words := fault(made, task, name, change, how in refused)):
+                if how == "huge" and words.startswith("others"):
+                    continue  # a form says nothing of how large numbers are, and silos compute on them
+                wrong.append(f"{task}.{name} {how}: {words}")
+    return wrong
