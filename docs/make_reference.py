@@ -5,6 +5,7 @@ from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli.printing import catalogue
+from polyfed.experiment.recipes.conflicts import every_row
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.model import ENCODERS
 
@@ -73,6 +74,18 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
     return "\n".join(parts)
 
 
+def conflicts() -> str:
+    """The options that cannot go together, as a list."""
+    lines = []
+    for owner, row in every_row():
+        section, *option = row.key
+        other = row.beside or (f"`{owner}`" if owner else "some methods")
+        why = row.because.format(method=owner or "the method", detail="the method or the task says why")
+        what = f"`[{section}]{''.join(f' {name}' for name in option)}`"
+        lines.append(f"- {what} with {other}: {why}.")
+    return "\n".join(["## Options that cannot go together\n", *dict.fromkeys(lines)]) + "\n"
+
+
 def reference() -> str:
     """The text of docs/recipes.md."""
     parts = [HEAD]
@@ -95,7 +108,7 @@ def reference() -> str:
         )
         for name in sorted(ALGORITHMS)
     }
-    parts += ["## Algorithms: `[algorithm] name`\n", group(methods)]
+    parts += ["## Algorithms: `[algorithm] name`\n", group(methods), conflicts()]
     return "\n".join(parts)
 
 

@@ -2,8 +2,9 @@
 
 The names below are the public functions and classes. With them, a program can load or parse a recipe, `check` which
 data the recipe allows to leave the clients, `run` the recipe, and read the results of the run. It can also `sweep` a
-study of many runs, and `compare` runs. If you write your own method, import from `polyfed.algorithms`, `polyfed.core`
-and `polyfed.training`. Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
+study of many runs, `compare` runs, and `recommend` a method for your data. If you write your own method, import from
+`polyfed.algorithms`, `polyfed.core` and `polyfed.training`. Each name is imported when it is first used, so that
+`polyfed --help` does not wait for PyTorch.
 """
 
 from importlib import import_module
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from polyfed.experiment.results.run_result import Run, load_run
     from polyfed.experiment.results.saved_model import load_model
     from polyfed.experiment.study import sweep
+    from polyfed.recommendation.recommend import recommend
     from polyfed.report.comparison.compare import Comparison, compare
     from polyfed.start import run
 
@@ -38,6 +40,7 @@ __all__ = [
     "load_run",
     "make_recipe",
     "parse_recipe",
+    "recommend",
     "run",
     "sweep",
 ]
@@ -56,6 +59,7 @@ _PLACES = {
     "load_run": "experiment.results.run_result",
     "make_recipe": "experiment.recipes.from_data",
     "parse_recipe": "experiment.recipes.recipe",
+    "recommend": "recommendation.recommend",
     "run": "start",
     "sweep": "experiment.study",
 }
@@ -63,7 +67,7 @@ _PLACES = {
 
 _ROOMS = (
     *("core", "model", "data", "training", "privacy", "federation", "evaluation", "selection"),
-    *("algorithms", "engines", "report", "experiment", "deploy", "laws", "cli"),
+    *("algorithms", "engines", "report", "experiment", "deploy", "recommendation", "laws", "cli"),
 )
 """The packages that `import polyfed` makes available as attributes, as in `polyfed.algorithms.ALGORITHMS`."""
 

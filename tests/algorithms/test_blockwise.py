@@ -251,16 +251,9 @@ def test_feddyn_in_the_first_round_is_fedprox_and_a_step_of_the_server() -> None
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("feddyn", {"server": ServerOptimiser(lr=0.5)}, "remove optimiser and lr from"),
-        ("feddyn", {"server": ServerOptimiser(optimiser="adam")}, "remove optimiser and lr from"),
         ("feddyn", {"alpha": 0.0}, "alpha = 0.0"),
-        ("fednova", {"train": Train(optimiser="adam")}, "optimiser = 'sgd'"),
-        ("fednova", {"train": Train(momentum=0.9, nesterov=True)}, "nesterov = false"),
-        ("fednova", {"train": Train(momentum=0.9), "mu": 0.1}, "no formula for momentum with mu"),
-        ("fednova", {"train": Train(lr=0.5), "mu": 2.0}, "lr \\* mu below 1"),
         ("apfl", {"alpha": 1.5}, "from 0 to 1"),
         ("pfedme", {"lam": 20.0, "inner_lr": 0.1}, "diverges from 2 on"),
-        ("pfedme", {"train": Train(accumulate=2)}, "accumulate = 1"),
         ("fedrep", {"private": ()}, "without private blocks, FedRep is FedAvg"),
         ("fedbn", {"private": ()}, "without private blocks, FedBn is FedAvg"),
         ("lg-fedavg", {"private": ()}, "without private blocks, LgFedAvg is FedAvg"),

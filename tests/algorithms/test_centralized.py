@@ -104,5 +104,3 @@ def test_width_scales_every_hidden_size() -> None:
 def test_options_without_meaning_are_refused() -> None:
     with pytest.raises(RecipeError, match="width"):
         Centralized(width=0.0)
-    with pytest.raises(RecipeError, match="steps"):
-        Centralized(train=Train(steps=3))

@@ -19,7 +19,7 @@ from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios, pce_weights
 from polyfed.core import keys
-from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
+from polyfed.core.errors import Diverged, EgressError, TooFewReplies
 from polyfed.core.tree import Tree, size_bytes, vector
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
@@ -27,7 +27,6 @@ from polyfed.experiment.checks.check import refuse_forbidden
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
-from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform
@@ -354,11 +353,6 @@ def test_every_switch_is_reachable_from_a_recipe() -> None:
         assert all(getattr(built, name) == value for name, value in options.items())
 
 
-def test_a_selector_beside_its_own_selection_is_refused() -> None:
-    with pytest.raises(RecipeError, match="modality_selection = false"):
-        algorithm("cmsfed", selector=DivFl(participation=4))
-
-
 def test_the_whole_classifier_is_averaged_with_the_weights_of_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Any] = {}
     merge = CmsFed.merge
@@ -382,11 +376,6 @@ def test_the_whole_classifier_is_averaged_with_the_weights_of_the_clusters(monke
     trained = sum(gamma[c] * (replies[c].params[name] - sent) for c in choice.train_all)
     expected = sent + trained / sum(gamma.values())
     torch.testing.assert_close(kept["after"].params[name], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_robust_rule_beside_the_weights_of_clusters_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r'aggregate = "median" has no effect .*"clusters"'):
-        algorithm("cmsfed", client_weights="clusters", server=ServerOptimiser(aggregate="median"))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

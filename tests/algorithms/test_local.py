@@ -1,7 +1,6 @@
 """Local: server evaluation of every client's own model, compared with a calculation by hand."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +8,13 @@ import torch
 
 from polyfed.algorithms.local import over_clients
 from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.core.errors import PolyfedWarning
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.running.assembly import Assembly
 from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
-from polyfed.selection import DivFl, PowD
 from polyfed.start import run
 from world import PLAIN, algorithm, played, recipe
 
@@ -78,9 +76,3 @@ def test_models_stay_at_home_where_the_policy_says_so() -> None:
         assert set(run(made).result["metrics"]) == {"personal"}
     quiet = replace(made, algorithm=algorithm("local", global_test="never"))
     assert set(run(quiet).result["metrics"]) == {"personal"}
-
-
-@pytest.mark.parametrize("selector", [PowD(participation=2), DivFl(participation=2)])
-def test_selectors_that_need_a_global_model_are_refused(selector: Any) -> None:
-    with pytest.raises(RecipeError, match="local"):
-        algorithm("local", selector=selector)

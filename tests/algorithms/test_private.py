@@ -25,7 +25,6 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
-from polyfed.selection import PowD
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same, through
 
@@ -200,8 +199,6 @@ def test_a_block_that_is_not_there_is_refused_by_check(options: dict[str, Any], 
     ("options", "words"),
     [
         ({"private_epochs": 1}, "there are none: set private"),
-        ({"private": ("shared",), "selector": PowD()}, "compares clients by a global model"),
-        ({"private": ("shared",), "evaluation": Evaluation(unimodal="prototype")}, "with private blocks there is none"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], words: str) -> None:

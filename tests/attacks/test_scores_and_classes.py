@@ -29,6 +29,7 @@ from polyfed.deploy.device import privacy_budget as budget
 from polyfed.deploy.device.request_limits import admit_today
 from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
+from polyfed.engines.base import ClientExchange
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
 from polyfed.evaluation.scores import OwnScore
 from polyfed.evaluation.subsets import SubsetScores
@@ -531,23 +532,23 @@ def test_nothing_else_may_tell_of_a_small_class(rows: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_method_tells_of_a_small_class(case: str) -> None:
+def test_no_method_tells_of_a_small_class(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all methods: what is declared per class is zero for small classes, or the reply is refused."""
     made = with_tests(CASES[case]())
     parts = on_device(replace(made, rounds=1), limits=Limits(min_rows_per_class=10**6))
     told: list[str] = []
-    alone = parts.engine.run_received
+    alone = ClientExchange.run
 
-    def watched(request: Any, *rest: Any) -> Any:
-        reply = alone(request, *rest)
-        for name, said in ({} if reply is None or rest[0] < 0 else reply.declared).items():
+    def watched(self: ClientExchange) -> Any:
+        reply = alone(self)
+        for name, said in ({} if reply is None or self.client < 0 else reply.declared).items():
             if said.kind == "labels" or ("classes" in (said.shape or ()) and said.rows is None):
                 value = getattr(reply, name)
                 values = [value] if isinstance(value, torch.Tensor) else list(value.values())
-                told.extend(f"{request.name}.{name}" for v in values if bool((v != 0).any()))
+                told.extend(f"{self.request.name}.{name}" for v in values if bool((v != 0).any()))
         return reply
 
-    parts.engine.run_received = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(ClientExchange, "run", watched)
     with contextlib.suppress(EgressError):  # such as for the labels of rows
         state = through(parts, 1)
         parts.algorithm.evaluate(state, parts.fed)

@@ -25,9 +25,6 @@ from polyfed.engines.machine.gpu import free_bytes, with_rows
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.start import run
 from polyfed.training.optimisers import Train
-from polyfed.training.programs import cuda_graph as step_graph
-from polyfed.training.programs import program as step_program
-from polyfed.training.programs import replay as step_replay
 from world import AWKWARD, PLAIN, furthest, played
 
 PRETEND = "POLYFED_PRETEND_GPU" in os.environ
@@ -36,9 +33,6 @@ real = pytest.mark.skipif(PRETEND, reason="the CPU that pretends to be a GPU has
 
 LAX = 10.0
 """A GPU sums in another order than a CPU, so the tolerance is this many times the tolerance between two engines."""
-
-NEVER = ("centralized", "split-learning", "splitfed")
-"""Methods that train one client, or one batch in a request, so they use no programs."""
 
 ENCODERS = {"a": {"kind": "mlp", "hidden": [16]}, "b": {"kind": "mlp", "hidden": [16]}}
 
@@ -90,18 +84,6 @@ def test_programs_give_the_models_of_direct_steps_on_a_gpu() -> None:
     made = many_steps()
     direct = replace(made, engine=replace(made.engine, replay=False))
     assert furthest(model_of(direct), model_of(made)) < 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_cuda_graphs_give_the_models_of_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_replay, "FEW", 2)
-    monkeypatch.setattr(step_program, "GRAPHED", 1)
-    made = there(replace(world(name, "vectorised", ENCODERS), rounds=3))
-    graphs = replace(made, engine=replace(made.engine, cuda_graphs=True))
-    with patch("polyfed.training.programs.cuda_graph.record", wraps=step_graph.record) as recorded:
-        found = model_of(graphs)
-    assert (recorded.call_count > 0) == (name not in NEVER)
-    assert furthest(model_of(made), found) < 1e-6
 
 
 WITH_WORKERS = """

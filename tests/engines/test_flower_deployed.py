@@ -161,7 +161,7 @@ def test_an_app_does_not_overwrite_that_of_another_recipe(tmp_path: Path) -> Non
 
 def test_keys_are_for_their_owners_eyes(tmp_path: Path) -> None:
     folder = write_credentials(tmp_path / "keys", 2)
-    for name in ("server.key", "node-0.key", "node-1.key"):
+    for name in ("ca.key", "server.key", "node-0.key", "node-1.key"):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
     assert (folder / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
 
@@ -170,7 +170,7 @@ def test_a_certificate_is_for_the_hosts_that_were_named(tmp_path: Path) -> None:
     from cryptography import x509
 
     folder = write_credentials(tmp_path / "keys", 0, ["server.example.org", "10.0.0.7"])
-    assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "server.key", "server.pem"], (
+    assert sorted(path.name for path in folder.iterdir()) == ["ca.key", "ca.pem", "server.key", "server.pem"], (
         "no keys of devices"
     )
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())

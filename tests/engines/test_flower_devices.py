@@ -236,7 +236,7 @@ def test_an_app_whose_model_cannot_be_built_is_not_written(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ('unit = "client"\namplification = true', "In a deployment, every request holds the seed"),
+        ('unit = "client"\namplification = true', "every request holds the seed"),
         ('unit = "client"', "weights by rows give some clients more influence"),
         ('unit = "example"', "[train] steps"),
     ],
@@ -244,6 +244,8 @@ def test_an_app_whose_model_cannot_be_built_is_not_written(tmp_path: Path) -> No
 def test_an_app_whose_privacy_cannot_be_honoured_is_not_written(tmp_path: Path, options: str, words: str) -> None:
     path = tmp_path / "recipe.toml"
     changed = RECIPE.replace('"scaffold"', '"fedavg"').replace("lr = 0.1", "lr = 0.1\nsteps = 5")
+    if "amplification" in options:
+        changed = changed.replace('"fedavg"', '"fedavg"\naggregation = "uniform"')
     path.write_text(f"{changed}\n[privacy]\nepsilon = 8.0\ndelta = 0.001\n{options}\n")
     with pytest.raises(RecipeError) as refused:
         write_app(path, tmp_path / "app")

@@ -193,9 +193,10 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
     from engines.test_flower_inprocess import small
 
     made = small("vfl")
-    secret = replace(made, deployment=replace(made.deployment, relay="refused"))
     with pytest.raises(RecipeError, match="relay = 'server-sees'"):
-        joined(secret, grid_of(secret, tmp_path))
+        replace(made, deployment=replace(made.deployment, relay="refused"))
+    local = replace(made.engine, name="sequential")
+    secret = replace(made, engine=local, deployment=replace(made.deployment, relay="refused"))
     # the server's recipe says so, the clients' own does not
     parts = joined(made, grid_of(secret, tmp_path))
     with pytest.raises(EgressError, match="its reply is for the silo"):

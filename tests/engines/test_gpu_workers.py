@@ -15,6 +15,7 @@ from laws.rows import ROWS
 from laws.test_laws import params, world
 from polyfed.core.errors import RecipeError
 from polyfed.engines import stack_division
+from polyfed.engines.base import ClientExchange
 from polyfed.engines.machine import gpu as machine_gpu
 from polyfed.engines.vectorised import Vectorised
 from polyfed.experiment.recipes.engine_choice import device_of, gpus_of, workers_of
@@ -54,14 +55,14 @@ def test_several_gpus_give_the_bits_of_one(name: str, engine: str, encoders: Any
 
 def test_the_server_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     server = os.getpid()
-    trained = Vectorised.run_received
+    trained = ClientExchange.run
 
-    def spied(self: Vectorised, *args: Any) -> Any:
+    def spied(self: ClientExchange) -> Any:
         assert os.getpid() != server, "the server's process trained or evaluated a client"
-        assert self.device == DEVICE
-        return trained(self, *args)
+        assert self.engine.device == DEVICE
+        return trained(self)
 
-    monkeypatch.setattr(Vectorised, "run_received", spied)
+    monkeypatch.setattr(ClientExchange, "run", spied)
     made = replace(recipe(algorithm("fedavg"), EngineSpec(name="vectorised", workers=2, stack=1)), rounds=2)
     with elsewhere(in_workers=True), patch("polyfed.experiment.running.loop.write_report"):
         finished = run(made)

@@ -25,6 +25,7 @@ from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.system.openmp import using_threads
 from polyfed.engines import in_process, stack_division
+from polyfed.engines.base import ClientExchange
 from polyfed.engines.workers.shared_memory import Arena, copied
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.engine_choice import workers_of
@@ -229,13 +230,13 @@ def test_the_threads_of_a_request_depend_on_its_work_alone(
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0 if slow else 1e12)
     monkeypatch.setattr(in_process, "SLOW", math.inf)
     found: list[int] = []
-    before = in_process.InProcess.run_received
+    before = ClientExchange.run
 
-    def noted(self: Any, *args: Any) -> Any:
+    def noted(self: ClientExchange) -> Any:
         found.append(torch.get_num_threads())
-        return before(self, *args)
+        return before(self)
 
-    monkeypatch.setattr(in_process.InProcess, "run_received", noted)
+    monkeypatch.setattr(ClientExchange, "run", noted)
     with using_threads(3):
         played(recipe(algorithm("fedavg"), engine=engine("sequential", 1)))
     assert set(found) == {expected}
@@ -246,13 +247,13 @@ def test_a_small_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
     made = recipe(algorithm("fedavg", evaluation=Evaluation(every=1)), engine=engine("vectorised", 1))
     parts = assemble(made)
     state = through(parts, 1)
-    before = in_process.InProcess.run_received
+    before = ClientExchange.run
 
-    def noted(self: Any, *args: Any) -> Any:
+    def noted(self: ClientExchange) -> Any:
         found[in_process.THREADED_STEP] = torch.get_num_threads()
-        return before(self, *args)
+        return before(self)
 
-    monkeypatch.setattr(in_process.InProcess, "run_received", noted)
+    monkeypatch.setattr(ClientExchange, "run", noted)
     for flops in (3e7, 1.0):
         monkeypatch.setattr(in_process, "THREADED_STEP", flops)
         with using_threads(3):

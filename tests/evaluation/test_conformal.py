@@ -366,7 +366,7 @@ def test_recipes_that_can_promise_nothing_are_refused(changes: dict[str, Any], s
 def test_the_policy_rules_the_counts() -> None:
     made = small()
     shared = {"shared": {"server": ["parameters"]}}
-    with pytest.raises(EgressError, match=r"ScoreCounts\.in_bins.*statistic of shared"):
+    with pytest.raises(EgressError, match=r"statistic of shared to the server: .*ScoreCounts\.in_bins"):
         polyfed.run(replace(made, egress=shared))
     assert not any(row.task == "count_scores" for row in plan(assemble(recipe(algorithm("fedavg")))))
 
@@ -521,7 +521,7 @@ def test_noise_is_added_to_joined_bins_and_its_size_is_told() -> None:
     assert float((joined.mean(0) - truth).abs().max()) < 5 * NOISE / 300**0.5
     assert float(joined.std()) > 0
     variances = joined.var(0)
-    assert float(variances.mean()) == pytest.approx(NOISE**2, rel=0.05)
+    assert float(variances.mean()) == pytest.approx(NOISE**2, rel=0.1)  # five standard errors
     assert all(int(one.noise) >= NOISE**2 for one in drawn)
     with pytest.raises(EgressError, match=r"Set .evaluate. conformal = 'split'"):
         Requirements(score_noise=NOISE).with_noise(

@@ -183,7 +183,7 @@ def test_check_announces_it_and_refuses_it_by_name() -> None:
 
 def test_only_methods_that_average_know_it() -> None:
     with pytest.raises(RecipeError, match=r"\[evaluate\] unimodal = 'prototype'.*Allowed here: 'auto', 'head', 'zero'"):
-        algorithm("centralized", evaluation=MODE)
+        recipe(algorithm("centralized", evaluation=MODE))
 
 
 def test_a_recipe_may_say_so() -> None:

@@ -135,6 +135,7 @@ def test_privacy_attack_limits_and_secure_aggregation_reach_the_recipe() -> None
     made = polyfed.make_recipe(
         DATA,
         **OPTIONS,
+        algorithm={"name": "fedavg", "aggregation": "uniform"},
         privacy=PRIVATE,
         attack={"name": "sign-flip", "share": 0.2},
         limits={"max_rounds": 5},

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithms import ALGORITHMS
 from polyfed.core import keys
-from polyfed.core.errors import CheckpointError, RecipeError
-from polyfed.evaluation.scores import Evaluation
+from polyfed.core.errors import CheckpointError
 from polyfed.experiment.results.models import ClientModalities
 from polyfed.federation.client_registry import ClientNumbers, ClientRegistry
 from polyfed.federation.network import Network
@@ -152,11 +150,6 @@ def test_only_some_clients_are_evaluated_and_others_each_time(tmp_path: Path) ->
     assert scores[0] != scores[1]
     again = polyfed.run(recipe(tmp_path, 200, "all"))
     assert [row["personal_accuracy"].keys() for row in again.rounds] == scores
-
-
-def test_silos_are_not_evaluated_in_part() -> None:
-    with pytest.raises(RecipeError, match="this method evaluates whole silos"):
-        ALGORITHMS["vfl"](evaluation=Evaluation(clients=3))
 
 
 def test_a_damaged_file_of_facts_about_clients_is_named(tmp_path: Path) -> None:

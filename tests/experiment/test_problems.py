@@ -144,14 +144,18 @@ def test_a_method_tells_of_its_own_faults_with_all_others(tmp_path: Path) -> Non
     row = said.partition("as in [egress.c] ")[2].splitlines()[0]
     (tmp_path / "mine.toml").write_text(f"{more}[egress.c]\n{row}\n")
     assert polyfed.check(tmp_path / "mine.toml").exit_code == 0
-    wrong = more.replace('"partialfl"', '"partialfl"\nlocal_encoders.b = { kind = "mlp" }\nprobe = true')
-    (tmp_path / "mine.toml").write_text(
-        f"{wrong.replace('head = [8]', 'embedding = 8')}[egress.c]\n{row}\n[task]\nname = 'retrieval'\n"
-    )
+    wrong = more.replace('"partialfl"', '"partialfl"\nlocal_encoders.b = { kind = "mlp" }')
+    wrong = f"{wrong.replace('head = [8]', 'embedding = 8')}[egress.c]\n{row}\n"
+    (tmp_path / "mine.toml").write_text(wrong)
     with pytest.raises(RecipeError) as refused:
         polyfed.check(tmp_path / "mine.toml")
-    for words in ("local_encoders names 'b'", "probe and same_class_negatives", "[model] head", "cannot train [task]"):
+    for words in ("local_encoders names 'b'", "[model] head"):
         assert words in str(refused.value), str(refused.value)
+    impossible = wrong.replace("local_encoders", "probe = true\nlocal_encoders")
+    (tmp_path / "mine.toml").write_text(f"{impossible}[task]\nname = 'retrieval'\n")
+    with pytest.raises(RecipeError) as refused:  # before any data is read
+        polyfed.check(tmp_path / "mine.toml")
+    assert {fault.key for fault in refused.value.several} == {("algorithm", "probe"), ("task", "name")}
 
 
 def test_one_cause_is_one_line_and_one_row_stands_for_all_modalities() -> None:

@@ -186,7 +186,7 @@ def test_epsilon_ends_a_run_before_the_round_that_would_exceed_it() -> None:
         ({"stop": {"metric": "loss"}}, "must come from validation rows"),
         ({"stop": {"patience": 0}}, "1 or more"),
         ({"stop": {"max_bytes": 0}}, "1 or more"),
-        ({"stop": {"max_epsilon": 1.0}}, r"needs the section \[privacy\]"),
+        ({"stop": {"max_epsilon": 1.0}}, "that section counts the epsilon"),
         ({"stop": {"patience": 2}, "evaluate": {"every": 0}}, "needs evaluations before the last round"),
         ({"stop": {"patiense": 2}}, "patience"),
     ],

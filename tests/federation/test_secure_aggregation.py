@@ -39,7 +39,6 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.state import SECRETS, Refusal, cohort_in, seeds_of
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
-from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
 
@@ -623,12 +622,6 @@ def test_a_cohort_that_is_smaller_than_a_sum_is_refused_before_the_run() -> None
         check(secured(made, min_clients=6))
     assert error.value.key == ("secure_aggregation", "min_clients")
     assert check(secured(made, min_clients=5)).refused == ()
-
-
-def test_methods_that_compare_clients_are_refused_with_privacy_too() -> None:
-    made = world.recipe(world.algorithm("fedamp"), clients=TEN, privacy=Privacy(unit="client", delta=0.01, epsilon=8.0))
-    with pytest.raises(RecipeError, match=r"^\[secure_aggregation\]: 'fedamp' cannot use it"):
-        assemble(secured(made))
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:

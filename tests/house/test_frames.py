@@ -8,7 +8,7 @@ import polyfed
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe
 
-MOST_FRAMES = 17
+MOST_FRAMES = 15
 """Below `polyfed.run`, the optimiser's step included, and PyTorch's three for `vmap` on the vectorised engine."""
 
 

@@ -39,6 +39,7 @@ ROOMS = [
     "report",
     "experiment",
     "deploy",
+    "recommendation",
     "start",
     "laws",
     "cli",

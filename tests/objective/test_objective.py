@@ -199,12 +199,6 @@ def test_a_wrong_section_is_refused(section: dict[str, Any], words: str) -> None
     ("recipe", "words"),
     [
         (
-            made_recipe("regression", "fedproto"),
-            "fedproto cannot train [task] name = 'regression', because its prototypes",
-        ),
-        (made_recipe("multi-label", "cmsfed"), "Methods that can: "),
-        (made_recipe("retrieval", "partialfl"), "one output of its local model"),
-        (
             made_recipe("regression", task=Regression(target_weights=(1.0,))),
             "has 1 entry, and the labels have 3 targets",
         ),
@@ -216,6 +210,20 @@ def test_what_cannot_be_trained_is_refused_before_training(recipe: Any, words: s
         with pytest.raises(PolyfedError) as error:
             refused(recipe)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "words"),
+    [
+        ("regression", "fedproto", "because its prototypes"),
+        ("multi-label", "cmsfed", "Methods that can train it: "),
+        ("retrieval", "partialfl", "one output of its local model"),
+    ],
+)
+def test_a_method_refuses_a_task_that_it_cannot_train(kind: str, method: str, words: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        made_recipe(kind, method)
+    assert words in str(error.value)
 
 
 def test_lonely_modalities_cannot_learn_pairs() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.study.search import Searcher
+from polyfed.experiment.study.search import Searcher, latin
 from polyfed.experiment.study.study_schema import Search
 
 SPACE = {"train.lr": {"low": 0.01, "high": 1.0, "scale": "log"}, "algorithm.mu": [0.1, 1.0]}
@@ -112,7 +112,7 @@ def test_median_pruning_spends_its_rounds_on_further_trials():
     ("options", "words"),
     [
         ({"prune": "halving", "batch": 2}, "a batch of 2 trials is smaller than reduction = 3"),
-        ({"prune": "median", "sampler": "grid"}, "a grid has no others"),
+        ({"prune": "median", "sampler": "grid"}, "'grid' has no others"),
         ({"prune": "early"}, "prune"),
         ({"reduction": 1}, "reduction"),
     ],
@@ -120,3 +120,28 @@ def test_median_pruning_spends_its_rounds_on_further_trials():
 def test_a_pruning_without_effect_is_refused(options, words):
     with pytest.raises(RecipeError, match=words):
         Search(trials=4, seeds=[9], **options)
+
+
+def test_a_latin_hypercube_tries_all_values_equally_often():
+    space = {
+        "train.lr": [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0],
+        "algorithm.mu": [0.0, 0.1, 1.0],
+        "x.y": [True, False],
+    }
+    for seed, trials in ((0, 7), (1, 14), (2, 42), (3, 100)):
+        found = latin(space, trials, seed)
+        assert found == latin(space, trials, seed)
+        assert len(found) == min(trials, 42)
+        assert len({repr(setting) for setting in found}) == len(found)
+        counts = [
+            [sum(setting[key] == value for setting in found) for value in values] for key, values in space.items()
+        ]
+        assert all(max(own) - min(own) <= 2 for own in counts)
+    assert sorted(setting["train.lr"] for setting in latin(space, 7, 0)) == space["train.lr"]
+    assert latin(space, 7, 0) != latin(space, 7, 1)
+    searcher = Searcher(Search(trials=7, seeds=[9], sampler="latin", batch=7), {"train.lr": space["train.lr"]})
+    asked = searcher.ask()
+    searcher.tell(asked, [setting["train.lr"] for setting in asked])
+    assert (len(asked), searcher.best, searcher.ask()) == (7, {"train.lr": 1.0}, [])
+    with pytest.raises(RecipeError, match="'latin' has no others"):
+        Search(trials=7, seeds=[9], sampler="latin", prune="median")

@@ -45,6 +45,7 @@ from typing_extensions import TypeVar
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, cut, message
+from polyfed.core.problems import Conflict
 from polyfed.core.request import HeldOut, Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, parts, task
@@ -89,7 +90,6 @@ from polyfed.model import Model, ModelSpec
 from polyfed.model.whole_module import require_embeddings
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
-from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
@@ -183,6 +183,12 @@ class Algorithm(ABC, Generic[S]):
     method can train every kind if it computes its loss with `context.loss` or `context.objective.loss`."""
     objectives_because: ClassVar[str] = "its loss reads class numbers"
     """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
+    trains_one_model: ClassVar[bool] = True
+    """Whether all clients train one global model. Without one, only the selector `uniform` can choose clients."""
+    averages_models: ClassVar[bool] = True
+    """Whether the server averages models, if the method has the section [server]."""
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    """The options of other sections that the method cannot use; those of its base classes count too."""
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
     mixing: ClassVar[str] = "the method can use them together"
@@ -218,15 +224,9 @@ class Algorithm(ABC, Generic[S]):
         """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
 
         Raises:
-            RecipeError: an option is out of range, or `unimodal` is `prototype` but the method sends no class means.
+            RecipeError: an option is out of range.
         """
         check_ranges("[algorithm]", self)
-        if self.evaluation.unimodal == "prototype" and not self.sends_class_means:
-            raise RecipeError(
-                "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features; "
-                f"clients of {type(self).__name__} do not send them, only those of methods that average parameters do. "
-                "Allowed here: 'auto', 'head', 'zero'"
-            )
 
     # rounds
 
@@ -413,14 +413,6 @@ class Algorithm(ABC, Generic[S]):
             kind: the class of the message.
         """
         return kind.declared[field].weight
-
-    def private_faults(self, spec: Privacy) -> Iterator[str]:
-        """Yield why this method cannot honour `unit = "client"` with its options. By default, nothing is yielded.
-
-        Args:
-            spec: the section [privacy].
-        """
-        yield from ()
 
     @classmethod
     def honours(cls, unit: str) -> tuple[str, ...]:

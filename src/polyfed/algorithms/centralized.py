@@ -18,8 +18,8 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
@@ -80,22 +80,17 @@ class Centralized(Algorithm[Pool]):
     """
 
     mixing: ClassVar[str] = "the server trains on the rows of all modalities"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("train", "steps"),
+            when=lambda recipe: recipe.algorithm.train.steps is not None,
+            because="its training continues over rounds and is counted in epochs",
+            instead="Remove steps and set epochs",
+        ),
+    )
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     width: Annotated[float, POSITIVE, OF_MODEL] = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: `train.steps` is set. Training continues over the rounds and is counted in epochs.
-        """
-        super().__post_init__()
-        if self.train.steps is not None:
-            raise RecipeError(
-                "[train] steps cannot be used with centralized, whose training continues over rounds and is counted in "
-                "epochs: remove steps and set [train] epochs"
-            )
 
     @override
     def model_spec(

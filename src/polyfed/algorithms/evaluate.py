@@ -14,6 +14,7 @@ from typing_extensions import override
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import Measured
@@ -54,6 +55,14 @@ class Evaluate(Algorithm):
 
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("secure_aggregation",),
+            when=lambda recipe: recipe.algorithm.secure_aggregation is not None,
+            because="an evaluation job reports each site, and the server would read only sums",
+            instead="Remove the section, or read the pooled scores of [evaluate] personal in a run",
+        ),
+    )
 
     rows: Literal["test", "validation"] = "test"
     groups: Mapping[str, list[str | int]] = field(default_factory=dict)
@@ -71,11 +80,6 @@ class Evaluate(Algorithm):
                     f"[algorithm] groups: '{name}' = {values}: must be distinct values, at least one",
                     ("algorithm", "groups"),
                 )
-        if self.secure_aggregation is not None:
-            raise RecipeError(
-                "an evaluation job reports each site, and [secure_aggregation] lets the server read only sums. Remove "
-                "the section, or read the pooled scores of [evaluate] personal in a run"
-            )
 
     @override
     def init(self, fed: Federation, params: Tree) -> EvaluationState:

@@ -31,7 +31,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.objective import Objective
 from polyfed.privacy.egress.policy import Policy
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData
 
 MODELS_AT_ONCE = 32
@@ -72,18 +72,10 @@ class Local(Algorithm[State]):
     mixing: ClassVar[str] = ""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     only_evaluates: ClassVar[tuple[str, ...]] = ("upload",)
+    trains_one_model: ClassVar[bool] = False
 
     selector: Selector = Uniform()
     global_test: Annotated[Literal["last", "always", "never"], NotSearched("says what is measured")] = "last"
-
-    def __post_init__(self) -> None:
-        """Refuse every selector except `uniform`, because the others need a global model and Local has none.
-
-        Raises:
-            RecipeError: the selector is not `uniform`.
-        """
-        super().__post_init__()
-        must_be_uniform(self.selector, "local")
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:

@@ -1,15 +1,20 @@
-"""`polyfed sweep`: runs a study, with a live table of its runs."""
+"""`polyfed sweep`, which runs a study, and `polyfed recommend`, which finds the method for your data by several."""
 
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.application import AsJson, Interrupted, Overrides, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import command
 from polyfed.core.system.stop_signals import handling, interrupt
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from polyfed.recommendation.recommend import Recommendation
 
 UNFINISHED = 4
 """The exit code if a run failed or is unfinished. The page gives the reason."""
@@ -54,3 +59,90 @@ def _rows(frame: Any) -> list[dict[str, Any]]:
     """Return the rows of a frame as dictionaries that JSON can hold. Missing values (NaN) have no entry."""
     rows: list[dict[str, Any]] = frame.to_dict("records")
     return [{key: value for key, value in row.items() if value == value} for row in rows]
+
+
+@app.command("recommend")
+def recommend_method(
+    given: Annotated[
+        Path, typer.Argument(metavar="DATA|RECIPE.toml", help="A data file or a recipe.", show_default=False)
+    ],
+    minutes: Annotated[float, typer.Option(min=0, help="The time; 0 only lists what no policy refuses.")] = 30.0,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Policy file of the devices. [default: the recipe's [egress]]")
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="What to compare, such as global.uar.")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Consider only these methods.")] = None,
+    max_bytes: Annotated[
+        float | None, typer.Option("--bytes", help="The most bytes of a run, both directions, as in 5e8.")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option("--seconds", help="The most seconds of a run.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Budget of differential privacy of a run.")] = None,
+    overrides: Overrides = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="NAME", help="DATA: column of the labels.")] = None,
+    client: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of the clients.")] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of train, test, validation.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: the task.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="The most runs at once.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder. The same command goes on in it.")] = Path(
+        "runs/recommendation"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Find the method for your data: what no policy refuses, a pilot within the minutes, a recipe and a paragraph."""
+    from polyfed.cli.printing.sweep_progress import SweepProgress
+    from polyfed.recommendation.recommend import recommend
+
+    labels = label[0] if label and len(label) == 1 else label or None
+    progress = SweepProgress()
+    try:
+        with progress, handling(interrupt, signal.SIGTERM):
+            found = recommend(
+                given,
+                out,
+                minutes=minutes,
+                policy=policy,
+                metric=metric,
+                methods=[word.strip() for word in (methods or "").split(",") if word.strip()],
+                max_bytes=max_bytes,
+                max_seconds=max_seconds,
+                epsilon=epsilon,
+                overrides=overrides or [],
+                reading={"label": labels, "client": client, "split": split},
+                task=task,
+                jobs=jobs,
+                listeners=[progress],
+            )
+    except KeyboardInterrupt:
+        again = command("recommend", given, "--out", out)
+        raise Interrupted(f"go on with: {again}, and the other options of this call") from None
+    answer(found.facts(), *_shown(found), as_json=as_json)
+
+
+def _shown(found: "Recommendation") -> list["RenderableType"]:
+    """Return the tables and lines that the command prints."""
+    from rich.text import Text
+
+    from polyfed.recommendation.candidates import reason_of
+    from polyfed.recommendation.recommend import PAGE, RECIPE
+    from polyfed.report.formatting import MISSING, number_of
+    from polyfed.report.text_layout import plain_table, titled
+
+    if found.conclusion is None:
+        table = plain_table("method and option", "verdict", "bytes of a reply", "", left=1)
+        for entry in found.candidates:
+            verdict = "accepted" if entry.planned else "refused"
+            size = number_of(entry.reply_bytes, "bytes") if entry.planned else MISSING
+            table.add_row(Text(entry.name), verdict, size, Text(reason_of(entry)))
+        return [titled("What no policy refuses", table), Text(f"page: {found.folder / PAGE}")]
+    metric, rivals = found.conclusion.metric, {rival.name: rival for rival in found.conclusion.rivals}
+    table = plain_table("method", "role", metric.title, "seeds", "p", "bytes a round", left=2)
+    for row in found.table():
+        rival = rivals.get(row["method"])
+        p = MISSING if rival is None or rival.p_holm is None else f"{rival.p_holm:.3f}"
+        unit = "share" if metric.share else "number"
+        score = MISSING if row["mean"] is None else number_of(row["mean"], unit)
+        role = row["role"] if row["role"] in ("candidate", "floor", "ceiling") else f"placebo of {row['role']}"
+        table.add_row(row["method"], role, score, str(len(row["seeds"])), p, number_of(row["round_bytes"], "bytes"))
+    recipe = found.folder / RECIPE
+    go_on = f"page: {found.folder / PAGE}; the recipe: {command('run', recipe)}"
+    return [titled("Methods that were tried", table), Text(found.paragraph), Text(go_on)]

@@ -1,8 +1,9 @@
-"""Collects the faults of a recipe or of a data set, so that a user sees all of them at once."""
+"""The faults of a recipe or of a data set: collects them, so that a user sees all at once, and declares conflicts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, NotAllowed, PolyfedError, RecipeError
 
@@ -72,3 +73,49 @@ def copied(error: PolyfedError, text: str) -> PolyfedError:
     made = type(error)(text)
     made.key, made.several = error.key, error.several
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """Two options of a recipe that cannot go together.
+
+    The texts together read "KEY cannot go with BESIDE, because BECAUSE. INSTEAD", and name the method as `{method}`.
+
+    Attributes:
+        key: the option to change, such as `("train", "steps")`, or a section, such as `("network",)`.
+        when: whether a recipe has the conflict. A task that polyfed guesses from labels is None until it is known.
+        because: the reason.
+        instead: what to do, without a full stop.
+        beside: what the option cannot go with. Empty: the method itself.
+        detail: gives the words for `{detail}` in `because`, from the recipe.
+        deployed: whether the two go together in a simulation.
+    """
+
+    key: tuple[str, ...]
+    when: Callable[[Any], bool]
+    because: str
+    instead: str
+    beside: str = ""
+    detail: Callable[[Any], str] | None = None
+    deployed: bool = False
+
+    def words(self, what: str, method: str, detail: str = "") -> str:
+        """Return the sentences about the conflict.
+
+        Args:
+            what: the option, with its value.
+            method: the method's name.
+            detail: the words for `{detail}`.
+        """
+        beside, because, instead = (
+            text.format(method=method, detail=detail) for text in (self.beside, self.because, self.instead)
+        )
+        other = beside or f"[algorithm] name = '{method}'"
+        return f"{what} cannot go with {other}, because {because}. {instead}"
+
+    def fault(self, recipe: Any, method: str, value: Any = None) -> RecipeError:
+        """Return the error for a recipe that has the conflict, with the option's value."""
+        section, *option = self.key
+        written = str(value).lower() if isinstance(value, bool) else repr(value)
+        what = f"[{section}] {option[0]} = {written}" if option else f"[{section}]"
+        return RecipeError(self.words(what, method, self.detail(recipe) if self.detail else ""), self.key)

@@ -75,6 +75,14 @@ def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which a tensor, and perhaps other tensors, lie."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor of a subclass that has no memory of its own
+        return id(tensor)
+
+
 def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tree:
     """Return `function(a, b, ...)` of the tensors of the same name, for every name of the first tree."""
     return {name: function(value, *(other[name] for other in rest)) for name, value in first.items()}

@@ -19,13 +19,12 @@ from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.deploy.device.arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
+from polyfed.deploy.server.server import placed
 from polyfed.experiment.checks.check import refuse_large
-from polyfed.experiment.checks.privacy_faults import refuse_app
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, population_of
 from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
-from polyfed.federation.attack import refuse_deployed
 from polyfed.model import Custom, user_classes
 from polyfed.privacy.egress.policy import Policy
 
@@ -114,8 +113,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
     too large.
     """
-    refuse_deployed(recipe.attack)
-    refuse_app(recipe)
+    placed(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():

@@ -1,8 +1,9 @@
 """Certificates for a server, and keys of devices for trials.
 
-The certificate authority signs one certificate. The authority's private key is not stored, so nobody can sign another
-certificate in the authority's name. The device keys from this module are for trials on one machine. In a real
-federation, each device makes its own key, and the private key never leaves the device.
+The authority's private key (`ca.key`) signs the server's certificates, one after another, so that devices keep their
+`ca.pem`. Whoever has this key can act as the server. An operator may keep it elsewhere and put it back to renew. The
+device keys from this module are for trials on one machine. In a real federation, each device makes its own key, and the
+private key never leaves the device.
 """
 
 import ipaddress
@@ -19,17 +20,25 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_private_key,
 )
 from cryptography.x509.oid import NameOID
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.system.files import replace_text
 
 SERVER = ("ca.pem", "server.pem", "server.key")
 """The authority's certificate, the server's certificate and the server's key. They belong together."""
 
-DAYS = 30
-"""Days for which a development certificate is valid. The time is short, because such certificates are rarely revoked
-(inferred)."""
+AUTHORITY_KEY = "ca.key"
+"""The authority's private key, which renews the server's certificate if it is in the folder."""
+
+DAYS, AUTHORITY_DAYS = 30, 3650
+"""Days for which a certificate of a server, and one of an authority, is valid. The first time is short, because such
+certificates are rarely revoked (inferred)."""
+
+RENEWED_DAYS, WARNED_DAYS = 10, 7
+"""Days before the end of a server's certificate from which it is renewed, and from which the log warns of its end."""
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -75,6 +84,7 @@ def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ())
 def _write_server(folder: Path, hosts: Sequence[str]) -> None:
     authority, ca = _authority()
     key, certificate = _server(authority, ca, hosts)
+    _secret(folder / AUTHORITY_KEY, authority, PrivateFormat.PKCS8)
     (folder / "ca.pem").write_bytes(ca.public_bytes(Encoding.PEM))
     (folder / "server.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
     _secret(folder / "server.key", key, PrivateFormat.PKCS8)
@@ -83,7 +93,7 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
     """Refuse an invalid server certificate.
 
-    The authority's key is not stored, so a new certificate needs a new authority.
+    A certificate for other hosts needs a new authority.
 
     Args:
         folder: folder of the credentials.
@@ -105,6 +115,50 @@ def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) 
     known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if lacking := [host for host in hosts if _host(host) not in known]:
         raise RecipeError(f"{folder}/server.pem is not for {', '.join(lacking)}. {fix}")
+
+
+def renewed(folder: Path) -> datetime | None:
+    """Renew the server's certificate if it ends soon and the authority's key is there. Return the new end, or None.
+
+    The server keeps its key and its names, so that one file is replaced as a whole, and devices keep their `ca.pem`. A
+    connection with the old certificate goes on until it ends.
+
+    Raises:
+        RecipeError: a file is damaged, or `ca.key` is not the key of `ca.pem`.
+    """
+    if not all((folder / name).is_file() for name in (*SERVER, AUTHORITY_KEY)) or days_left(folder) > RENEWED_DAYS:
+        return None
+    try:
+        authority, key = (
+            load_pem_private_key((folder / name).read_bytes(), None) for name in (AUTHORITY_KEY, "server.key")
+        )
+        ca, old = (x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.pem", "server.pem"))
+        if authority.public_key() != ca.public_key():
+            raise ValueError(f"{AUTHORITY_KEY} is not the key of ca.pem")
+        assert isinstance(authority, ec.EllipticCurvePrivateKey), "the key of a certificate that polyfed signed"
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "likewise"
+        known = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        new = _certificate(authority, ca, key, old.subject, known, DAYS)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            f"{folder}/server.pem ends soon and cannot be renewed: {error}. Restore it from a copy, or move "
+            f"{', '.join((*SERVER, AUTHORITY_KEY))} elsewhere and write new ones, and give every device the new ca.pem"
+        ) from None
+    replace_text(folder / "server.pem", new.public_bytes(Encoding.PEM).decode())
+    return new.not_valid_after_utc
+
+
+def days_left(folder: Path) -> float:
+    """Return the number of days until the server's certificate ends; negative if it has ended.
+
+    Raises:
+        RecipeError: the certificate cannot be read.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"{folder}/server.pem cannot be read: {error}. Restore it from a copy") from None
+    return (certificate.not_valid_after_utc - datetime.now(UTC)) / timedelta(days=1)
 
 
 def _check_host(host: str) -> None:
@@ -137,7 +191,9 @@ def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         encipher_only=False,
         decipher_only=False,
     )
-    draft = _draft(name, name, key).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    draft = _draft(name, name, key, AUTHORITY_DAYS).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
     draft = draft.add_extension(use, critical=True)
     draft = draft.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     return key, draft.sign(key, hashes.SHA256())
@@ -148,11 +204,22 @@ def _server(
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP384R1())
     known = x509.SubjectAlternativeName([_host(host) for host in hosts])
+    return key, _certificate(authority, ca, key, _name(hosts[0]), known, days)
+
+
+def _certificate(
+    authority: ec.EllipticCurvePrivateKey,
+    ca: x509.Certificate,
+    key: ec.EllipticCurvePrivateKey,
+    subject: x509.Name,
+    known: x509.SubjectAlternativeName,
+    days: int,
+) -> x509.Certificate:
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    draft = _draft(_name(hosts[0]), ca.subject, key, days)
+    draft = _draft(subject, ca.subject, key, days)
     draft = draft.add_extension(known, critical=False).add_extension(issuer, critical=False)
     draft = draft.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    return key, draft.sign(authority, hashes.SHA256())
+    return draft.sign(authority, hashes.SHA256())
 
 
 def _draft(

@@ -242,21 +242,9 @@ class Engine(ABC):
         return self.announcer.of(modalities)
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
-        """Pass the message through the client's gate, then run the task on this client alone; see `run_received`."""
+        """Pass the message through the client's gate, then run the task on this client alone; see `ClientExchange`."""
         msg = self.to_device(send if isinstance(send, Message) else send[client])
         got = self.node((client,), self.context(client)).receive(request, msg)
-        return self.run_received(request, client, got, missing)
-
-    def run_received(self, request: Request, client: int, got: Any, missing: dict[int, str]) -> Message | None:
-        """Run the task on one client, given the message that it received.
-
-        Returns:
-            The reply, or None if the client failed. This method then puts the reason into `missing`.
-
-        Raises:
-            PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
-            Exception: the task raised this exception, and `debug` is set.
-        """
         return ClientExchange(self, request, client, got, missing).run()
 
     def view(self, request: Request, client: int) -> SingleClientData:
@@ -321,7 +309,8 @@ def asks_own(method: Method, clients: ClientRegistry) -> bool:
 class Exchange(ABC):
     """One request to clients that run together: the task, the protection of its reply, and the egress gate.
 
-    A subclass runs the task for one client, or for a stack of clients.
+    A subclass runs the task for one client, or for a stack of clients. It runs it in `run` itself, so that a user who
+    debugs a task sees few frames of polyfed.
 
     Args:
         engine: the engine.
@@ -337,40 +326,30 @@ class Exchange(ABC):
         self.context = engine.context(clients[0])
         self.gate = engine.node(tuple(clients), self.context)
 
+    @abstractmethod
     def run(self) -> Message | None:
-        """Return what the gate lets pass, or None after a failure.
+        """Run the task, and return what the gate lets pass of its protected reply; None if the task failed.
 
         Raises:
             PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
             Exception: the task raised this exception, and `debug` is set.
         """
-        try:
-            leaving = self.compute()
-        except PolyfedError:
-            raise
-        except Exception as error:
-            if self.engine.debug:
-                error.add_note(describe_failure(self.request, self.clients, self.got))
-                raise
-            self.failed(error)
-            return None
-        self.arrived()
+
+    def ends_the_run(self, error: Exception) -> bool:
+        """Return whether a task's exception ends the run. Without `debug`, only an error of polyfed does."""
+        if isinstance(error, PolyfedError):
+            return True
+        if self.engine.debug:
+            error.add_note(describe_failure(self.request, self.clients, self.got))
+        return self.engine.debug
+
+    def released(self, leaving: Message) -> Message:
+        """Return what the gate lets pass, and store the clients' new local states."""
         reply = self.gate.release(self.request, leaving, stacked=self.stacked)
         self.keep()
         if any(tensor.requires_grad for _, _, tensor in tensors(reply)):
             reply = map_tensors(reply, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
         return reply
-
-    @abstractmethod
-    def compute(self) -> Message:
-        """Run the task, and return the reply with its clipping, noise and mask."""
-
-    @abstractmethod
-    def failed(self, error: Exception) -> None:
-        """Note that the task failed."""
-
-    def arrived(self) -> None:  # noqa: B027
-        """Book what the clients received, if nobody has booked it before the task."""
 
     @abstractmethod
     def keep(self) -> None:
@@ -397,29 +376,32 @@ class ClientExchange(Exchange):
         self.left: Tree = {}
 
     @override
-    def compute(self) -> Message:
+    def run(self) -> Message | None:
         engine, request, client, got = self.engine, self.request, self.client, self.got
         view, guard = self.view, self.guard
-        metered = engine.metered(request, (client,), view)
-        watched = guard.watch(metered, engine.model)
-        # the task may change its dicts, so it gets dicts of its own
-        fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
-        own, secrets = secrets_apart(request, dict(engine.local(request, client)))
-        inputs = Inputs(request, self.context, fields, own)
-        with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
-            returned = request.task(self.context, watched, own, type(got)(**fields))
-        reply, local = reply_and_local(request, returned)
-        engine.count_given(request, (client,), given_work(metered).reshape(1))
-        guard.check_reply(reply, view, self.context.num_classes)
-        reply = engine.required.with_noise(reply, engine.objective, client)
-        if engine.privacy is not None and client >= 0:
-            reply = engine.privacy.of_one(request.name, got, reply, noise_key(request, client))
-        reply, self.left = masked(request, reply, local, secrets)
-        return inputs.apart(reply)  # type: ignore[no-any-return]
-
-    @override
-    def failed(self, error: Exception) -> None:
-        self.engine.failed(self.request, self.client, error, self.missing)
+        try:
+            metered = engine.metered(request, (client,), view)
+            watched = guard.watch(metered, engine.model)
+            # the task may change its dicts, so it gets dicts of its own
+            fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
+            own, secrets = secrets_apart(request, dict(engine.local(request, client)))
+            inputs = Inputs(request, self.context, fields, own)
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
+                returned = request.task(self.context, watched, own, type(got)(**fields))
+            reply, local = reply_and_local(request, returned)
+            engine.count_given(request, (client,), given_work(metered).reshape(1))
+            guard.check_reply(reply, view, self.context.num_classes)
+            reply = engine.required.with_noise(reply, engine.objective, client)
+            if engine.privacy is not None and client >= 0:
+                reply = engine.privacy.of_one(request.name, got, reply, noise_key(request, client))
+            reply, self.left = masked(request, reply, local, secrets)
+            leaving = inputs.apart(reply)
+        except Exception as error:
+            if self.ends_the_run(error):
+                raise
+            engine.failed(request, client, error, self.missing)
+            return None
+        return self.released(leaving)
 
     @override
     def keep(self) -> None:

@@ -15,7 +15,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
-from polyfed.engines.base import Emit, Engine, Method
+from polyfed.engines.base import ClientExchange, Emit, Engine, Exchange, Method
 from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
@@ -106,15 +106,15 @@ class InProcess(Engine):
 
     @abstractmethod
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Divide the clients into units: stacks for `run_stack`, and single clients.
+        """Divide the clients into units: stacks, and single clients.
 
         Stacks of different sizes give slightly different results, because floating-point sums are rounded differently.
         On a CPU, the units therefore depend only on the recipe, not on the machine.
         """
 
-    @abstractmethod
-    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the task on several clients at once. Return None if these clients have to run one by one."""
+    def stack_exchange(self, request: Request, group: Unit, send: Send) -> Exchange:
+        """Return what runs the task on several clients at once. If its `run` returns None, they run one by one."""
+        raise AssertionError(f"the engine {self.name} has units of one client only")
 
     @override
     def answer(
@@ -155,14 +155,14 @@ class InProcess(Engine):
         replies: dict[int, Message] = {}
         for unit in units:
             with using_threads(threads):  # for each unit, because the algorithm's code may change the number
-                part = self.run_stack(request, unit, send) if len(unit) > 1 else None
-            if part is None:
+                reply = self.stack_exchange(request, unit, send).run() if len(unit) > 1 else None
+            if reply is None:
                 alone.extend(unit)
             else:
-                parts.append(part)
+                parts.append(ReplyStack(tuple(unit), reply))
         for client, got in self.received(request, sorted(alone), send).items():
             with using_threads(threads):
-                reply = self.run_received(request, client, got, missing)
+                reply = ClientExchange(self, request, client, got, missing).run()
             if reply is not None:
                 replies[client] = reply
         answer = Answer.of([*parts, *stacked(replies)], missing)

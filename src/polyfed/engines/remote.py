@@ -16,7 +16,6 @@ from typing_extensions import override
 from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
 from polyfed.core.request import Request, Send
-from polyfed.core.tasks import info_of, tasks_of
 from polyfed.core.tree import digest
 from polyfed.data.column_fitting import as_tables, features_of
 from polyfed.engines.base import Engine
@@ -91,19 +90,6 @@ class Remote(Engine):
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
         known = as_tables(features_of(columns))
         self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
-        if self.clock is not None:
-            raise RecipeError("[network] is simulated time; the flower engine runs in real time. Remove the section")
-        self._refuse_silos()
-
-    def _refuse_silos(self) -> None:
-        """Refuse algorithms that send messages within silos, unless the recipe lets the server see these messages."""
-        inner = [name for name, task in tasks_of(self.algorithm).items() if info_of(task).scope == "silo"]
-        if inner and not self.terms.relay:
-            raise RecipeError(
-                f"task {inner[0]} sends within silos, and on the flower engine that passes through the server. "
-                "If the server may see it, say [deployment] relay = 'server-sees' (each client must agree in its own "
-                "configuration); otherwise use the sequential or vectorised engine"
-            )
 
     @override
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:

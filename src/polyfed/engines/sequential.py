@@ -10,7 +10,6 @@ from typing_extensions import override
 from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.workers.process import Unit
-from polyfed.federation.replies import ReplyStack
 
 
 class Sequential(InProcess):
@@ -21,7 +20,3 @@ class Sequential(InProcess):
     @override
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         return ([client] for client in clients)
-
-    @override
-    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        return None

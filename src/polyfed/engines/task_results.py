@@ -10,10 +10,9 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request
 from polyfed.core.sendable import checked_local, malformed
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, memory_of
 from polyfed.federation.context import ClientContext
 from polyfed.training.programs.check import same_bits
-from polyfed.training.programs.tensor_memory import memory_of
 
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of BatchNorm's running statistics."""

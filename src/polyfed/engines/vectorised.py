@@ -31,11 +31,9 @@ from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
-from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData
-from polyfed.training.programs.cuda_graph import forget_graphs
 from polyfed.training.programs.replay import pays
 from polyfed.training.step_plan import Rows
 
@@ -63,21 +61,15 @@ class Vectorised(InProcess):
         stack: largest number of clients in a stack. If it is 0, the rules of `engines/stack_division.py` decide, and
             models with large 2-d convolutions run one client at a time on a CPU.
         replay: whether training steps are traced, rewritten and replayed.
-        graphs: whether replayed steps run as CUDA graphs on a GPU.
     """
 
     name = "vectorised"
     imports = ("torch._dynamo",)  # `torch.func.grad` imports it at its first call, which takes seconds
 
-    def __init__(self, *args: Any, stack: int = 0, replay: bool = True, graphs: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stack: int = 0, replay: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stack, self.replay, self.graphs = stack, replay, graphs
+        self.stack, self.replay = stack, replay
         self._noted: set[str] = set()
-
-    @override
-    def close(self) -> None:
-        super().close()
-        forget_graphs()
 
     @override
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
@@ -144,9 +136,8 @@ class Vectorised(InProcess):
         )
 
     @override
-    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        reply = StackExchange(self, request, group, send).run()
-        return None if reply is None else ReplyStack(tuple(group), reply)
+    def stack_exchange(self, request: Request, group: Unit, send: Send) -> "StackExchange":
+        return StackExchange(self, request, group, send)
 
     def stacked_view(self, request: Request, group: Unit) -> "partial[StackedClientData]":
         """Return a constructor of the clients' datasets under `vmap`. It lacks only the argument `lane`."""
@@ -165,7 +156,6 @@ class Vectorised(InProcess):
             rounds=request.rounds,
             test_stack=None if own is None else own.to(self.device),
             replays=self.replay,
-            graphs=self.graphs,
             privacy=self.per_sample(request, group[0]),
         )
 
@@ -195,7 +185,7 @@ class StackExchange(Exchange):
         self.left: list[Tree] | None = None
 
     @override
-    def compute(self) -> Message:
+    def run(self) -> Message | None:
         engine, request, kind = self.stack, self.request, type(self.got)
         reply_type: list[type[Message]] = []
         inputs = Inputs(request, self.context, self.fields, self.before)
@@ -207,31 +197,38 @@ class StackExchange(Exchange):
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after, given_work(data)
 
-        with only_the_gate_refuses(request), inputs.unchanged():
-            lanes = torch.arange(len(self.group), device=engine.device)
-            dims = 0, self.local_dims, self.field_dims
-            values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
-        engine.count_given(request, self.group, work)
-        made = _without_padding(reply_type[0](**values))
+        try:
+            with only_the_gate_refuses(request), inputs.unchanged():
+                lanes = torch.arange(len(self.group), device=engine.device)
+                dims = 0, self.local_dims, self.field_dims
+                values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
+            engine.count_given(request, self.group, work)
+            leaving = inputs.apart(self.protected(_without_padding(reply_type[0](**values)), after))
+        except Exception as error:
+            if self.ends_the_run(error):
+                raise
+            engine.looped(request, reason_of(error))
+            if engine.clock is not None:
+                engine.clock.forget(request.number, self.group)
+            return None
+        self.arrived()
+        return self.released(leaving)
+
+    def protected(self, made: Message, after: Tree) -> Message:
+        """Return the stacked replies with clipping, noise and mask, and set the local states that the clients keep."""
+        engine, request, leaving = self.stack, self.request, made
         if engine.privacy is not None:
             noise = [noise_key(request, client) for client in self.group]
-            made = engine.privacy.of_stack(request.name, self.fields, made, noise)
-        leaving = made
+            leaving = made = engine.privacy.of_stack(request.name, self.fields, made, noise)
         if request.reply.masks is not None or not same_tensors(after, self.before):
             leaving, self.left = masked_stack(request, made, after, self.secrets)
         counts = tuple(engine.registry.rows_of(self.group).values())
         _refuse_padding(request, made, counts)
         _refuse_kept_padding(request, after, self.before, counts, engine.model)
-        return inputs.apart(leaving)  # type: ignore[no-any-return]
+        return leaving
 
-    @override
-    def failed(self, error: Exception) -> None:
-        self.stack.looped(self.request, reason_of(error))
-        if self.engine.clock is not None:
-            self.engine.clock.forget(self.request.number, self.group)
-
-    @override
     def arrived(self) -> None:
+        """Book what the clients received."""
         # Only now: if the stack fails, its clients run one by one, each of them books what it received, and the ledger
         # would list the message twice.
         if type(self.got).counts and len(self.received) > 1:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.core.errors import TooFewReplies
 from polyfed.core.schema import (
     BELOW_HALF,
     BELOW_ONE,
@@ -180,20 +180,6 @@ class ServerOptimiser:
             second = second - (1 - self.beta2) * square * torch.sign(second - square)
         moments["first"][name], moments["second"][name] = first, second
         return first / (second.sqrt() + self.tau)
-
-
-def refuse_server(server: ServerOptimiser, method: str) -> None:
-    """Refuse a [server] section for a method whose server averages no models.
-
-    Args:
-        server: the section.
-        method: the method's name, for the error.
-
-    Raises:
-        RecipeError: an option of the section differs from its default.
-    """
-    if server != ServerOptimiser():
-        raise RecipeError(f"[server] has no effect, because {method} averages no models at the server. Remove it")
 
 
 @dataclass(frozen=True)

@@ -176,16 +176,6 @@ class Attack:
         return lambda field, key, sent, own: false[field, key].expand_as(own) if (field, key) in false else own
 
 
-def refuse_deployed(attack: Attack | None) -> None:
-    """Refuse the section [attack] of a recipe in a deployment.
-
-    Raises:
-        RecipeError: the recipe has the section.
-    """
-    if attack is not None:
-        raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section", ("attack",))
-
-
 def cure(attack: Attack | None) -> str:
     """Return what the user can do after training has diverged, as a sentence without a full stop."""
     if attack is not None:

@@ -5,11 +5,11 @@ are the other two selectors. `submodular.py` is the greedy choice that DivFL and
 docs/algorithms/selection.md.
 """
 
-from polyfed.selection.base import Selector, Uniform, must_be_uniform
+from polyfed.selection.base import Selector, Uniform
 from polyfed.selection.divfl import DivFl
 from polyfed.selection.power_of_choice import PowD
 
-__all__ = ["SELECTORS", "DivFl", "PowD", "Selector", "Uniform", "must_be_uniform"]
+__all__ = ["SELECTORS", "DivFl", "PowD", "Selector", "Uniform"]
 
 SELECTORS: dict[str, type[Selector]] = {"uniform": Uniform, "pow-d": PowD, "divfl": DivFl}
 """Selectors by their name in `[selection] name`."""

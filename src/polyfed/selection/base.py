@@ -133,19 +133,3 @@ class Uniform(Selector):
         eligible = fed.clients.eligible
         key = keys.key(fed.seed, "cohort", fed.round)
         return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed.clients))], memory
-
-
-def must_be_uniform(selector: Selector, method: str) -> None:
-    """Refuse a selector other than `Uniform`, for a method whose clients do not all train one global model.
-
-    Args:
-        method: the method's name, for the error.
-
-    Raises:
-        RecipeError: the selector compares clients by a global model.
-    """
-    if type(selector) is not Uniform:
-        raise RecipeError(
-            f"[selection] {type(selector).__name__} compares clients by a global model, and {method} has none that "
-            "every client trains: remove [selection], so that clients are drawn uniformly"
-        )

@@ -1,14 +1,17 @@
-"""The plain tensors inside the batched tensors of `torch.func.vmap`.
+"""The plain tensors inside the batched tensors of `torch.func.vmap`, and copies that share no memory.
 
 PyTorch has no public function that returns them. The public way around, an `autograd.Function` with a static method
 `vmap`, takes 0.3 ms for 30 tensors, and the functions here take 0.01 ms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from polyfed.core.tree import memory_of
 
 functorch: Any = torch._C._functorch
 
@@ -41,3 +44,25 @@ def on_plain(work: Callable[[Sequence[Tensor], Dims], tuple[Sequence[Tensor], Di
         made, dims = work(plain, dims)
     level = functorch.current_level()
     return [t if dim is None else functorch._add_batch_dim(t, dim, level) for t, dim in zip(made, dims, strict=True)]
+
+
+def snapshot(nest: Any) -> Any:
+    """Return a nested structure with copies of its tensors. The copies share no memory, even if the tensors do."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, nest)
+
+
+def apart_from(nest: Any, others: Iterable[Tensor]) -> Any:
+    """Return a nested structure with detached tensors that share no memory with `others`.
+
+    Tensors that share no memory with `others` stay the same objects. The function also works inside `vmap`.
+    """
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(nest)):
+        return nest
+    taken = {memory_of(tensor) for tensor in below([*others])[0]}
+
+    def apart(tensor: Tensor) -> Tensor:
+        shared = memory_of(below([tensor])[0][0]) in taken
+        found = tensor.detach() if tensor.requires_grad else tensor
+        return found.clone() if shared else found
+
+    return pytree.tree_map_only(Tensor, apart, nest)

@@ -34,7 +34,7 @@ from polyfed.training.gradients import added, parts_of, refuse_aux
 from polyfed.training.modality_dropout import with_dropout
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
-from polyfed.training.programs.tensor_memory import apart_from, snapshot
+from polyfed.training.plain_tensors import apart_from, snapshot
 from polyfed.training.step_plan import steps_trained, usable_rows
 
 

@@ -39,9 +39,9 @@ from polyfed.training.gradients import accumulating, gradient_of
 from polyfed.training.modality_dropout import with_dropout
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample, refuse_reading
+from polyfed.training.plain_tensors import apart_from, snapshot
 from polyfed.training.programs import replay
 from polyfed.training.programs.source import Source, Unreadable
-from polyfed.training.programs.tensor_memory import apart_from, snapshot
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
@@ -83,8 +83,7 @@ class StackedClientData(ClientData):
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
-        replays: whether training steps may be recorded and replayed as programs; see `step_replay.py`.
-        graphs: whether these programs run as CUDA graphs on a GPU; see `step_graph.py`.
+        replays: whether training steps may be recorded and replayed as programs; see `programs/replay.py`.
         privacy: how training protects single rows; None for no protection.
     """
 
@@ -99,7 +98,6 @@ class StackedClientData(ClientData):
     test_stack: Rows | None = None
     chosen: Tensor | None = None
     replays: bool = True
-    graphs: bool = False
     privacy: PerSample | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +140,7 @@ class StackedClientData(ClientData):
             if job.on is None:
                 source = self._source(job, model, names, lr, len(schedule.kinds))
                 columns, kinds = schedule.columns, schedule.kinds
-                state, values = replay.run(step, state, columns, kinds, source=source, graphs=self.graphs)
+                state, values = replay.run(step, state, columns, kinds, source=source)
             else:
                 state, value = step(WHOLE, state, schedule.columns)
                 values = value.reshape(1)

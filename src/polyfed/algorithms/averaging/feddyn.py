@@ -25,8 +25,8 @@ from polyfed.algorithms.averaging.template import Averaging, State, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import SHARED, Tree, add, block_of, like, squared_distance, subtract
 from polyfed.federation.context import ClientContext
@@ -62,19 +62,20 @@ class FedDyn(Averaging):
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: the [server] section has an optimiser, or a learning rate other than 1.
-        """
-        super().__post_init__()
-        if (self.server.optimiser, self.server.lr) != ("none", 1.0):
-            raise RecipeError(
-                "feddyn corrects the mean of the models itself: remove optimiser and lr from [server]. Its aggregate "
-                "may be any rule"
-            )
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("server", "optimiser"),
+            when=lambda recipe: recipe.algorithm.server.optimiser != "none",
+            because="feddyn corrects the mean of the models itself",
+            instead="Remove optimiser from [server]",
+        ),
+        Conflict(
+            key=("server", "lr"),
+            when=lambda recipe: recipe.algorithm.server.lr != 1.0,
+            because="feddyn corrects the mean of the models itself",
+            instead="Remove lr from [server]",
+        ),
+    )
 
     @override
     def init(self, fed: Federation, params: Tree) -> FedDynState:

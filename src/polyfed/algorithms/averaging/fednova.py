@@ -29,8 +29,8 @@ from typing_extensions import override
 from polyfed.algorithms.averaging.template import Averaging, State, Update
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
 from polyfed.core.schema import NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, squared_distance
@@ -85,24 +85,36 @@ class FedNova(Averaging):
     mixing: ClassVar[str] = ""
     sends: ClassVar[type[Message]] = NovaModel
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: there is no formula for the length of an update with these options of [train].
-        """
-        super().__post_init__()
-        train = self.train
-        if train.optimiser != "sgd" or train.nesterov:
-            raise RecipeError(
-                "fednova needs the factor of each gradient in the update, which it knows for SGD with and without "
-                "momentum: set [train] optimiser = 'sgd' and nesterov = false"
-            )
-        if self.mu and train.momentum:
-            raise RecipeError("fednova has no formula for momentum with mu: set [train] momentum = 0 or mu = 0")
-        if self.mu and self.mu * max(train.lr, train.lr_end or 0.0) >= 1:
-            raise RecipeError(f"[algorithm] mu = {self.mu:g}: fednova needs lr * mu below 1; lower mu or [train] lr")
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("train", "optimiser"),
+            when=lambda recipe: recipe.algorithm.train.optimiser != "sgd",
+            because="it needs the factor of each gradient in the update, which it knows for SGD only",
+            instead="Set optimiser = 'sgd'",
+        ),
+        Conflict(
+            key=("train", "nesterov"),
+            when=lambda recipe: recipe.algorithm.train.nesterov,
+            because="it knows the factor of each gradient in the update for plain momentum only",
+            instead="Set nesterov = false",
+        ),
+        Conflict(
+            key=("train", "momentum"),
+            when=lambda recipe: bool(recipe.algorithm.mu and recipe.algorithm.train.momentum),
+            beside="[algorithm] mu",
+            because="fednova has no formula for both",
+            instead="Set momentum = 0 or mu = 0",
+        ),
+        Conflict(
+            key=("algorithm", "mu"),
+            when=lambda recipe: (
+                recipe.algorithm.mu * max(recipe.algorithm.train.lr, recipe.algorithm.train.lr_end or 0.0) >= 1
+            ),
+            beside="[train] lr",
+            because="fednova needs lr * mu below 1",
+            instead="Lower mu or lr",
+        ),
+    )
 
     @override
     def init(self, fed: Federation, params: Tree) -> NovaState:

@@ -13,7 +13,6 @@ from polyfed.core.messages import OF_THE_MODEL, Message, map_fields
 from polyfed.core.tree import SHARED, Tree, block_of, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model
-from polyfed.selection import must_be_uniform
 from polyfed.training.optimisers import Train
 
 HEAD, ENCODERS, NORMS = "head", "encoders", "norms"
@@ -40,7 +39,7 @@ def check(method: Any, template: type) -> None:
         template: `Averaging`.
 
     Raises:
-        RecipeError: the method cannot keep private blocks, or they conflict with another option.
+        RecipeError: the method cannot keep private blocks.
     """
     for option, what in (("private", "private blocks"), ("fine_tune", "fine-tuning")):
         if getattr(type(method), option) and not getattr(method, option):
@@ -54,13 +53,6 @@ def check(method: Any, template: type) -> None:
         raise RecipeError(
             f"[algorithm] private and fine_tune: {kind.__name__} replaces {replaced[0]} of the averaging template, "
             "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox"
-        )
-    if method.private:
-        must_be_uniform(method.selector, "a model with private blocks")
-    if method.private and method.evaluation.unimodal == "prototype":
-        raise RecipeError(
-            "[evaluate] unimodal = 'prototype' scores a global model, and with private blocks there is none. "
-            "Allowed here: 'auto', 'head', 'zero'"
         )
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import IN_RECIPE, NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
 from polyfed.federation.aggregation import aggregate
@@ -75,23 +75,32 @@ class Scaffold(Averaging[ScaffoldState]):
         "train": {"optimiser": "sgd", "momentum": 0.0, "clip_norm": 0.0}
     }
     mixing: ClassVar[str] = ""
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("train", "optimiser"),
+            when=lambda recipe: recipe.algorithm.train.optimiser != "sgd",
+            because="only for plain SGD is the mean gradient the difference of the models over the steps",
+            instead="Set optimiser = 'sgd'",
+        ),
+        Conflict(
+            key=("train", "momentum"),
+            when=lambda recipe: bool(recipe.algorithm.train.momentum),
+            because="only for plain SGD is the mean gradient the difference of the models over the steps",
+            instead="Set momentum = 0",
+        ),
+        Conflict(
+            key=("train", "clip_norm"),
+            when=lambda recipe: bool(recipe.algorithm.train.clip_norm),
+            because="only for plain SGD is the mean gradient the difference of the models over the steps",
+            instead="Set clip_norm = 0",
+        ),
+    )
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "client": ("update.params",),
         "example": ("update.params", "update.control"),
     }
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: the optimiser is not plain SGD. Only for plain SGD can option II compute the mean gradient from
-                x - y.
-        """
-        super().__post_init__()
-        if self.train.optimiser != "sgd" or self.train.momentum or self.train.clip_norm:
-            raise RecipeError("scaffold needs plain SGD: set [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
 
     @override
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:

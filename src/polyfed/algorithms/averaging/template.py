@@ -34,6 +34,7 @@ from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
 from polyfed.core.schema import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
@@ -123,15 +124,29 @@ class Averaging(Algorithm[A]):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
     spare: ClassVar[tuple[str, ...]] = ("update.loss", "update.num_rows")
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("evaluate", "unimodal"),
+            when=lambda recipe: bool(recipe.algorithm.private) and recipe.algorithm.evaluation.unimodal == "prototype",
+            beside="[algorithm] private",
+            because="it scores a global model, and with private blocks there is none",
+            instead="Allowed here: 'auto', 'head', 'zero'",
+        ),
+    )
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            RecipeError: an option is out of range, or private blocks or fine-tuning conflict with another option.
+            RecipeError: an option is out of range, or the method cannot have private blocks or fine-tuning.
         """
         super().__post_init__()
         private_blocks.check(self, Averaging)
+
+    @property
+    @override
+    def trains_one_model(self) -> bool:  # type: ignore[override]
+        return not self.private
 
     @override
     def will_ask(self, task: str, *, tested: bool) -> bool:

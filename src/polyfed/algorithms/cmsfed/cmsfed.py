@@ -13,7 +13,7 @@ modality has no imbalance ratio and is never in S_M. If such a client is chosen,
 Page: docs/algorithms/cmsfed.md.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,8 +30,8 @@ from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios, client_ratios, pce_weights
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import (
     BELOW_ONE,
     COST,
@@ -50,7 +50,6 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
 from polyfed.objective import Classification, Objective
-from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
@@ -112,6 +111,10 @@ class CmsFedState(State):
     prototypes: dict[str, Prototypes] = field(default_factory=dict)
     ratios: ImbalanceRatios = ImbalanceRatios()
     choice: Choice = Choice()
+
+
+def _is_private(recipe: Any) -> bool:
+    return recipe.privacy is not None and recipe.privacy.unit == "client"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,49 @@ class CmsFed(Averaging[CmsFedState]):
     }
     reads_replies: ClassVar[tuple[str, ...]] = ("train_chosen", "learned", "_gradients")
     private_options: ClassVar[Mapping[str, Any]] = {"gradient_split": "exact"}
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("selection", "name"),
+            when=lambda recipe: recipe.algorithm.modality_selection and type(recipe.algorithm.selector) is not Uniform,
+            beside="[algorithm] modality_selection",
+            because="cmsfed selects clients itself, so [selection] has no effect",
+            instead="Remove it, or set modality_selection = false (FedAvg+PCE, DivFL+PCE)",
+        ),
+        Conflict(
+            key=("server", "aggregate"),
+            when=lambda recipe: (
+                recipe.algorithm.client_weights == "clusters" and recipe.algorithm.server.aggregate != "mean"
+            ),
+            beside='[algorithm] client_weights = "clusters"',
+            because="such weights belong to a mean",
+            instead="Remove one of them",
+        ),
+        Conflict(
+            key=("algorithm", "gradient_split"),
+            when=lambda recipe: (
+                _is_private(recipe)
+                and recipe.algorithm.modality_selection
+                and recipe.algorithm.gradient_split == "delta"
+            ),
+            beside='[privacy] unit = "client"',
+            because="the server would compare the trained parameters of single clients",
+            instead='Set gradient_split = "exact", so that it compares gradients, which are unprotected, or '
+            "modality_selection = false",
+        ),
+        Conflict(
+            key=("algorithm", "client_weights"),
+            when=lambda recipe: _is_private(recipe) and recipe.algorithm.client_weights == "clusters",
+            beside='[privacy] unit = "client"',
+            because="it gives some clients more influence",
+            instead='Set client_weights = "samples"',
+        ),
+        Conflict(
+            key=("privacy", "amplification"),
+            when=lambda recipe: _is_private(recipe) and recipe.privacy.amplification,
+            because="amplification does not count that the data decides which clients train which modalities",
+            instead="Remove amplification",
+        ),
+    )
     captions: ClassVar[Mapping[str, str]] = {
         "imbalance_ratio": "The confidence of the first modality over that of the second, or strongest over weakest.",
         "share": "The share of each modality among the selected pairs of client and modality.",
@@ -198,38 +244,6 @@ class CmsFed(Averaging[CmsFedState]):
     mixing: ClassVar[str] = "cmsfed weights the loss of each modality by the scores of all others"
     needs_embeddings: ClassVar[bool] = True
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("train_all.params", "train_alone.params")}
-
-    def __post_init__(self) -> None:
-        """Refuse options out of range, and a [selection] that has no effect because CMSFed selects clients itself."""
-        super().__post_init__()
-        if self.modality_selection and type(self.selector) is not Uniform:
-            raise RecipeError(
-                "cmsfed selects clients itself, so [selection] has no effect; remove it, or set "
-                "[algorithm] modality_selection = false (FedAvg+PCE, DivFL+PCE)"
-            )
-        if self.client_weights == "clusters" and self.server.aggregate != "mean":
-            raise RecipeError(
-                f'[server] aggregate = "{self.server.aggregate}" has no effect with [algorithm] client_weights = '
-                '"clusters", whose weights belong to a mean: remove one of them'
-            )
-
-    @override
-    def private_faults(self, spec: Privacy) -> Iterator[str]:
-        """Yield a text for each option that this method cannot use under `unit = "client"`.
-
-        With such an option, the server would read the parameters of a single client, or the reported epsilon would be
-        smaller than the true one.
-        """
-        if self.modality_selection and self.gradient_split == "delta":
-            yield (
-                'gradient_split = "delta" lets the server compare the trained parameters of single clients. Set '
-                '[algorithm] gradient_split = "exact", so that the server compares gradients, which are unprotected, '
-                "or modality_selection = false"
-            )
-        if self.client_weights == "clusters":
-            yield 'client_weights = "clusters" gives some clients more influence: set client_weights = "samples"'
-        if spec.amplification:
-            yield "amplification does not count that the data decides which clients train which modalities"
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:

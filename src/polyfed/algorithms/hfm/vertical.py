@@ -60,6 +60,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import Message
+from polyfed.core.problems import Conflict
 from polyfed.core.request import Task, names_as_sent
 from polyfed.core.schema import (
     AT_LEAST_ONE,
@@ -144,24 +145,36 @@ class Vertical(Algorithm[SiloState]):
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
     aligns_rows: ClassVar[bool] = True
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("evaluate", "clients"),
+            when=lambda recipe: recipe.algorithm.evaluation.clients is not None,
+            because="it evaluates whole silos",
+            instead="Remove clients",
+        ),
+        Conflict(
+            key=("train", "epochs"),
+            when=lambda recipe: recipe.algorithm.train.epochs != 1,
+            because="its devices train in local rounds, so epochs have no effect",
+            instead="Set [algorithm] local_rounds instead",
+        ),
+        Conflict(
+            key=("train", "steps"),
+            when=lambda recipe: recipe.algorithm.train.steps is not None,
+            because="its devices train in local rounds, so steps have no effect",
+            instead="Set [algorithm] local_rounds instead",
+        ),
+    )
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
 
     def __post_init__(self) -> None:
-        """Refuse options that are out of range, options that contradict each other, and [train] epochs and steps.
+        """Refuse options that are out of range, and options that contradict each other.
 
         Raises:
-            RecipeError: an option is out of range, two options contradict each other, or [train] sets epochs or steps.
-                The message says what to set instead.
+            RecipeError: an option is out of range, or two options contradict each other. The message says what to set.
         """
         super().__post_init__()
-        if self.evaluation.clients is not None:
-            raise RecipeError(
-                f"[evaluate] clients = {self.evaluation.clients}: this method evaluates whole silos. Remove the option",
-                ("evaluate", "clients"),
-            )
-        if self.train.epochs != 1 or self.train.steps is not None:
-            raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
         if self.keep_optimiser and self.head_update == "server":
             raise RecipeError(
                 "keep_optimiser needs devices that train the head as well: set [algorithm] head_update = "

@@ -38,7 +38,7 @@ from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.egress.policy import Policy
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData
 from polyfed.training.client_data import TRAINING_PASSES, Passes
 from polyfed.training.kept_training import earlier_steps
@@ -150,15 +150,7 @@ class CreamFL(Algorithm[CreamState]):
 
     needs_embeddings: ClassVar[bool] = True
     handles_missing_rows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Refuse every selector except `uniform`, because the others need a global model that clients train.
-
-        Raises:
-            RecipeError: the selector is not `uniform`.
-        """
-        super().__post_init__()
-        must_be_uniform(self.selector, "creamfl")
+    trains_one_model: ClassVar[bool] = False
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

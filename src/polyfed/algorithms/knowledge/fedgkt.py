@@ -35,7 +35,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData
 from polyfed.training.kept_training import earlier_steps
 from polyfed.training.losses import distillation
@@ -138,15 +138,7 @@ class FedGKT(Algorithm[GktState]):
 
     needs_embeddings: ClassVar[bool] = True
     handles_missing_rows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Refuse every selector except `uniform`, because the others need a global model that clients train.
-
-        Raises:
-            RecipeError: the selector is not `uniform`.
-        """
-        super().__post_init__()
-        must_be_uniform(self.selector, "fedgkt")
+    trains_one_model: ClassVar[bool] = False
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:

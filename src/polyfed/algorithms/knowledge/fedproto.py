@@ -30,14 +30,12 @@ from polyfed.evaluation.conformal import ScoreCounts
 from polyfed.evaluation.scores import OwnScore, Predictor
 from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import SubsetScores
-from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
 from polyfed.privacy.egress.policy import Policy
-from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
@@ -146,17 +144,15 @@ class FedProto(Averaging[ProtoState]):
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
 
-    def __post_init__(self) -> None:
-        """Check the options.
+    @property
+    @override
+    def trains_one_model(self) -> bool:  # type: ignore[override]
+        return self.mode == "mm_fedavg" and not self.private
 
-        Raises:
-            RecipeError: `mode = "original"` is combined with a selector that needs a global model, or with a [server]
-                section. This mode has no global model.
-        """
-        super().__post_init__()
-        if self.mode == "original":
-            must_be_uniform(self.selector, "fedproto with mode = 'original'")
-            refuse_server(self.server, "fedproto with mode = 'original'")
+    @property
+    @override
+    def averages_models(self) -> bool:  # type: ignore[override]
+        return self.mode == "mm_fedavg"
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

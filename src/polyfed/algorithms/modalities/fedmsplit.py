@@ -29,7 +29,6 @@ from polyfed.core.batch import Batch
 from polyfed.core.request import Send, names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE, READING, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
-from polyfed.federation.aggregation import refuse_server
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 
@@ -69,15 +68,10 @@ class FedMSplit(Averaging[SplitState]):
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
 
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: `mode = "personal"` is combined with a [server] section, which would have no effect.
-        """
-        super().__post_init__()
-        if self.mode == "personal":
-            refuse_server(self.server, "fedmsplit with mode = 'personal'")
+    @property
+    @override
+    def averages_models(self) -> bool:  # type: ignore[override]
+        return self.mode == "block_mean"
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:

@@ -38,6 +38,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import (
     AT_LEAST_ONE,
     COST,
@@ -88,6 +89,10 @@ class PartialState(State):
     tower_steps: int = 0
     deposits: dict[int, Tree] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
+
+
+def _without_classes(recipe: Any) -> bool:
+    return recipe.task is not None and not isinstance(recipe.task, Classification)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +158,22 @@ class PartialFL(Averaging[PartialState]):
         "teacher_accuracy": "How many rows of a device are nearest to their class's mean in the teacher's embeddings.",
     }
     mixing: ClassVar[str] = "partialfl distils one modality into another"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("algorithm", "probe"),
+            when=lambda recipe: recipe.algorithm.probe and _without_classes(recipe),
+            beside="a [task] other than classification",
+            because="the probe compares class means",
+            instead="Remove probe",
+        ),
+        Conflict(
+            key=("algorithm", "same_class_negatives"),
+            when=lambda recipe: not recipe.algorithm.same_class_negatives and _without_classes(recipe),
+            beside="a [task] other than classification",
+            because="only classes say which rows are of the same one",
+            instead="Remove same_class_negatives",
+        ),
+    )
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
@@ -228,8 +249,6 @@ class PartialFL(Averaging[PartialState]):
                     f"the tower read only {', '.join(allowed)}",
                     ("algorithm", option),
                 )
-        if not isinstance(objective, Classification) and (self.probe or not self.same_class_negatives):
-            yield RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         kept = tuple(m for m in modalities if m not in (shared or modalities[-1:]))
         read = modalities if self.global_model == "all" else kept
         if len(read) > 1 and spec.module is None and spec.fusion == "concat" and not spec.head:

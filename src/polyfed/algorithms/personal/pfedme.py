@@ -26,6 +26,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import Tree, add, clone, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
@@ -55,12 +56,20 @@ class PFedMe(Averaging):
     placebo: Annotated[Literal["none", "initial"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            key=("train", "accumulate"),
+            when=lambda recipe: recipe.algorithm.train.accumulate > 1,
+            because="it solves for a model on each whole batch",
+            instead="Set accumulate = 1",
+        ),
+    )
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            RecipeError: the inner descent would diverge, or a batch is split into parts.
+            RecipeError: the inner descent would diverge.
         """
         super().__post_init__()
         if self.inner_lr * self.lam >= 2:
@@ -68,8 +77,6 @@ class PFedMe(Averaging):
                 f"[algorithm] inner_lr * lam = {self.inner_lr * self.lam:g}: the inner descent diverges from 2 on. "
                 "Lower one of them"
             )
-        if self.train.accumulate > 1:
-            raise RecipeError("[train] accumulate: pfedme solves for a model on each whole batch. Set accumulate = 1")
 
     @property
     @override

@@ -29,6 +29,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import LABELS
+from polyfed.core.problems import Conflict
 from polyfed.core.request import Accept
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree
@@ -59,6 +60,29 @@ class ServerHalf:
     steps: int = 0
 
 
+CONFLICTS = (
+    Conflict(
+        key=("train", "clip_norm"),
+        when=lambda recipe: recipe.algorithm.train.clip_norm > 0,
+        because="the model is cut in two, and neither side has the whole gradient",
+        instead="Remove clip_norm",
+    ),
+    Conflict(
+        key=("train", "steps"),
+        when=lambda recipe: recipe.algorithm.train.steps is not None,
+        because="training of a model that is cut in two is counted in epochs",
+        instead="Remove steps and set epochs",
+    ),
+    Conflict(
+        key=("train", "accumulate"),
+        when=lambda recipe: recipe.algorithm.train.accumulate > 1,
+        because="the gradients at the cut belong to the whole batch",
+        instead="Set accumulate = 1",
+    ),
+)
+"""What a method with a cut model cannot use."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """The client tasks and the server's step of a cut model.
@@ -70,24 +94,6 @@ class Cut:
 
     train: Train = Train()
     u_shaped: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            RecipeError: `train.clip_norm` is set, although neither side has the whole gradient, or `train.steps` or
-            `train.accumulate` is set.
-        """
-        if self.train.clip_norm or self.train.steps is not None:
-            raise RecipeError(
-                "[train] clip_norm and steps cannot be used with a model that is cut in two: neither side has the "
-                "whole gradient, and training is counted in epochs. Remove clip_norm and steps"
-            )
-        if self.train.accumulate > 1:
-            raise RecipeError(
-                "[train] accumulate cannot be used with a model that is cut in two: the gradients at the cut belong to "
-                "the whole batch. Set accumulate = 1"
-            )
 
     def lower(self, tree: Tree) -> Tree:
         """The client's half of a tree: the encoders, and with `u_shaped` also the head."""

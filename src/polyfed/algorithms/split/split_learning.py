@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
+from polyfed.algorithms.split.cut import COMMON, CONFLICTS, Cut, ServerHalf, will_send
 from polyfed.core import keys
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import NotSearched
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -29,7 +30,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
 from polyfed.model import Model
 from polyfed.privacy.egress.policy import Policy
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 from polyfed.training.optimisers import Moments
 
 
@@ -76,6 +77,8 @@ class SplitLearning(Algorithm[SplitState]):
     selector: Selector = Uniform()
     mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
+    trains_one_model: ClassVar[bool] = False
+    conflicts: ClassVar[tuple[Conflict, ...]] = CONFLICTS
 
     u_shaped: Annotated[bool, NotSearched("decides what leaves a client")] = False
     cut: Cut = field(init=False, repr=False)
@@ -84,10 +87,9 @@ class SplitLearning(Algorithm[SplitState]):
         """Check the options and make `cut`.
 
         Raises:
-            RecipeError: an option is out of range, or the selector needs a global model that clients train.
+            RecipeError: an option is out of range.
         """
         super().__post_init__()
-        must_be_uniform(self.selector, "split learning")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     @override

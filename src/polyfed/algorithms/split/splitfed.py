@@ -16,8 +16,9 @@ from typing import Annotated, ClassVar, Literal
 from typing_extensions import override
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, will_send
+from polyfed.algorithms.split.cut import COMMON, CONFLICTS, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
+from polyfed.core.problems import Conflict
 from polyfed.core.schema import IN_RECIPE, NotSearched
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.clock import Timetable
@@ -25,7 +26,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.privacy.egress.policy import Policy
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class SplitFed(Algorithm[SplitState]):
     selector: Selector = Uniform()
     mixing: ClassVar[str] = "the server, which holds the upper half of the model, chooses the gradients at the cut"
     needs_embeddings: ClassVar[bool] = True
+    trains_one_model: ClassVar[bool] = False
+    conflicts: ClassVar[tuple[Conflict, ...]] = CONFLICTS
 
     u_shaped: Annotated[bool, NotSearched("decides what leaves a client")] = False
     cut: Cut = field(init=False, repr=False)
@@ -54,10 +57,9 @@ class SplitFed(Algorithm[SplitState]):
         """Check the options and make `cut`.
 
         Raises:
-            RecipeError: an option is out of range, or the selector needs a global model that clients train.
+            RecipeError: an option is out of range.
         """
         super().__post_init__()
-        must_be_uniform(self.selector, "splitfed")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     @override

@@ -172,7 +172,7 @@ def _planned(
     everyone = recipe.model.modalities
     # the device builds its model with the recipe's policy
     told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
-    mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
+    mine = replace(recipe.untimed(), model=recipe.model.reading(node.held), egress=told.table(node.held))
     unbuilt = policy.for_model(
         node.held, lambda own: Mixing(frozenset(own), "the built model alone shows that it does not")
     )

@@ -22,6 +22,7 @@ from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
+from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.results.records import Records
@@ -29,7 +30,6 @@ from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.checkpoint import newest
 from polyfed.experiment.running.events import INTERRUPTED, Emitter
 from polyfed.experiment.running.lock import alone_in
-from polyfed.federation.attack import refuse_deployed
 from polyfed.privacy.egress.audit_log import AuditLog
 
 ERROR = "error.json"
@@ -73,10 +73,16 @@ Execute = Callable[..., _T]
 """The type of `polyfed.experiment.running.loop.execute`, which sets up a run and executes all of its rounds."""
 
 
-def placed(recipe: Recipe, data: str) -> Recipe:
-    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any."""
+def placed(recipe: Recipe, data: str = "") -> Recipe:
+    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any.
+
+    Raises:
+        RecipeError: options of the recipe cannot go together in a deployment.
+    """
     source = replace(recipe.data, path=data) if data else recipe.data
-    return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+    refuse_conflicts(recipe, deployed=True)
+    return recipe
 
 
 def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Execute[_T]) -> _T:
@@ -139,7 +145,6 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     gone = TransportError("the SuperLink is gone. Start it again; `polyfed submit` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
-        refuse_deployed(recipe.attack)
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):

@@ -264,7 +264,7 @@ def _move(engine: Served, device: torch.device) -> None:
     if engine.device == device:
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams and CUDA graphs use the current GPU
+        torch.cuda.set_device(device)  # streams use the current GPU
     engine.move(device)
 
 

@@ -16,6 +16,7 @@ from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
+from polyfed.data import Population
 from polyfed.data.column_fitting import features_of
 from polyfed.engines.workers.cluster import STORE_SHARE, facts, size_of
 from polyfed.experiment.checks.check_result import CheckResult, Planned
@@ -46,18 +47,19 @@ class Check(CheckResult):
         return text_of(check_tables(self))
 
 
-def check(recipe: Recipe | str | Path) -> Check:
+def check(recipe: Recipe | str | Path, population: Population | None = None) -> Check:
     """Validate a recipe against its data, dry-run a round, and list what can leave the clients.
 
     Args:
         recipe: a recipe, or the path of one.
+        population: the clients of the recipe, if they are loaded already.
 
     Raises:
         PolyfedError: a run would refuse the recipe before its first round, or a reply differs from what its task
             declares.
     """
     recipe = recipe_of(recipe)
-    assembly = assemble(recipe)
+    assembly = assemble(recipe, population=population)
     refuse_idle_metric(assembly)
     warn_unmeasured(assembly)
     warn_idle(assembly)
@@ -97,7 +99,7 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
         return
     private = (*method.private, *blocks)
     try:
-        replace(method, private=private)
+        replace(assembly.recipe, algorithm=replace(method, private=private))
     except RecipeError:  # the method cannot keep private blocks
         return
     yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"

@@ -12,8 +12,6 @@ from polyfed.core.privacy_noise import Clip
 from polyfed.core.tree import SHARED, Tree, block_of, blocks
 from polyfed.data import Population
 from polyfed.experiment.checks.privacy_faults import (
-    faults_of_mean,
-    faults_of_method,
     faults_of_model,
     faults_of_rows,
     refuse,
@@ -62,7 +60,8 @@ def guarantee_of(
         return None
     model, clients = announcer.model, registry_of(population)
     shared = share_rows(clients, population, deployed=deployed or one_device)
-    _refuse(recipe, spec, model, initial, shared=shared, deployed=deployed or one_device)
+    rows = faults_of_rows(model, shared=shared) if spec.unit == "example" else ()
+    refuse(spec, [*faults_of_model(model, initial), *rows])
     _refuse_own_test_rows(recipe, spec, population)
     accounting = accounting_of(recipe, spec, clients)
     noise, rounds = noise_and_rounds(recipe, spec, accounting)
@@ -284,18 +283,3 @@ def _refuse_coarse_grid(recipe: Recipe, mechanism: Mechanism, initial: Tree) -> 
             "server rounds the sum to the grid of the noise. Lower noise_multiplier, or remove [secure_aggregation]",
             ("privacy", "noise_multiplier"),
         )
-
-
-def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree, *, shared: bool, deployed: bool) -> None:
-    """Refuse a recipe that cannot be run with its [privacy] section, with all reasons in one error.
-
-    If the method does not support the `unit` of the section, the model and the other options are not checked.
-    """
-    reasons = [*faults_of_method(recipe, spec)]
-    if recipe.algorithm.honours(spec.unit):  # otherwise no other option would help
-        reasons += faults_of_model(model, initial)
-        if spec.unit == "client":
-            reasons += faults_of_mean(recipe, spec, deployed=deployed)
-        else:
-            reasons += faults_of_rows(recipe, model, shared=shared)
-    refuse(spec, reasons)

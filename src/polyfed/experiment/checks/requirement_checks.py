@@ -10,10 +10,8 @@ from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz
 from polyfed.evaluation.conformal import ScoreCounts, subsets_in
 from polyfed.experiment.checks.privacy_faults import (
-    faults_of_method,
     faults_of_model,
     faults_of_rows,
-    faults_of_training,
 )
 from polyfed.experiment.checks.protection import accounting_of, noise_and_rounds
 from polyfed.experiment.recipes.recipe import Recipe
@@ -60,7 +58,7 @@ def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial
     assert recipe.privacy is not None, "a recipe without [privacy] does not fulfil max_epsilon"
     yield from faults_of_model(model, initial)
     if recipe.privacy.unit == "example":
-        yield from faults_of_rows(recipe, model, shared=False)
+        yield from faults_of_rows(model, shared=False)
 
 
 def release_of(required: Requirements, recipe: Recipe) -> Release | None:
@@ -132,9 +130,7 @@ def _unmet_noise(required: Requirements, recipe: Recipe, *, shared: bool) -> Ite
             f"{where} the recipe says [privacy] clip_norm = {spec.clip_norm:g}, where rounding errors could exceed the "
             f"noise. Set clip_norm between {LEAST_CLIP:g} and {MOST_CLIP:g} in the recipe"
         )
-    faults = [*faults_of_method(recipe, spec), *_faults_of_sharing(spec, shared=shared), *_faults_of_data(recipe, spec)]
-    if spec.unit == "example":
-        faults += faults_of_training(recipe)
+    faults = [*_faults_of_sharing(spec, shared=shared), *_faults_of_data(recipe, spec)]
     yield from (f"{where} the recipe cannot honour [privacy]: {fault}" for fault in faults)
     if not faults:
         yield from _unmet_epsilon(required, recipe, spec)

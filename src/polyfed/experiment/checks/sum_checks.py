@@ -6,82 +6,34 @@ from polyfed.algorithms import NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
-from polyfed.core.tasks import types_of
 from polyfed.core.tree import SHARED
 from polyfed.data import Population
-from polyfed.experiment.checks.privacy_support import read_singly, sent, withheld_of
+from polyfed.experiment.checks.privacy_support import read_singly
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.aggregation import shortfall, tolerance
 from polyfed.federation.client_registry import ClientRegistry
-from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Selector
-
-HONEST_FORMS = ("label-flip",)
-"""Attacks that change a client's data, so that they also exist where the server sees no reply."""
 
 
 def refuse_single_replies(recipe: Recipe, population: Population) -> None:
-    """Refuse secure aggregation if the server would have to read the reply of a single client.
-
-    The server has to read single replies in two cases. First, the method or its selector needs them, and says why in
-    `single_replies`. Second, a message has a field that is not declared as sum-only.
+    """Refuse secure aggregation if the server would have to read a field of a message that is not sum-only.
 
     Raises:
-        RecipeError: the server would have to read such a reply, or another section does not fit secure aggregation. The
-            text contains the reason, or the task and the field.
+        RecipeError: there is such a field. The text gives the task and the field.
     """
     method = recipe.algorithm
     secure = method.secure_aggregation
     if secure is None:
         return
     where = f"[secure_aggregation]: '{name_of(method, NAMED)}' cannot use it"
-    if recipe.privacy is not None:
-        _refuse_privacy(recipe, recipe.privacy)
-    if method.single_replies:
-        raise RecipeError(f"{where}, because {method.single_replies}. Remove one of the two")
-    if recipe.attack is not None and recipe.attack.name not in HONEST_FORMS:
-        raise RecipeError(
-            f"[attack] name = '{recipe.attack.name}' changes single replies on their way, and under "
-            f"[secure_aggregation] they are masked. Allowed: {', '.join(HONEST_FORMS)}"
-        )
     tested = population.test is not None and bool((population.test.sizes > 0).any())
     if single := read_singly(method, tested=tested):
         task, field = single
         raise RecipeError(
             f"{where}, because the server reads {field} of every single client (task {task})"
-            f"{_advice(task)}. Methods that read only sums are fedavg and others that average parameters"
+            f"{_advice(task)}. Methods that read only sums are fedavg and others that average parameters",
+            ("secure_aggregation",),
         )
-
-
-def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
-    """Refuse options of [privacy] that cannot be used if the server reads only sums.
-
-    Raises:
-        RecipeError: [privacy] has such an option. The text contains the option and the reason.
-    """
-    if privacy.amplification:
-        raise RecipeError(
-            "[privacy] amplification = true needs a secret cohort, and under [secure_aggregation] the clients of a "
-            "cohort see one another's public keys. Remove amplification",
-            ("privacy", "amplification"),
-        )
-    if privacy.adaptive:
-        raise RecipeError(
-            '[privacy] clip = "adaptive" needs the norms of single updates, and under [secure_aggregation] the server '
-            'reads only sums. Set clip = "joint"',
-            ("privacy", "clip"),
-        )
-    method = recipe.algorithm
-    withheld = withheld_of(method, privacy.unprotected)
-    for name, task, field in sent(method):
-        kind = types_of(task)[1].masks
-        by = None if kind is None else method.weight_of(field, kind)
-        if by is not None and f"{name}.{by}" in withheld and f"{name}.{field}" not in withheld:
-            raise RecipeError(
-                f"[secure_aggregation] multiplies {field} by {by} at the clients, and under [privacy] clients send "
-                'zeros as their number of rows. Set [algorithm] aggregation = "uniform"',
-                ("algorithm", "aggregation"),
-            )
 
 
 def _advice(task: str) -> str:

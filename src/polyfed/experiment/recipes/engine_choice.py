@@ -42,7 +42,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
     spec = recipe.engine
     if spec.name == "flower":  # the sequential engine only checks the recipe here, and Flower runs it
         return Sequential
-    chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay, graphs=spec.cuda_graphs)
+    chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay)
     return partial(
         chosen if spec.name == "vectorised" else Sequential,
         workers=workers_of(recipe),

@@ -19,10 +19,11 @@ from polyfed.core.registry import name_of
 from polyfed.core.schema import NOT_NEGATIVE, checked
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.data import PARTITIONS, ClientsSpec
+from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.line_numbers import in_file
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.parts import algorithm_of, build, class_of, egress_of
-from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_idle_stop, refuse_no_training
+from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.recipes.sections import PARTS, SECTIONS, refuse_unknown
 from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.display import recipe_html, recipe_line
@@ -89,26 +90,30 @@ class Recipe:
     name: str = "run"
 
     def __post_init__(self) -> None:
-        """Refuse a negative seed or number of rounds, and breaches of the limits. Fill in the number of clients."""
+        """Refuse a negative seed or number of rounds, breaches of the limits, and options that cannot go together."""
         problems = Problems()
         for name in ("rounds", "seed"):
             if getattr(self, name) < 0:
                 problems.add(RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more", (name,)))
         with problems.noting():
             refuse_breaches(self.limits, self.algorithm.train, self.rounds)
-        with problems.noting():
-            refuse_idle_stop(self.stop, self.algorithm, private=self.privacy is not None)
-        problems.raise_all()
         object.__setattr__(self, "clients", self.clients.counted())
         if self.stop.of_clients and not self.algorithm.evaluation.own_validation:
             scoring = dataclasses.replace(self.algorithm.evaluation, own_validation=True)
             object.__setattr__(self, "algorithm", dataclasses.replace(self.algorithm, evaluation=scoring))
+        with problems.noting():
+            refuse_conflicts(self)
+        problems.raise_all()
 
     def __repr__(self) -> str:
         return recipe_line(self.table())
 
     def _repr_html_(self) -> str:
         return recipe_html(self.table())
+
+    def untimed(self) -> "Recipe":
+        """Return the recipe without simulated time, and so without clients that are too slow."""
+        return dataclasses.replace(self, network=None, clients=dataclasses.replace(self.clients, overselect=None))
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe as a table in the layout of the file, with every default written out."""

@@ -8,7 +8,6 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.schema import key_of
-from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.training.optimisers import Train
@@ -75,30 +74,6 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
     """
     for why in NO_LIMITS.stricter(limits).foreseen(train, rounds, rows):
         raise RecipeError(f"{whose}{why}")
-
-
-def refuse_idle_stop(stop: StopSpec, method: Algorithm, *, private: bool) -> None:
-    """Refuse a section [stop] that could never end the run, or that asks for what the recipe does not measure.
-
-    Args:
-        stop: the section [stop].
-        method: the algorithm.
-        private: whether the recipe has a section [privacy].
-
-    Raises:
-        RecipeError: an option has no effect. The text says what to set.
-    """
-    problems = Problems()
-    if stop.max_epsilon is not None and not private:
-        text = "[stop] max_epsilon needs the section [privacy], which counts the epsilon. Add it, or remove max_epsilon"
-        problems.add(RecipeError(text, ("stop", "max_epsilon")))
-    if stop.patience is not None and method.evaluation.every == 0:
-        text = (
-            "[stop] patience needs evaluations before the last round, and [evaluate] every = 0 leaves them out. Set "
-            "every = 1, or remove patience"
-        )
-        problems.add(RecipeError(text, ("stop", "patience")))
-    problems.raise_all()
 
 
 def check_model(method: Algorithm, model: Model) -> None:

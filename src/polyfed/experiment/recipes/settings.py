@@ -32,8 +32,6 @@ class EngineSpec:
         replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster; the
             last bits may differ. A loss of yours may then read only its two arguments (parameters and batch) and the
             variables that it closes over.
-        cuda_graphs: whether each replayed step on a GPU runs as a CUDA graph. Off by default, because nobody has
-            measured it on a GPU.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
             of them must reply.
         outlier_factor: the server drops a reply whose update is more than this many times as large as the median update
@@ -50,7 +48,6 @@ class EngineSpec:
     threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
     replay: bool = True
-    cuda_graphs: bool = False
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
     outlier_factor: Annotated[float, NOT_NEGATIVE] = 100.0
     debug: bool = False
@@ -59,7 +56,7 @@ class EngineSpec:
         """Check types and ranges of the options.
 
         Raises:
-            RecipeError: an option has a wrong type or value, or the other options leave `cuda_graphs` without effect.
+            RecipeError: an option has a wrong type or value.
         """
         check_ranges("[engine]", self)
         if 0 < self.outlier_factor < 1:
@@ -69,10 +66,6 @@ class EngineSpec:
                 ("engine", "outlier_factor"),
             )
         self._check_cluster()
-        if self.cuda_graphs and not (self.name == "vectorised" and self.replay and self.device != "cpu"):
-            raise RecipeError(
-                "[engine] cuda_graphs = true needs name = 'vectorised', replay = true, and device = 'cuda' or 'auto'"
-            )
 
     def _check_cluster(self) -> None:
         faults = {

@@ -6,13 +6,12 @@ from warnings import warn
 
 from torch import Tensor
 
-from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.registry import find, name_of
 from polyfed.data import Columns, Population
 from polyfed.data.sources import Memory
 from polyfed.experiment.recipes.recipe import Recipe, as_table
-from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, Regression, guessed
+from polyfed.objective import CLASSES, OBJECTIVES, Objective, Regression, guessed
 from polyfed.objective.regression import numbers_of
 from polyfed.objective.targets import doubtful_targets, units_of
 
@@ -89,25 +88,13 @@ def prepared(recipe: Recipe, columns: Columns) -> Columns:
 
 
 def refuse_unfit(recipe: Recipe, population: Population) -> None:
-    """Refuse a task that the algorithm cannot train, or whose options do not fit the labels.
+    """Refuse a task whose options do not fit the labels or the clients.
 
     Raises:
-        RecipeError: the task does not fit. The text gives the reason, and the algorithms that can train the task.
+        RecipeError: the task does not fit. The text gives the reason.
     """
-    objective, algorithm = task_of(recipe), recipe.algorithm
+    objective = task_of(recipe)
     objective.check_size(population.columns.num_classes)
-    if not isinstance(objective, algorithm.objectives):
-        kind = type(objective)
-        able = [name for name, cls in ALGORITHMS.items() if issubclass(kind, cls.objectives)]
-        raise RecipeError(
-            f"{name_of(algorithm, NAMED)} cannot train [task] name = '{name_of(objective, OBJECTIVES)}', because "
-            f"{algorithm.objectives_because}. Methods that can: {', '.join(able)}"
-        )
-    if algorithm.evaluation.unimodal == "prototype" and not isinstance(objective, Classification):
-        raise RecipeError(
-            "[evaluate] unimodal = 'prototype' compares features with the means of classes, which this task does not "
-            "have. Allowed here: 'auto', 'head', 'zero'"
-        )
     lonely = (population.holds.sum(1) == 1).nonzero().flatten()
     if objective.BY_MODALITY and len(lonely):
         raise RecipeError(

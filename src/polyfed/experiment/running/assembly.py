@@ -20,6 +20,7 @@ from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
+from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
@@ -169,7 +170,7 @@ def assemble(
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
     """
     emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
-    recipe, policy, guesses = _completed(recipe, population, one_device)
+    recipe, policy, guesses = _completed(recipe, population, one_device=one_device, deployed=deployed)
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     given = given_of(recipe, folder)
     model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
@@ -240,7 +241,9 @@ def _protected(
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
-def _completed(recipe: Recipe, population: Population, one_device: bool) -> tuple[Recipe, Policy, tuple[str, ...]]:
+def _completed(
+    recipe: Recipe, population: Population, *, one_device: bool, deployed: bool
+) -> tuple[Recipe, Policy, tuple[str, ...]]:
     """Return three things: the recipe with its task and all encoders, the recipe's policy, and `Assembly.guesses`.
 
     All faults are raised together, in one error.
@@ -250,6 +253,8 @@ def _completed(recipe: Recipe, population: Population, one_device: bool) -> tupl
     problems.attempt(lambda: refuse_unnoised(recipe, features_of(columns)))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
     tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
+    if deployed or one_device:
+        problems.attempt(lambda: refuse_conflicts(recipe, deployed=True))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
         problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))

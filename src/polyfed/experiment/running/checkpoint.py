@@ -26,7 +26,7 @@ from polyfed.core.errors import CheckpointError
 from polyfed.core.system.files import replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json, refuse_extremes
 from polyfed.core.tasks import parts
-from polyfed.training.programs.tensor_memory import with_own_memory
+from polyfed.core.tree import memory_of
 
 LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"
 
@@ -194,8 +194,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors. Those that share memory with an earlier one become copies, because safetensors needs this."""
-    own = {*with_own_memory([*tensors.values()], [])}
-    return {name: value if i in own else value.clone() for i, (name, value) in enumerate(tensors.items())}
+    first = {memory_of(value): name for name, value in reversed([*tensors.items()])}
+    return {name: value if first[memory_of(value)] == name else value.clone() for name, value in tensors.items()}
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:

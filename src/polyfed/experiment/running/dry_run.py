@@ -216,11 +216,10 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
     brief: Any = replace(recipe.algorithm, train=short)
     if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
         brief = replace(brief, server=replace(brief.server, aggregate="mean"))
-    alone = replace(
-        recipe, algorithm=brief, network=None, limits=NO_LIMITS, engine=replace(recipe.engine, min_replies=0)
-    )
-    engine = partial(DryRunEngine, ranks=recipe.clients.ranks)
-    return assemble(alone, emit=emit, population=_shortened(population, most), engine=engine)
+    engine = replace(recipe.engine, min_replies=0)
+    alone = replace(recipe.untimed(), algorithm=brief, limits=NO_LIMITS, engine=engine)
+    made = partial(DryRunEngine, ranks=recipe.clients.ranks)
+    return assemble(alone, emit=emit, population=_shortened(population, most), engine=made)
 
 
 def _evaluated(parts: Assembly, rounds: int) -> Measured:

@@ -66,20 +66,41 @@ def sweep(
     """
     if jobs is not None and jobs < 1:
         raise RecipeError(f"--jobs {jobs}: must be 1 or more")
+    folder = _folder_of(study, out)
+    with processes(folder, jobs or machine.cores()) if ray is None else RayPool(folder, jobs, ray) as pool:
+        return results.frame(carried_out(study, folder, pool, listeners))
+
+
+def processes(folder: Path, jobs: int) -> Pool:
+    """Return processes of this machine for `carried_out`; use them in a `with` block."""
+    return Pool(folder, jobs)
+
+
+def carried_out(
+    study: str | Path | Mapping[str, Any], folder: Path, pool: Pool | RayPool, listeners: Sequence[Listener] = ()
+) -> Board:
+    """Carry out a study with processes that may already have carried out others in this folder; see `sweep`.
+
+    If a listener raises an exception, the sweep ends with it, and the pool may still have runs.
+    """
     planner, cells = planned(study)
     loaded = planner.study
-    folder = Path(out) if out is not None else Path("runs") / loaded.name
     remarks = results.claim(folder)
     metrics = {name: loaded.metrics_of(name) for name in loaded.scenarios}
     board = Board(folder, cells, metrics, remarks=remarks)
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
-            here = ray is None
-            with Pool(folder, jobs or machine.cores()) if here else RayPool(folder, jobs, ray or "") as pool:
-                _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
+            _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
         finally:  # also after Ctrl-C, because the page lists the unfinished runs
             results.write(board, loaded)
-    return results.frame(board)
+    return board
+
+
+def _folder_of(study: str | Path | Mapping[str, Any], out: str | Path | None) -> Path:
+    """Return the folder of a study, by default the one with the name of its file."""
+    if out is not None:
+        return Path(out)
+    return Path("runs") / ("study" if isinstance(study, Mapping) else Path(study).stem)
 
 
 class _Sweep:

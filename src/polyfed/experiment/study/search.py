@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.study.ranges import Range, combinations, entry_of, grid_size
-from polyfed.experiment.study.study_schema import Search
+from polyfed.experiment.study.ranges import Range, combinations, entry_of, values_of
+from polyfed.experiment.study.study_schema import LISTED, Search
 
 try:
     import optuna
@@ -26,6 +28,9 @@ except ImportError:  # only a study with a search needs Optuna
     optuna = None  # type: ignore[assignment]
 
 Values = Mapping[str, Any]
+
+CYCLES = 8
+"""How many times the wanted number of settings a Latin hypercube draws, because some are drawn twice."""
 
 
 @dataclass
@@ -53,15 +58,19 @@ class Searcher:
     spent: int = 0
 
     def __post_init__(self) -> None:
-        """Start Optuna's study. A grid needs no such study.
+        """Start Optuna's study, which samplers that list their settings do not need.
 
         Raises:
             RecipeError: Optuna is not installed.
         """
         self._spaces = {key: entry_of(entry) for key, entry in self.space.items()}
         self._asked: list[Any] = []
+        self._listed: list[Values] = []
         self._study: Any = None
-        if self.search.sampler == "grid":
+        if self.search.sampler in LISTED:
+            search, grid = self.search, self.search.sampler == "grid"
+            drawn = combinations(self.space) if grid else latin(self.space, search.trials, search.sampler_seed)
+            self._listed = list(itertools.islice(drawn, search.trials))
             return
         if optuna is None:
             raise RecipeError("[search] needs Optuna: pip install 'polyfed[study]'")
@@ -74,8 +83,8 @@ class Searcher:
 
     @property
     def budget(self) -> int:
-        """The number of trials. It is smaller than the study's number if a grid has fewer settings."""
-        return min(self.search.trials, grid_size(self.space)) if self._study is None else self.search.trials
+        """The number of trials. It is smaller than the study's number if there are fewer settings."""
+        return min(self.search.trials, len(self._listed)) if self._study is None else self.search.trials
 
     @property
     def best(self) -> Values | None:
@@ -95,7 +104,7 @@ class Searcher:
             left = (self.budget * self.rounds - self.spent) // self.rounds
         number = min(self.search.batch, left)
         if self._study is None:
-            return list(itertools.islice(combinations(self.space), done, done + number))
+            return self._listed[done : done + number]
         self._asked = [self._study.ask() for _ in range(number)]
         return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
 
@@ -144,6 +153,24 @@ class Searcher:
         if self.search.sampler == "tpe":
             return samplers.TPESampler(seed=seed, constant_liar=True)
         return {"random": samplers.RandomSampler, "qmc": samplers.QMCSampler}[self.search.sampler](seed=seed)
+
+
+def latin(space: Mapping[str, Any], trials: int, seed: int) -> list[Values]:
+    """Return different settings in which all values of each key occur equally often, as far as their number allows.
+
+    Args:
+        space: the keys with their lists, or ranges with `count` or `step`.
+        trials: the largest number of settings. There are fewer if the keys have fewer combinations.
+        seed: the seed of the order of each key's values.
+    """
+    orders = []
+    for place, entry in enumerate(space.values()):
+        values, draws = values_of(entry), np.random.default_rng((seed, place))
+        cycles = math.ceil(CYCLES * trials / len(values))
+        orders.append([values[n] for _ in range(cycles) for n in draws.permutation(len(values))][: CYCLES * trials])
+    drawn = (dict(zip(space, setting, strict=True)) for setting in zip(*orders, strict=True))
+    found: dict[str, Values] = {repr(setting): setting for setting in itertools.chain(drawn, combinations(space))}
+    return list(found.values())[:trials]
 
 
 def _listed(space: list[Any] | Range) -> list[Any]:

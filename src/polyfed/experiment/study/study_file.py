@@ -11,7 +11,7 @@ from polyfed.core.schema import checked
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.study.default_ranges import default_space
 from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of
-from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
+from polyfed.experiment.study.study_schema import LISTED, NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
 """Groups of metrics in result.json that a study may report."""
@@ -193,7 +193,7 @@ def _check_values(study: Study, problems: list[str]) -> None:
     if study.search is not None:
         places["[search] keys"] = study.search.keys
     for where, keys in places.items():
-        whole = not where.endswith(("search", "keys")) or _sampler(study) == "grid"
+        whole = not where.endswith(("search", "keys")) or _sampler(study) in LISTED
         for key, entry in list(keys.items()):
             if tried(problems, f"{where} {key}:", partial(values_of if whole else entry_of, entry)) is None:
                 del keys[key]

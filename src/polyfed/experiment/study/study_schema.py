@@ -9,6 +9,9 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, between, check_ranges
 from polyfed.experiment.study.ranges import values_of
 
+LISTED = ("grid", "latin")
+"""The samplers that know all their settings before the first trial. They need values instead of ranges."""
+
 NAMES = ("method", "scenario")
 """The words of `match` that are not keys of a recipe."""
 
@@ -80,8 +83,9 @@ class Search:
         keys: Keys that are searched for every method, with their lists or ranges.
         ranges: With "default", every method also searches the values that its options declare, and the learning rate.
             Keys of the method, of `keys` and of `set` have precedence.
-        sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
-            `step`.
+        sampler: "tpe", "random" or "qmc", which are Optuna's; "grid", which tries every combination; or "latin", which
+            tries all values of each key equally often (a Latin hypercube; McKay, Beckman & Conover, Technometrics 21,
+            1979). The last two need lists, or ranges with `count` or `step`.
         sampler_seed: The seed of the sampler.
         batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
             same time. The result depends on this number, but not on the number of processes.
@@ -98,7 +102,7 @@ class Search:
     seeds: list[int] | dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     ranges: Literal["", "default"] = ""
-    sampler: Literal["tpe", "random", "qmc", "grid"] = "tpe"
+    sampler: Literal["tpe", "random", "qmc", "grid", "latin"] = "tpe"
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     batch: Annotated[int, AT_LEAST_ONE] = 4
     prune: Literal["", "halving", "median"] = ""
@@ -117,10 +121,10 @@ class Search:
                 f"[search] prune = 'halving': a batch of {self.batch} trials is smaller than reduction = "
                 f"{self.reduction}. Set batch to {self.reduction} or more, for example to the number of trials"
             )
-        if self.prune == "median" and self.sampler == "grid":
+        if self.prune == "median" and self.sampler in LISTED:
             raise RecipeError(
-                "[search] prune = 'median' tries further settings with the rounds that it saves, and a grid has no "
-                "others. Use prune = 'halving', or another sampler"
+                "[search] prune = 'median' tries further settings with the rounds that it saves, and the sampler "
+                f"'{self.sampler}' has no others. Use prune = 'halving', or another sampler"
             )
 
     def rungs(self, rounds: int) -> list[int]:

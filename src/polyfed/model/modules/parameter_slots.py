@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, memory_of
 from polyfed.model.modules.layers import BatchNorm
 
 _Holder = dict[str, Any]  # a module's own dictionary of parameters or buffers
@@ -108,9 +108,9 @@ class Slots:
 
         Training in place would change the frozen parameter, but training on a Tree would not.
         """
-        trained = {self.own(name).untyped_storage().data_ptr() for name in self.parameters}
+        trained = {memory_of(self.own(name)) for name in self.parameters}
         for name, value in self.frozen.items():
-            if value.numel() and value.untyped_storage().data_ptr() in trained:
+            if value.numel() and memory_of(value) in trained:
                 raise ModelError(
                     f"{name} is frozen and shares its memory with a parameter that trains. To tie the two, assign the "
                     "same nn.Parameter to both places; to keep this one as it is, give it a copy: `.detach().clone()`."

@@ -67,6 +67,9 @@ class MeanRanks:
         return tuple(found)
 
 
+MOST_PAIRS = 10_000
+"""The largest number of pairs that `seeds_to_show` names."""
+
 ROUNDING = 1e-12
 """The largest spread of differences that are equal except for rounding errors."""
 
@@ -94,6 +97,40 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
         warnings.simplefilter("ignore")  # SciPy warns of small samples and ties, but the caller shows n
         p = stats.wilcoxon(sample).pvalue if test == "wilcoxon" else stats.ttest_1samp(sample, 0.0).pvalue
     return Paired(n, mean, mean - half, mean + half, float(p))
+
+
+def seeds_to_show(differences: Sequence[float], wanted: float, power: float = 0.8) -> int | None:
+    """Return how many pairs a paired t-test at 5 % needs to find a mean difference with this power.
+
+    The spread of the pairs is estimated from these differences. Source: the noncentral t distribution (Cohen,
+    "Statistical Power Analysis for the Behavioral Sciences", 1988, chapter 2).
+
+    Args:
+        differences: the differences of the pairs so far.
+        wanted: the mean difference that the test shall find, above 0.
+        power: the probability of finding it.
+
+    Returns:
+        The number of pairs, at least 2 and at most `MOST_PAIRS`. None with fewer than two differences.
+    """
+    from scipy import stats
+
+    if len(differences) < 2:
+        return None
+    effect = wanted / max(float(np.std(np.asarray(differences, dtype=np.float64), ddof=1)), ROUNDING)
+
+    def found(n: int) -> bool:
+        free, shift = n - 1, min(effect * math.sqrt(n), 1e3)  # beyond this shift, the power is 1
+        bound = stats.t.ppf(1 - LEVEL / 2, free)
+        return bool(stats.nct.sf(bound, free, shift) + stats.nct.cdf(-bound, free, shift) >= power)
+
+    low, high = 1, 2
+    while high < MOST_PAIRS and not found(high):
+        low, high = high, min(2 * high, MOST_PAIRS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if found(middle) else (middle, high)
+    return high
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polyfed.training.programs.cuda_graph import DirectSteps, StepGraph, graph_of, recordable
 from polyfed.training.programs.memory import NO_TENSOR, Memory, args, calls, form, is_part, results
 from polyfed.training.programs.trace import makes_view
 
@@ -17,10 +16,6 @@ aten = torch.ops.aten
 SMALL = 2**14
 """Most entries of a lookup's result in one step. A larger result may no longer be in the processor's cache when its
 step begins."""
-
-GRAPHED = 4
-"""Least number of successive steps for which a program uses a CUDA graph. The state is copied before and after them,
-which takes about as many calls as one step."""
 
 PUBLIC: dict[Any, Callable[..., Any]] = {
     aten._foreach_add_.List: torch._foreach_add_,
@@ -58,15 +53,9 @@ class Program:
         graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
         num_state: number of tensors of the state.
         num_slices: number of slices.
-        numbers: positions of the outside tensors that a step makes from Python numbers.
-
-    Attributes:
-        once: `once(*state, *outside)` performs the operations that run once before the steps. It returns their results.
-        step: `step(*state, *slices, *lookups, *outside, *early)` takes a step, where `early` is the result of `once`.
-            It returns the new state and the loss.
     """
 
-    def __init__(self, graph: fx.Graph, num_state: int, num_slices: int, numbers: Iterable[int] = ()) -> None:
+    def __init__(self, graph: fx.Graph, num_state: int, num_slices: int) -> None:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         state, outside = inputs[:num_state], inputs[num_state + num_slices :]
         slices = inputs[num_state : num_state + num_slices]
@@ -75,19 +64,12 @@ class Program:
         late = [n for n in graph.nodes if n.op == "call_function" and n not in early and n not in lookups]
         self._lookups = [(outside.index(table), slices.index(rows)) for table, rows in lookups.values()]
         found = [node for node in early if form(node) is not NO_TENSOR]  # not the tuple of an operation's results
-        self.once = _function([*state, *outside], early, found)
+        self._once = _function([*state, *outside], early, found)
         self._used = [any(user not in lookups for user in node.users) for node in slices]
-        self.step = _function([*state, *slices, *lookups, *outside, *found], late, results(graph))
-        self._recordable = recordable(graph, [outside[place] for place in numbers])
+        self._step = _function([*state, *slices, *lookups, *outside, *found], late, results(graph))
 
     def __call__(
-        self,
-        state: Sequence[Tensor],
-        columns: Sequence[Tensor],
-        steps: range,
-        outside: Sequence[Tensor],
-        *,
-        graphs: bool = False,
+        self, state: Sequence[Tensor], columns: Sequence[Tensor], steps: range, outside: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Take steps.
 
@@ -96,25 +78,20 @@ class Program:
             columns: inputs of all steps, with the step on axis 1.
             steps: numbers of the steps.
             outside: tensors that the step closes over.
-            graphs: whether a CUDA graph takes the steps, if there are at least `GRAPHED` of them and CUDA can record
-                them.
 
         Returns:
             The state after the last step, and the value of each step.
         """
-        values = []
-        if graphs and self._recordable and len(steps) >= GRAPHED:
-            taker: DirectSteps | StepGraph = graph_of(self, state, outside)
-        else:
-            taker = DirectSteps(self, state, outside)
+        values, now, early = [], list(state), self._once(*state, *outside)
         for start in range(steps.start, steps.stop, TOGETHER):
             some = range(start, min(start + TOGETHER, steps.stop))
             looked = [outside[table][columns[rows][:, some.start : some.stop]] for table, rows in self._lookups]
             for t in some:
                 own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
                 found = (result.select(1, t - start) for result in looked)
-                values.append(taker.take(own, [*found]))
-        return taker.end(), values
+                *now, value = self._step(*now, *own, *found, *outside, *early)
+                values.append(value)
+        return now, values
 
 
 def _lookups(

@@ -110,7 +110,6 @@ def run(
     kinds: Sequence[Hashable],
     *,
     source: Source | None,
-    graphs: bool = False,
 ) -> tuple[Any, Tensor]:
     """Take all steps of a stack's training.
 
@@ -121,13 +120,12 @@ def run(
         kinds: the kind of each step. Steps are of the same kind if Python takes the same branches in them.
         source: the values that a step reads. They identify its program. If None, no step uses a program. No step uses a
             program inside another transform than the `vmap` of the stack either.
-        graphs: whether programs run as CUDA graphs on a GPU.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
     """
     usable = kinds and _plain(state) and only_stacked()
-    replay = Replay(columns, source, state, graphs=graphs) if source is not None and usable else None
+    replay = Replay(columns, source, state) if source is not None and usable else None
     slices = cache(lambda: list(zip(*(column.unbind() for column in columns), strict=True)))  # for direct steps
     values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
@@ -160,11 +158,10 @@ class Replay:
         columns: inputs of the steps, tensors (T, ...).
         source: what a step reads.
         state: the state before the first step.
-        graphs: whether programs run as CUDA graphs on a GPU.
     """
 
-    def __init__(self, columns: Sequence[Tensor], source: Source, state: Any, *, graphs: bool) -> None:
-        self._columns, self._source, self._graphs = columns, source, graphs
+    def __init__(self, columns: Sequence[Tensor], source: Source, state: Any) -> None:
+        self._columns, self._source = columns, source
         plain, dims = below([*columns, *source.tensors, *pytree.tree_leaves(state)])
         own, end = len(columns), len(columns) + len(source.tensors)
         inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain[:own], dims[:own], strict=True)]
@@ -241,8 +238,7 @@ class Replay:
         rewrite(graph, labels)
         if not agree(recorded, graph, inputs, outside):
             return None
-        numbers = [place for place, one in enumerate(bound) if isinstance(one, Tensor)]
-        program, (*_, value_dim) = Program(graph, len(trace.before), len(self._columns), numbers), trace.after[-1]
+        program, (*_, value_dim) = Program(graph, len(trace.before), len(self._columns)), trace.after[-1]
         return Known(program, tuple(bound), value_dim, self._source.named)
 
     def steps(self, known: Sequence[Known], state: Any, start: int) -> tuple[Any, Tensor]:
@@ -255,7 +251,7 @@ class Replay:
                 one, *more = group
                 stop = t + 1 + len(more)
                 outside = [self._tensors[p] if isinstance(p, int) else p for p in one.outside]
-                now, found = one.program(now, own, range(t, stop), outside, graphs=self._graphs)
+                now, found = one.program(now, own, range(t, stop), outside)
                 values, t = [*values, *found], stop
             return (*now, torch.stack(values)), (*dims[: len(leaves)], None if known[0].value_dim is None else 1)
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,50 @@ def keep_registered(state: Any, keys: Mapping[bytes, Path]) -> None:
             text = "the key %s is revoked, because its file *.pub is no longer in the folder of credentials"
             logger.log(logging.WARNING, text, fingerprint(bytes(node.public_key)))
     for key, path in keys.items():
-        if state.get_node_id_by_public_key(key) is not None:
-            continue
-        try:
-            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
-        except ValueError:
-            raise RecipeError(
-                f"{path} holds the key {fingerprint(key)}, which was revoked earlier, and Flower's database does not "
-                "register a revoked key again. Make a new key on the device and remove this file; or, if the "
-                "revocation was a mistake, move link.db elsewhere and start again (a run goes on from its checkpoint)"
-            ) from None
+        _register(state, key, path)
+
+
+def _register(state: Any, key: bytes, path: Path) -> bool:
+    """Register a key, unless it is registered. Return whether this call registered it."""
+    if state.get_node_id_by_public_key(key) is not None:
+        return False
+    try:
+        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
+    except ValueError:
+        raise RecipeError(
+            f"{path} holds the key {fingerprint(key)}, which was revoked earlier, and Flower's database does not "
+            "register a revoked key again. Make a new key on the device and remove this file; or, if the "
+            "revocation was a mistake, move link.db elsewhere and start again (a run goes on from its checkpoint)"
+        ) from None
+    return True
+
+
+@dataclass
+class NewKeys:
+    """Registers the keys of devices that join while the SuperLink runs. It revokes none, which needs a restart.
+
+    Attributes:
+        folder: the folder of credentials, in which each device has a file `*.pub`.
+        seen: time of change and size of each file that has been read, so that a faulty one is reported once.
+    """
+
+    folder: Path
+    seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def register(self, state: Any) -> None:
+        """Register the keys of new and of changed files. The log gets a line for each key and for each faulty file."""
+        logger = logger_of("superlink", "stderr")
+        for path in sorted(self.folder.glob("*.pub")):
+            try:
+                facts = path.stat()
+                if self.seen.get(path) == (stamp := (facts.st_mtime_ns, facts.st_size)):
+                    continue
+                self.seen[path] = stamp
+                key = public_key(path)
+                if _register(state, key, path):
+                    logger.log(logging.INFO, "the key %s of %s is registered", fingerprint(key), path)
+            except (RecipeError, OSError) as error:
+                logger.log(logging.WARNING, "a key was not registered: %s", error)
 
 
 PEM = b"-----BEGIN "

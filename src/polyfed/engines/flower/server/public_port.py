@@ -8,7 +8,9 @@ refuses every other path. The port on loopback serves all three interfaces, but 
 
 import asyncio
 import socket
+import ssl
 import sys
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +34,10 @@ from starlette.datastructures import Headers
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from polyfed.core.system.log_lines import logger_of
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
-from polyfed.engines.flower.server.device_keys import keep_registered, public_key
-from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts
+from polyfed.engines.flower.server.device_keys import NewKeys, keep_registered, public_key
+from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts, shrink
 
 LOOPBACK = "127.0.0.1"
 
@@ -53,6 +56,9 @@ LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 
 HEAD_SECONDS = 30
 """Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
+
+KEY_SECONDS, DAY = 3.0, 24 * 3600.0
+"""Seconds between two looks for the public keys of devices that join, and seconds of a day."""
 
 Scope = MutableMapping[str, Any]
 
@@ -189,6 +195,7 @@ def run_superlink(
     host: str,
     port: int,
     services: Iterable[Service] = (),
+    daily: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a SuperLink until a signal ends it.
 
@@ -200,6 +207,7 @@ def run_superlink(
         host: address of the public port, for SuperNodes.
         port: number of the public port, for SuperNodes.
         services: additional web applications.
+        daily: called once a day, for example to renew the certificate.
 
     Raises:
         RecipeError: Flower does not accept a public key, the database cannot register it again, or a newer release of
@@ -209,6 +217,7 @@ def run_superlink(
     known = {public_key(path): path for path in keys}
     Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
     Path(database).chmod(0o600)
+    shrink(database)
     pragmas = vars(sql_mixin)
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
@@ -230,7 +239,53 @@ def run_superlink(
     )
     for server, bound in opened:
         Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
+    chain = Chain(credentials, [whole, *(server for server, _ in opened)])
+    Thread(target=_look_after, args=(NewKeys(credentials), state, chain, daily), daemon=True).start()
     whole.run()
+
+
+class Chain:
+    """The server's certificate, which running web servers take over when its file changes.
+
+    Args:
+        folder: folder with `server.pem` and `server.key`.
+        servers: the web servers. New connections to those with TLS get the new certificate; open ones go on.
+    """
+
+    def __init__(self, folder: Path, servers: Sequence[uvicorn.Server]) -> None:
+        self.folder, self.servers = folder, servers
+        self._stamp = (folder / "server.pem").stat().st_mtime_ns
+
+    def reload(self) -> None:
+        """Load the certificate if its file has changed.
+
+        Raises:
+            OSError: the files do not belong together (`ssl.SSLError`) or cannot be read. The old one stays in use.
+        """
+        pem, key = self.folder / "server.pem", self.folder / "server.key"
+        if (stamp := pem.stat().st_mtime_ns) == self._stamp:
+            return
+        self._stamp = stamp
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(pem, key)  # fails here first, if at all
+        for server in self.servers:
+            if server.config.loaded and server.config.ssl is not None:
+                server.config.ssl.load_cert_chain(pem, key)
+
+
+def _look_after(keys: NewKeys, state: Callable[[], Any], chain: Chain, daily: Callable[[], None]) -> None:
+    """Look for keys of devices that join and for a new certificate. No error, such as a full disk, ends this."""
+    day = time.monotonic()
+    while True:
+        time.sleep(KEY_SECONDS)
+        try:
+            if time.monotonic() - day > DAY:
+                day = time.monotonic()
+                daily()
+            chain.reload()
+            keys.register(state())
+        except Exception as error:
+            keys.seen.clear()  # the next look reads all files again
+            logger_of("superlink", "stderr").warning("the folder of credentials cannot be used now: %s", error)
 
 
 class BoundedHead(H11Protocol):

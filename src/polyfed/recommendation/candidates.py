@@ -1,0 +1,260 @@
+"""The methods and options that a policy allows, and why it refuses the others.
+
+Nothing is trained: what a method can send is announced before the first round. A candidate is accepted exactly if
+`polyfed check` accepts its recipe, under the recipe's own policy and under that of a device.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import EgressError, PolyfedError, RecipeError
+from polyfed.core.messages import LABELS
+from polyfed.core.schema import IN_RECIPE, PLACEBO, choices, not_searched, simple_types
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.tree import SHARED
+from polyfed.data import Columns
+from polyfed.data.columns import VALIDATION
+from polyfed.data.stacking import stacked
+from polyfed.deploy.device.recipe_check import inspect
+from polyfed.experiment.checks.check import Check, check, fixes_of, refuse_forbidden
+from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
+from polyfed.experiment.recipes.sections import PARTS
+from polyfed.experiment.recipes.task_choice import headline_of, with_task
+from polyfed.experiment.running.assembly import assemble, population_of
+from polyfed.experiment.study.metric_checks import measured_by, metric_fault
+from polyfed.privacy.egress.policy import EVERY
+
+REFERENCES = {"local": "floor", "centralized": "ceiling"}
+"""Methods that a federation is compared with, and what they are: neither is a federated method to choose."""
+
+SERVERS = {"fedavgm": "avgm", "fedadam": "adam", "fedyogi": "yogi", "fedadagrad": "adagrad"}
+"""FedAvg with an optimiser at the server: the name of the method, and `[server] optimiser`."""
+
+EVALUATES = (Algorithm.score.__name__, Algorithm.score_own.__name__, Algorithm.score_subsets.__name__)
+"""The tasks that only evaluate."""
+
+VALIDATION_SHARE = 0.1
+"""The share of the clients' rows on which settings are chosen, unless the recipe or the data say which."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with at most one changed option.
+
+    Attributes:
+        name: the method, and the option if one is changed, as in `cmsfed prototypes=local`.
+        method: the method.
+        changes: the sections of the recipe that are replaced, by name.
+        option: whether an option is changed.
+        refused: why `polyfed check` refuses the recipe. Empty if it accepts it.
+        code: the exit code of `polyfed check`: 3 if a policy refuses, 2 if the method does not fit.
+        reply_bytes: the bytes of the largest reply that a client sends in training, by the dry run of a round.
+        unmeasured: why an accepted recipe cannot be compared with the others. Empty if it can.
+    """
+
+    name: str
+    method: str
+    changes: Mapping[str, Any]
+    option: bool = False
+    refused: str = ""
+    code: int = 0
+    unmeasured: str = ""
+    reply_bytes: int = 0
+
+    @property
+    def planned(self) -> bool:
+        """Whether no policy refuses the candidate, so that it can be tried."""
+        return not self.refused
+
+
+@dataclass
+class Planner:
+    """Decides which candidates are accepted.
+
+    Attributes:
+        table: the recipe without its method: the sections of the file, under the policy of the devices.
+        policy: the path of a device's policy file, or None.
+        metrics: the metrics by which methods are compared. The first one that a run has counts.
+    """
+
+    table: dict[str, Any]
+    policy: Path | None = None
+    metrics: tuple[str, ...] = ()
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take the method out of the recipe, put the policy of the devices in, and choose the metrics.
+
+        Raises:
+            PolyfedError: the recipe, the data or the policy is wrong.
+        """
+        self.table = deepcopy(self.table)
+        self.own = dict(self.table.get("algorithm", {}))
+        server = {key: value for key, value in self.table.pop("server", {}).items() if key in ("aggregate", "lying")}
+        self.table |= {"server": server} if server else {}
+        if self.policy is not None:
+            self._take_policy(self.policy)
+        plain = _quiet({**self.table, "algorithm": {"name": "fedavg"}})
+        self.metrics = self.metrics or default_metrics(self.table, headline_of(with_task(plain, self.columns))["score"])
+        clients = self.table.setdefault("clients", {})
+        if not clients.get("validation") and not len(self.columns.rows(VALIDATION)):
+            clients["validation"] = VALIDATION_SHARE
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The data."""
+        recipe = _quiet({**self.table, "algorithm": {"name": "fedavg"}})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return stacked(recipe.data.load(), recipe.stack)
+
+    def _take_policy(self, path: Path) -> None:
+        """Replace the recipe's policy by that of the devices, as far as it speaks of the recipe's modalities."""
+        try:
+            given = parse_toml(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"policy {path}: {error}. Give a TOML file with [egress.*] sections") from None
+        known = {*self.columns.modalities, SHARED, LABELS, EVERY}
+        self.table["egress"] = {block: row for block, row in given.get("egress", {}).items() if block in known}
+        required = given.get("require", {})
+        if isinstance(required, Mapping) and required.get("max_epsilon") and "privacy" not in self.table:
+            unit = required.get("unit", "client")
+            noise = {"noise_at": "client"} if unit == "client" else {}
+            spent = {"epsilon": required["max_epsilon"], "delta": required.get("delta", 1e-5)}
+            self.table["privacy"] = {"unit": unit, **spent, **noise}
+        if isinstance(required, Mapping) and required.get("secure_aggregation"):
+            least = {"min_clients": required["min_clients"]} if "min_clients" in required else {}
+            self.table.setdefault("secure_aggregation", least)
+
+    def recipe_table(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recipe of a candidate. It lacks sections that its method does not have."""
+        table = deepcopy({**self.table, **changes})
+        cls = ALGORITHMS.get(str(table["algorithm"].get("name")))
+        parts = {f.name for f in fields(cls)} if cls is not None else set(PARTS)
+        for part in ("selector", "server"):
+            if part not in parts:
+                table.pop(PARTS[part], None)
+        return table
+
+    def judged(self) -> list[Candidate]:
+        """Return all candidates: every method with its default options, and with each option changed."""
+        return [self.judge(candidate) for candidate in self.all()]
+
+    def all(self) -> Iterator[Candidate]:
+        """Yield every candidate, without a verdict."""
+        for name, cls in ALGORITHMS.items():
+            own = {"name": name, **self._private_options(cls)} | (self.own if self.own.get("name") == name else {})
+            yield Candidate(name, name, {"algorithm": own})
+            for option, value in _options(cls, own):
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield Candidate(f"{name} {option}={shown}", name, {"algorithm": {**own, option: value}}, option=True)
+        for name, optimiser in SERVERS.items():
+            server = {**self.table.get("server", {}), "optimiser": optimiser}
+            own = {"name": "fedavg", **self._private_options(ALGORITHMS["fedavg"])}
+            yield Candidate(name, name, {"algorithm": own, "server": server})
+
+    def _private_options(self, cls: type[Algorithm]) -> dict[str, Any]:
+        """Return the options with which a method can honour the recipe's [privacy]: see `Algorithm.private_options`."""
+        if "privacy" not in self.table:
+            return {}
+        of_clients = self.table["privacy"].get("unit") == "client" and "aggregation" in choices(cls)
+        return {**cls.private_options, **({"aggregation": "uniform"} if of_clients else {})}  # equal weights bound each
+
+    def judge(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the verdict of `polyfed check`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                recipe = parse_recipe(self.recipe_table(candidate.changes))
+                population = population_of(recipe, self.columns)
+                refuse_forbidden(assemble(recipe, population=population))  # most refusals need no dry run
+                self._refuse_on_device(recipe)
+                checked = check(recipe, population)
+            except PolyfedError as error:
+                return replace(candidate, refused=str(error), code=error.exit_code)
+            if checked.exit_code:
+                return replace(candidate, refused="; ".join(checked.remarks), code=checked.exit_code)
+            known = measured_by(recipe, population)
+        fault = "" if known is None else metric_fault(self.metrics, *known)
+        return replace(candidate, unmeasured=fault, reply_bytes=_reply_bytes(checked))
+
+    def _refuse_on_device(self, recipe: Recipe) -> None:
+        """Refuse what a device with the policy would refuse.
+
+        Raises:
+            PolyfedError: the device would refuse a part of a message, or the whole recipe.
+        """
+        if self.policy is None:
+            return
+        found = inspect(recipe, str(self.policy))
+        if found.breaches:
+            raise EgressError("; ".join(found.breaches))
+        if found.refused:
+            kinds = dict.fromkeys(f"{row.kind} of {row.block} to the {row.destination}" for row in found.refused)
+            fixes = "; ".join(fixes_of(found.refused, found.policy))
+            raise EgressError(
+                f"the policy {self.policy} forbids what this algorithm sends: {', '.join(kinds)}. It would leave if "
+                f"the policy said: {fixes}"
+            )
+
+
+def default_metrics(table: Mapping[str, Any], score: str) -> tuple[str, ...]:
+    """Return the metrics by which a recipe compares methods: on clients' own test rows if they have such rows.
+
+    Otherwise it is the score of the global model; for a method without one, the mean over the clients' models.
+    """
+    if table.get("clients", {}).get("personal_test"):
+        return ("personal.mean",)
+    return f"global.{score}", f"global_by_client.{score}"
+
+
+def reference_changes(name: str, modalities: Iterable[str], metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the sections of a reference. Centralized training sees all rows, which no policy of a device allows."""
+    if name != "centralized":
+        scored = {} if metrics[0].startswith("personal.") else {"global_test": "always"}  # the rungs need its scores
+        return {"algorithm": {"name": name, **scored}}
+    rows = {modality: {"server": ["raw"]} for modality in modalities}
+    rows |= {LABELS: {"server": ["labels"]}, SHARED: {"server": ["statistic"]}}
+    return {"algorithm": {"name": name}, "egress": rows}
+
+
+def reason_of(candidate: Candidate) -> str:
+    """Return the first sentence of why a candidate was not tried, on one line."""
+    words = " ".join((candidate.refused or candidate.unmeasured).split())
+    return words.partition(". ")[0].rstrip(".")
+
+
+def _options(cls: type[Algorithm], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each choice that differs from the option's value in `own` or from its default."""
+    defaults = {f.name: f.default for f in fields(cls)}
+    booleans = {name: (True, False) for name, kinds in simple_types(cls).items() if kinds == (bool,)}
+    idle = {name for name, entry in not_searched(cls).items() if entry in (PLACEBO, IN_RECIPE)}
+    for option, values in {**choices(cls), **booleans}.items():
+        if option not in idle and option not in PARTS:
+            yield from ((option, value) for value in values if value != own.get(option, defaults[option]))
+    yield from (("preset", name) for name in cls.presets if own.get("preset") != name)
+
+
+def _reply_bytes(checked: Check) -> int:
+    """Return the bytes of the largest reply in the dry run of a round, replies that only evaluate left out."""
+    owned = [client["rows"] for client in checked.facts["clients"]]
+    rows = sum(owned) / max(len(owned), 1)
+    sizes = Counter[str]()
+    for row in {(row.task, row.field, row.block): row for row in checked.planned if row.in_dry_run}.values():
+        if row.task not in EVALUATES:
+            sizes[row.task] += round((row.bytes or 0) + row.bytes_per_row * rows)
+    return max(sizes.values(), default=0)
+
+
+def _quiet(table: Mapping[str, Any]) -> Recipe:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parse_recipe(table)

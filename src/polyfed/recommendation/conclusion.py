@@ -1,0 +1,313 @@
+"""The conclusion of a recommendation: which method to take, and a paragraph in which every number is computed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyfed.core.errors import counted
+from polyfed.evaluation.client_statistics import mean_and_spread
+from polyfed.experiment.study.results import settings_text
+from polyfed.recommendation.pilot import Arm
+from polyfed.report.comparison.significance import LEVEL, Paired, holm, paired, seeds_to_show
+from polyfed.report.scores import Metric
+
+WANTED = 0.02
+"""The difference for which the paragraph says how many more seeds would show it: two points, or 2 % of an error."""
+
+NAMED = 3
+"""The most methods that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A method beside the chosen one.
+
+    Attributes:
+        name: the method.
+        role: see `Arm`.
+        test: the differences chosen minus rival, on the seeds that both have.
+        p_holm: p after Holm's correction over all rivals of the chosen method, its placebo included.
+        more_seeds: how many more seeds would show a difference of `WANTED`, with a power of 80 %. None if unknown.
+    """
+
+    name: str
+    role: str
+    test: Paired
+    p_holm: float | None
+    more_seeds: int | None
+
+    @property
+    def alike(self) -> bool:
+        """Whether the test does not tell the two apart."""
+        return self.p_holm is None or self.p_holm >= LEVEL
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a modality adds: the score with it minus the score without it.
+
+    Attributes:
+        modality: the modality.
+        beside: the other modalities that the clients have.
+        test: the differences over the seeds.
+    """
+
+    modality: str
+    beside: tuple[str, ...]
+    test: Paired
+
+    @property
+    def shown(self) -> bool:
+        """Whether the gain is above 0 at 5 %."""
+        return self.test.p is not None and self.test.p < LEVEL and self.test.mean > 0
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The chosen method and what supports it.
+
+    Attributes:
+        choice: the chosen method.
+        metric: the metric.
+        rivals: the other methods with their tests, the references and the placebo included.
+        gains: what each modality adds.
+        floor: the clients alone, if this was run.
+        ceiling: centralized training, if this was run.
+        not_tried: name -> why, for methods that had no run.
+        out_of_time: whether the time ended before all stages.
+        minutes: the time.
+    """
+
+    choice: Arm
+    metric: Metric
+    rivals: tuple[Rival, ...]
+    gains: tuple[Gain, ...] = ()
+    floor: Arm | None = None
+    ceiling: Arm | None = None
+    not_tried: Mapping[str, str] | None = None
+    out_of_time: bool = False
+    minutes: float = 0.0
+
+    @property
+    def paragraph(self) -> str:
+        """All sentences."""
+        return " ".join(self.sentences())
+
+    def sentences(self) -> Iterator[str]:
+        """Yield the sentences of the paragraph."""
+        yield self._choice()
+        if (base := self._rival("fedavg")) is not None:
+            yield f"It is {self._apart(base)} FedAvg ({self._proof(base)})."
+        yield from self._alike()
+        yield from self._placebo()
+        yield from self._modalities()
+        yield from (f"{text[0].upper()}{text[1:]}." for text in self.choice.edges)
+        yield from self._left_out()
+        if self.out_of_time:
+            yield f"The {self.minutes:g} minutes ended before all runs; the same command with more --minutes goes on."
+
+    def _choice(self) -> str:
+        mean, spread = mean_and_spread(list(self.choice.scores.values()))
+        words = f" with {settings_text(self.choice.chosen)}" if self.choice.chosen else ""
+        n = len(self.choice.scores)
+        around = f" ± {self._number(spread)}" if n > 1 else ""
+        text = f"Take {self.choice.name}{words}: {self.metric.title} is {self._number(mean)}{around} over {_seeds(n)}"
+        ends = []
+        if self.floor is not None and self.floor.scores:
+            ends.append(f"{self._number(self.floor.mean)} where every client trains alone")
+        if self.ceiling is not None and self.ceiling.scores:
+            ends.append(f"{self._number(self.ceiling.mean)} where the server has all rows")
+        return f"{text}, against {' and '.join(ends)}." if ends else f"{text}."
+
+    def _alike(self) -> Iterator[str]:
+        """Yield which methods the seeds do not tell apart, and how many more would show two points."""
+        alike = [r for r in self.rivals if r.role == "candidate" and r.alike and r.name != self.choice.name]
+        if not alike:
+            if any(rival.role == "candidate" for rival in self.rivals):
+                yield "Every other method that was tried differs significantly from it."
+            return
+        equal = [r.name for r in alike if not r.test.mean and r.test.p is None and r.test.n > 1]
+        rest = [r for r in alike if r.name not in equal]
+        if equal:
+            yield f"{_listed(equal)} had exactly the same scores."
+        if not rest:
+            return
+        named = [f"{r.name} ({_facts(r)})" for r in rest]
+        yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} not distinguishable from it."
+        nearest = rest[0]
+        if nearest.more_seeds is not None:
+            size = "two points" if self.metric.share else f"{100 * WANTED:g} % of its value"
+            yield (
+                f"These seeds would show a difference of {size} to {nearest.name}."
+                if nearest.more_seeds <= 0
+                else f"{_more(nearest.more_seeds)} would show a difference of {size} to {nearest.name}."
+            )
+
+    def _placebo(self) -> Iterator[str]:
+        for rival in self.rivals:
+            if rival.role == self.choice.name:
+                if rival.alike:
+                    yield (
+                        f"Its placebo, which has its cost and not its idea, is not distinguishable from it "
+                        f"({_facts(rival)}), so no gain is shown to come from the idea."
+                    )
+                else:
+                    yield f"It is {self._apart(rival)} its placebo ({self._proof(rival)})."
+
+    def _modalities(self) -> Iterator[str]:
+        for gain in self.gains:
+            to = " and ".join(gain.beside)
+            test = gain.test
+            if gain.shown:
+                yield f"{gain.modality} adds {self._size(test.mean)} to {to} (n = {test.n}, p {_p(test.p)})."
+            elif test.p is None and not test.mean:
+                yield f"{gain.modality} adds nothing to {to}: the scores are equal on {_seeds(test.n)}."
+            else:
+                yield (
+                    f"{gain.modality} adds nothing to {to} that {_seeds(test.n)} show "
+                    f"({self._size(test.mean, signed=True)}, p {_p(test.p)})."
+                )
+
+    def _left_out(self) -> Iterator[str]:
+        lost = dict(self.not_tried or {})
+        if not lost:
+            return
+        named = [f"{name} was not tried, because {why}" for name, why in list(lost.items())[:NAMED]]
+        left = len(lost) - NAMED
+        more = (
+            f"; {counted(left, 'more method was', 'more methods were')} not tried (see the table)" if left > 0 else ""
+        )
+        yield f"{'; '.join(named)}{more}."
+
+    def _rival(self, name: str) -> Rival | None:
+        return next((rival for rival in self.rivals if rival.name == name), None)
+
+    def _apart(self, rival: Rival) -> str:
+        """Return by how much the chosen method is better or worse than a rival, in words."""
+        better = rival.test.mean < 0 if self.metric.lowest else rival.test.mean > 0
+        if not rival.test.mean:
+            return "equal to"
+        if self.metric.lowest:
+            return f"{self._size(abs(rival.test.mean))} {'better' if better else 'worse'} than"
+        return f"{self._size(abs(rival.test.mean))} {'above' if better else 'below'}"
+
+    def _proof(self, rival: Rival) -> str:
+        test = rival.test
+        if test.low is None or test.high is None:
+            return f"n = {test.n}"
+        low, high = (self._number(value, signed=True) for value in (test.low, test.high))
+        return f"95 % interval {low} to {high}, {_facts(rival)}"
+
+    def _size(self, value: float, *, signed: bool = False) -> str:
+        return f"{self._number(value, signed=signed)}{' points' if self.metric.share else ''}"
+
+    def _number(self, value: float, *, signed: bool = False) -> str:
+        sign = "+" if signed else ""
+        return f"{100 * value:{sign}.1f}" if self.metric.share else f"{value:{sign}.4g}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the conclusion in a form that JSON can hold."""
+        return {
+            "choice": self.choice.name,
+            "settings": dict(self.choice.chosen),
+            "metric": self.metric.name,
+            "rivals": [
+                {"name": r.name, "role": r.role, **vars(r.test), "p_holm": r.p_holm, "more_seeds": r.more_seeds}
+                for r in self.rivals
+            ],
+            "modalities": [{"modality": g.modality, "beside": list(g.beside), **vars(g.test)} for g in self.gains],
+            "sentences": list(self.sentences()),
+            "paragraph": self.paragraph,
+        }
+
+
+def concluded(
+    arms: Sequence[Arm],
+    metric: Metric,
+    subsets: Mapping[str, Mapping[int, float]],
+    not_tried: Mapping[str, str],
+    *,
+    order: Sequence[Arm],
+) -> Conclusion:
+    """Compare the best method with all others that have a score.
+
+    Args:
+        arms: all methods of the pilot.
+        metric: the metric.
+        subsets: subset of the modalities, as in `audio+text` -> seed -> score of the chosen method.
+        not_tried: name -> why.
+        order: the candidates that had all stages, the best first.
+    """
+    choice = order[0]
+    others = [arm for arm in arms if arm.scores and arm is not choice and arm.role in ("candidate", choice.name)]
+    pairs = [(arm, gaps) for arm in others if (gaps := differences(choice.scores, arm.scores))]
+    tests = [paired(gaps) for _, gaps in pairs]
+    corrected = holm([test.p for test in tests])
+    wanted = WANTED if metric.share else WANTED * abs(choice.mean)
+    found = []
+    for (arm, gaps), test, p in zip(pairs, tests, corrected, strict=True):
+        needed = seeds_to_show(gaps, wanted) if wanted else None
+        found.append(Rival(arm.name, arm.role, test, p, None if needed is None else needed - len(gaps)))
+    found.sort(key=lambda rival: (-rival.test.n, abs(rival.test.mean), rival.name))
+    roles = {arm.role: arm for arm in arms}
+    return Conclusion(
+        choice,
+        metric,
+        tuple(found),
+        tuple(_gains(subsets, lowest=metric.lowest)),
+        roles.get("floor"),
+        roles.get("ceiling"),
+        not_tried,
+    )
+
+
+def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Return one minus other for each seed that both have."""
+    return [one[seed] - other[seed] for seed in sorted(one) if seed in other]
+
+
+def _gains(subsets: Mapping[str, Mapping[int, float]], *, lowest: bool) -> Iterator[Gain]:
+    """Yield what each modality adds to all others and, with three or more, to all others but one.
+
+    A gain for clients without a modality is yielded only if it is not shown: it says that the modality is idle there.
+    """
+    whole = max(subsets, key=lambda name: name.count("+"), default="")
+    modalities = whole.split("+")
+    scores = {frozenset(name.split("+")): own for name, own in subsets.items()}
+    if len(modalities) < 2:
+        return
+    for modality in modalities:
+        for absent in ("", *(other for other in modalities if other != modality)):
+            beside = tuple(m for m in modalities if m not in (modality, absent))
+            both, one = scores.get(frozenset({*beside, modality})), scores.get(frozenset(beside))
+            if not beside or both is None or one is None:
+                continue
+            gaps = differences(one, both) if lowest else differences(both, one)
+            gain = Gain(modality, beside, paired(gaps)) if gaps else None
+            if gain is not None and (not absent or not gain.shown):
+                yield gain
+
+
+def _facts(rival: Rival) -> str:
+    return f"n = {rival.test.n}, p {_p(rival.p_holm)}"
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return "< 0.001" if value < 0.001 else f"= {value:.2g}"
+
+
+def _seeds(n: int) -> str:
+    return f"{n} seed" if n == 1 else f"{n} seeds"
+
+
+def _more(n: int) -> str:
+    return "1 more seed" if n == 1 else f"{n} more seeds"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence. If there are many, it names the first ones and counts the others."""
+    if len(names) > NAMED:
+        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

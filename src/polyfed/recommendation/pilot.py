@@ -1,0 +1,448 @@
+"""The runs of a recommendation, in stages that keep the time. Each stage is a study in the same folder.
+
+1. *probe*: two rounds of every method, which measure its seconds and bytes and find methods that fail.
+2. *search*: the same number of trials for each method, halved by their validation scores. Then three seeds.
+3. *seeds*: the better half of the methods, with placebos, on five seeds; then the best on ten.
+4. *modalities*: the chosen method again, scored from every subset of the modalities.
+
+A run that is finished is never repeated, because all stages share the folder `study` and a run is named by its content.
+What depends on the measured time (how many trials, which methods go on) is written to `plan.json` when it is decided. A
+recommendation that was killed therefore goes on to the same end, as long as its time suffices.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from polyfed.core.errors import TooFewReplies
+from polyfed.core.system.files import replace_text
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.experiment.results.json_text import json_ready
+from polyfed.experiment.running.events import Listener
+from polyfed.experiment.study import scheduler
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.pool import Pool
+from polyfed.report.formatting import seconds_of
+from polyfed.report.scores import Metric
+
+TUNING = (101, 102, 103)
+"""The seeds on which settings are chosen."""
+
+LADDER = ((21, 3), (14, 3), (14, 2), (7, 2), (7, 1))
+"""Numbers of trials and of tuning seeds, the most expensive first; seven is the number of learning rates."""
+
+STEPS = (3, 5, 10)
+"""The numbers of seeds after each stage."""
+
+SEARCH_SHARE = 0.6
+"""The share of the time that search and the first seeds may take."""
+
+EVALUATED = 1.25
+"""What evaluations and checkpoints add to the seconds of the rounds, as a factor."""
+
+SAFETY = 0.85
+"""The part of the time that is planned, because runs beside each other take longer than alone."""
+
+REDUCTION = 3
+PROBED = 2
+
+
+class TimeUp(Exception):
+    """The time of the recommendation is over."""
+
+
+@dataclass
+class Arm:
+    """A method of the pilot.
+
+    Attributes:
+        name: its name.
+        role: `candidate`, `floor`, `ceiling`, or the name of the method of which it is the placebo.
+        changes: the sections of the recipe that it replaces.
+        space: the keys that its search varies, with their values.
+        chosen: the values that the search chose, by key.
+        scores: seed -> score.
+        dropped: why it does not go on. Empty if it does.
+        round_bytes: bytes of a round in both directions, by the probe.
+        seconds: seconds of a whole run, by the probe.
+        overhead: seconds of a run besides its rounds.
+        edges: sentences about chosen values at an edge of their ranges.
+        trials: the number of settings that the search tried.
+        validation: the validation score of the chosen setting.
+    """
+
+    name: str
+    role: str
+    changes: dict[str, Any]
+    space: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
+    scores: dict[int, float] = field(default_factory=dict)
+    dropped: str = ""
+    round_bytes: float = 0.0
+    seconds: float = 0.0
+    overhead: float = 0.0
+    edges: list[str] = field(default_factory=list)
+    trials: int = 0
+    validation: float | None = None
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """The `set` of a study's method with the chosen values."""
+        return {**self.changes, **self.chosen}
+
+    @property
+    def mean(self) -> float:
+        """The mean score."""
+        return sum(self.scores.values()) / len(self.scores)
+
+
+@dataclass
+class Journal:
+    """What a recommendation has decided and how long it has taken, in `plan.json`.
+
+    Attributes:
+        path: the file.
+        minutes: the time of all calls together.
+        clock: returns seconds.
+        started: the time of the clock when the call began.
+    """
+
+    path: Path
+    minutes: float
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(default_factory=time.monotonic)
+    facts: dict[str, Any] = field(default_factory=dict)
+    _before: float = 0.0
+    _written: float = -math.inf
+
+    def __post_init__(self) -> None:
+        """Read the file of an earlier call."""
+        if self.path.is_file():
+            self.facts = parse_json(self.path.read_text(encoding="utf-8"))
+        self._before = float(self.facts.get("seconds", 0.0))
+
+    @property
+    def spent(self) -> float:
+        """Seconds of this call and of those before it."""
+        return self._before + self.clock() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain."""
+        return 60 * self.minutes - self.spent
+
+    def decided(self, key: str, decide: Callable[[], Any]) -> Any:
+        """Return an earlier decision, or decide now and write the decision down."""
+        if key not in self.facts:
+            self.facts[key] = decide()
+            self.write()
+        return self.facts[key]
+
+    def write(self) -> None:
+        """Write the file."""
+        self._written = self.clock()
+        replace_text(self.path, json.dumps(self.facts | {"seconds": self.spent}, indent=1))
+
+    def tick(self) -> None:
+        """Write the time every five seconds, so that a killed call counts.
+
+        Raises:
+            TimeUp: the time is over.
+        """
+        if self.clock() - self._written > 5:
+            self.write()
+        if self.left <= 0:
+            raise TimeUp
+
+
+@dataclass
+class Pilot:
+    """Carries out the stages.
+
+    Attributes:
+        folder: the folder of the recommendation.
+        base: the recipe without its method.
+        metrics: the metrics of the study.
+        journal: decisions and time.
+        jobs: the most runs at once.
+        listeners: called with the events of the sweeps.
+        arms: the methods by name.
+        limits: the largest bytes and seconds of a run; None for no limit.
+    """
+
+    folder: Path
+    base: Mapping[str, Any]
+    metrics: tuple[str, ...]
+    journal: Journal
+    jobs: int
+    listeners: Sequence[Listener] = ()
+    arms: dict[str, Arm] = field(default_factory=dict)
+    limits: Mapping[str, float | None] = field(default_factory=dict)
+    out_of_time: bool = False
+    metric: Metric | None = None
+    board: Board | None = None
+    pool: Pool | None = None
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of a run."""
+        return int(self.base.get("rounds", 10))
+
+    @property
+    def going(self) -> list[Arm]:
+        """The methods that go on."""
+        return [arm for arm in self.arms.values() if not arm.dropped]
+
+    def carry_out(self, placebos: Callable[[Arm], dict[str, Any] | None]) -> None:
+        """Carry out all stages but the last, or as many as the time allows.
+
+        Args:
+            placebos: returns the sections of a method's placebo, or None.
+
+        Raises:
+            TooFewReplies: the time is too short for a single method.
+        """
+        try:
+            self._probe()
+            self._search()
+            for stage, seeds in enumerate(STEPS[1:], 1):
+                self._seeds(stage, seeds, placebos)
+        except TimeUp:
+            self.out_of_time = True
+        if not any(arm.scores for arm in self.arms.values() if arm.role == "candidate"):
+            raise TooFewReplies(
+                f"no method has finished a run in {self.journal.minutes:g} minutes, so there is nothing to recommend. "
+                "Give more --minutes (the same command goes on), or a recipe with fewer rounds"
+            )
+
+    def _study(self, name: str, arms: Iterable[Arm], seeds: Sequence[int], **more: Any) -> Board:
+        """Run a study of these methods, and return its board.
+
+        Raises:
+            TimeUp: the time is over. The board holds what is finished.
+        """
+        recipe = self.folder / "base.toml"
+        replace_text(recipe, tomli_w.dumps(json_ready({**self.base, "algorithm": {"name": "fedavg"}})))
+        changes = {"evaluate.every": 0} | more.pop("set", {})
+        rounds = more.pop("rounds", self.rounds)
+        study = {
+            "title": f"recommendation: {name}",
+            "recipe": str(recipe.absolute()),
+            "seeds": list(seeds),
+            "metric": list(self.metrics),
+            "set": {"rounds": rounds, "checkpoint.every": rounds, **changes},
+            "methods": {
+                arm.name: {"set": arm.changes, "search": arm.space} if "search" in more else {"set": arm.settled}
+                for arm in arms
+            },
+            **more,
+        }
+
+        def listen(event: str, board: Board) -> None:
+            self.board = board
+            self.journal.tick()
+
+        assert self.pool is not None, "the pilot is used in a `with` block"
+        return scheduler.carried_out(study, self.folder / "study", self.pool, [*self.listeners, listen])
+
+    def __enter__(self) -> Self:
+        """Start the processes, which all stages share: each takes seconds to load the libraries."""
+        self.pool = scheduler.processes(self.folder / "study", self.jobs)
+        self.pool.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End the processes."""
+        if self.pool is not None:
+            self.pool.__exit__(*error)
+
+    def _probe(self) -> None:
+        """Measure seconds and bytes of all methods, and drop those that fail or cost too much."""
+
+        def measured() -> dict[str, Any]:
+            board = self._study("probe", self.arms.values(), TUNING[:1], rounds=PROBED)
+            found = {}
+            for number, entries in board.reported.items():
+                found[board.cells[number].method] = _cost(entries[0], PROBED)
+            return found
+
+        costs = self.journal.decided("probe", measured)
+        # the first run of each process also loads libraries, so a single overhead says little
+        usual = statistics.median([cost["overhead"] for cost in costs.values() if "why" not in cost] or [0.0])
+        for name, cost in costs.items():
+            arm = self.arms[name]
+            if why := cost.get("why"):
+                arm.dropped = why
+                continue
+            arm.round_bytes, arm.overhead = cost["bytes"], usual
+            arm.seconds = arm.overhead + EVALUATED * cost["seconds"] * self.rounds
+            arm.dropped = self._too_expensive(arm)
+
+    def _too_expensive(self, arm: Arm) -> str:
+        """Return why a run of a method exceeds the budget, or ""."""
+        if arm.role != "candidate":
+            return ""
+        total = arm.round_bytes * self.rounds
+        if (most := self.limits.get("bytes")) is not None and total > most:
+            return f"its run sends {total:,.0f} bytes in both directions, and the budget is {most:,.0f}"
+        if (most := self.limits.get("seconds")) is not None and arm.seconds > most:
+            return f"its run takes about {arm.seconds:.0f} seconds, and the budget is {most:g}"
+        return ""
+
+    def _search(self) -> None:
+        """Choose the settings of each method, and run it on the first seeds."""
+        plan = self.journal.decided("search", self._planned_search)
+        for name, why in plan["dropped"].items():
+            self.arms[name].dropped = why
+        trials, seeds = plan["trials"], TUNING[: plan["tuning_seeds"]]
+        search = {
+            "trials": trials,
+            "seeds": list(seeds),
+            "sampler": "latin",
+            "batch": trials,
+            "prune": "halving",
+            "reduction": REDUCTION,
+            "least_rounds": self._least,
+        }
+        try:
+            self._study("search", self.going, range(1, STEPS[0] + 1), search=search)
+        finally:
+            self._learn()
+
+    @property
+    def _least(self) -> int:
+        return max(1, self.rounds // REDUCTION**2)
+
+    def _planned_search(self) -> dict[str, Any]:
+        """Choose the largest budget that fits the time; if none does, drop the slowest methods."""
+        dropped: dict[str, str] = {}
+        time_left = SAFETY * SEARCH_SHARE * self.journal.left * self.jobs
+        while True:
+            arms = [arm for arm in self.going if arm.name not in dropped]
+            for trials, seeds in LADDER:
+                if sum(self._price(arm, trials, seeds) for arm in arms) <= time_left:
+                    return {"trials": trials, "tuning_seeds": seeds, "dropped": dropped}
+            slow = max(arms, key=lambda arm: (arm.role == "candidate" and arm.name != "fedavg", arm.seconds))
+            if slow.role != "candidate" or slow.name == "fedavg":
+                return {"trials": LADDER[-1][0], "tuning_seeds": LADDER[-1][1], "dropped": dropped}
+            price = self._price(slow, *LADDER[-1]) / self.jobs
+            dropped[slow.name] = (
+                f"{self.journal.minutes:g} minutes are too few for all methods, and it is the slowest of those left "
+                f"(about {seconds_of(price)})"
+            )
+
+    def _price(self, arm: Arm, trials: int, seeds: int) -> float:
+        """Return about how many seconds the search and the first seeds of a method take."""
+        each, last, left, total = (arm.seconds - arm.overhead) / max(self.rounds, 1), 0, trials, 0.0
+        rungs = [self._least, self._least * REDUCTION, self.rounds]
+        for rung in (rung for rung in rungs if rung <= self.rounds):
+            total += left * (arm.overhead + each * (rung - last))
+            last, left = rung, math.ceil(left / REDUCTION)
+        return seeds * total + STEPS[0] * arm.seconds
+
+    def _learn(self) -> None:
+        """Read chosen settings and scores from the board."""
+        board = self.board
+        if board is None:
+            return
+        for number, entries in board.reported.items():
+            cell, arm = board.cells[number], self.arms[board.cells[number].method]
+            arm.scores |= {entry.seed: score for entry in entries if (score := entry.score(self.metrics)) is not None}
+            if (search := board.searches.get(number)) is not None:
+                arm.chosen, arm.edges = dict(entries[0].chosen), board.edges(number)
+                arm.trials = len(search.trials)
+                tried = [score for values, score in search.trials if values == search.best and score is not None]
+                arm.validation = tried[0] if tried else None
+            if failed := [entry.why for entry in entries if entry.state == "failed"]:
+                arm.dropped = " ".join(failed[0].split())
+            self.metric = self.metric or board.metric(number, entries)
+            assert cell.scenario
+        for number, why in board.blocked.items():
+            if (arm := self.arms[board.cells[number].method]).role == "candidate" and not arm.dropped:
+                arm.dropped = why if self.journal.left > 0 else "the time ended before its search"
+
+    def _seeds(self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]) -> None:
+        """Let the better half of the methods go on, with the placebos of those that have one, on more seeds."""
+        plan = self.journal.decided(f"seeds-{seeds}", lambda: self._planned_seeds(stage, seeds, placebos))
+        for name, why in plan["dropped"].items():
+            self.arms[name].dropped = why
+        for name, entry in plan["placebos"].items():
+            method = self.arms[entry["of"]]
+            self.arms.setdefault(name, Arm(name, method.name, entry["set"], chosen=dict(method.chosen)))
+        if plan["seeds"] <= max(len(arm.scores) for arm in self.going):
+            return
+        try:
+            self._study(f"{plan['seeds']} seeds", self.going, range(1, plan["seeds"] + 1))
+        finally:
+            self._learn()
+
+    def _planned_seeds(
+        self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        """Choose the methods that go on, and how many seeds the time allows."""
+        rivals = sorted((arm for arm in self.going if arm.role == "candidate" and arm.scores), key=self.standing)
+        most = max(3, math.ceil(len(rivals) / 2)) if stage == 1 else 3
+        stay = {arm.name for arm in rivals[:most]} | {"fedavg"}
+        done = len(rivals[0].scores) if rivals else 0
+        dropped = {arm.name: f"behind after {len(arm.scores)} seeds" for arm in rivals if arm.name not in stay}
+        unscored = (arm for arm in self.going if arm.role == "candidate" and not arm.scores)
+        dropped |= {arm.name: "it has no score" for arm in unscored}
+        dropped |= {arm.name: f"{arm.role} is behind" for arm in self.going if arm.role in dropped}
+        added = dict[str, Any]()
+        for arm in rivals[:most] if stage == 1 else ():
+            if (changes := placebos(arm)) is not None:
+                added[f"{arm.name} placebo"] = {"of": arm.name, "set": changes}
+        costs = [arm.seconds * (seeds - len(arm.scores)) for arm in self.going if arm.name not in dropped]
+        costs += [self.arms[entry["of"]].seconds * seeds for entry in added.values()]
+        room = SAFETY * self.journal.left * self.jobs
+        if sum(costs) > room:
+            return {"seeds": done, "dropped": {}, "placebos": {}}
+        return {"seeds": seeds, "dropped": dropped, "placebos": added}
+
+    def standing(self, arm: Arm) -> tuple[float, float, str]:
+        """Return a key that sorts the best method first; of equal ones, the one with fewer bytes."""
+        assert self.metric is not None
+        sign = 1 if self.metric.lowest else -1
+        return sign * arm.mean, arm.round_bytes, arm.name
+
+    def subsets(self, arm: Arm) -> dict[str, dict[int, float]]:
+        """Run the chosen method once more, scored from every subset of the modalities.
+
+        Returns:
+            Subset, as in `audio+text` -> seed -> score. Empty if the time is over or the method has no such scores.
+        """
+        seeds = sorted(arm.scores)
+        if self.journal.decided("subsets", lambda: arm.seconds * len(seeds) > self.journal.left * self.jobs):
+            return {}
+        try:
+            board = self._study("modalities", [arm], seeds, set={"evaluate.subsets": "all"})
+        except TimeUp:
+            self.out_of_time = True
+            return {}
+        group = self.metrics[0].partition(".")[0]
+        found: dict[str, dict[int, float]] = {}
+        for entry in board.reported.get(0, []):
+            for name, value in entry.result.get("metrics", {}).get(group, {}).items():
+                if name.startswith("subset."):
+                    found.setdefault(name.removeprefix("subset."), {})[entry.seed] = float(value)
+        return found
+
+
+def _cost(entry: Entry, rounds: int) -> dict[str, Any]:
+    """Return seconds and bytes of a round and the seconds besides, or why the run failed."""
+    if entry.state != "finished":
+        return {"why": " ".join(entry.why.split()) or "its run has not finished"}
+    result = entry.result
+    seconds = float(result.get("seconds_per_round") or 0.0)
+    return {
+        "bytes": (result["bytes_up"] + result["bytes_down"]) / rounds,
+        "seconds": seconds,
+        "overhead": max(float(result["seconds_total"]) - rounds * seconds, 0.0),
+    }

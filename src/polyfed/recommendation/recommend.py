@@ -1,0 +1,365 @@
+"""`polyfed.recommend`: from data or a recipe and the policies of devices to a recipe, a table and a paragraph."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import EgressError, RecipeError, did_you_mean
+from polyfed.core.schema import choices, search_ranges
+from polyfed.core.system.files import replace_text
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.evaluation.client_statistics import mean_and_spread
+from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.overrides import apply
+from polyfed.experiment.recipes.recipe import parse_recipe, read_table
+from polyfed.experiment.results.json_text import json_ready
+from polyfed.experiment.running import machine
+from polyfed.experiment.running.events import Listener
+from polyfed.experiment.running.lock import alone_in
+from polyfed.experiment.study.default_ranges import default_space
+from polyfed.experiment.study.ranges import put
+from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Planner, reason_of, reference_changes
+from polyfed.recommendation.conclusion import Conclusion, concluded
+from polyfed.recommendation.pilot import Arm, Journal, Pilot
+from polyfed.report.pages.page import render, write_page
+
+ASKED, RESULT, RECIPE, PAGE = "asked.json", "recommendation.json", "recommended.toml", "index.html"
+"""The files in the folder of a recommendation: the question, the answer as JSON, the recipe, the page."""
+
+DELTA = 1e-5
+"""`[privacy] delta` beside a given epsilon; it has to be below 1 / (number of clients)."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The answer of `recommend`.
+
+    Attributes:
+        candidates: every method and option, with the verdict of `polyfed check`.
+        conclusion: the chosen method and the tests. None if only the candidates were listed.
+        arms: the methods of the pilot.
+        folder: the folder with the recipe, the page and the runs.
+    """
+
+    candidates: tuple[Candidate, ...]
+    conclusion: Conclusion | None
+    arms: tuple[Arm, ...]
+    folder: Path
+
+    @property
+    def paragraph(self) -> str:
+        """The recommendation in sentences; empty if only the candidates were listed."""
+        return "" if self.conclusion is None else self.conclusion.paragraph
+
+    def facts(self) -> dict[str, Any]:
+        """Return the content of `recommendation.json`."""
+        found = {} if self.conclusion is None else self.conclusion.facts()
+        return {
+            **found,
+            "recipe": None if self.conclusion is None else str(self.folder / RECIPE),
+            "page": str(self.folder / PAGE),
+            "methods": self.table(),
+            "candidates": [
+                {key: value for key, value in asdict(c).items() if key != "changes"} | {"planned": c.planned}
+                for c in self.candidates
+            ],
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each method of the pilot, the best first."""
+        rows = []
+        lowest = self.conclusion is not None and self.conclusion.metric.lowest
+        for arm in sorted(self.arms, key=lambda arm: (not arm.scores, arm.scores and arm.mean * (1 if lowest else -1))):
+            mean, spread = mean_and_spread(list(arm.scores.values())) if arm.scores else (None, None)
+            rows.append(
+                {
+                    "method": arm.name,
+                    "role": arm.role,
+                    "mean": mean,
+                    "spread": spread,
+                    "seeds": sorted(arm.scores),
+                    "scores": [arm.scores[seed] for seed in sorted(arm.scores)],
+                    "settings": dict(arm.chosen),
+                    "trials": arm.trials,
+                    "validation": arm.validation,
+                    "round_bytes": arm.round_bytes,
+                    "edges": list(arm.edges),
+                    "dropped": arm.dropped,
+                }
+            )
+        return rows
+
+
+def recommend(
+    given: str | Path | Mapping[str, Any],
+    out: str | Path = "runs/recommendation",
+    *,
+    minutes: float = 30.0,
+    policy: str | Path | None = None,
+    metric: str | None = None,
+    methods: Sequence[str] = (),
+    max_bytes: float | None = None,
+    max_seconds: float | None = None,
+    epsilon: float | None = None,
+    overrides: Sequence[str] = (),
+    reading: Mapping[str, Any] | None = None,
+    task: str | None = None,
+    jobs: int | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Recommendation:
+    """Find the method for these data, under these policies, within a time.
+
+    A stopped recommendation goes on in its folder, and its minutes count over all calls.
+
+    Args:
+        given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
+        out: the folder.
+        minutes: the time; 0 only lists the candidates.
+        policy: a device's policy file. By default, the recipe's [egress] holds.
+        metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
+        methods: the only methods to consider. By default all.
+        max_bytes: the most bytes that a run may send, in both directions.
+        max_seconds: the most seconds that a run may take.
+        epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
+        overrides: each `section.key=value`.
+        reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
+        task: for a data file: the task.
+        jobs: as in `polyfed.sweep`.
+        listeners: as in `polyfed.sweep`.
+
+    Raises:
+        EgressError: the policy refuses every method.
+        TooFewReplies: no method finished within the time.
+    """
+    started = time.monotonic()
+    if minutes < 0:
+        raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
+    table = _table_of(given, overrides, dict(reading or {}), task, epsilon)
+    planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,))
+    wanted, folder = _wanted(methods), Path(out)
+    _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
+    with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
+        journal = Journal(folder / "plan.json", minutes, started=started)
+        candidates = tuple(planner.judge(entry) for entry in planner.all() if entry.method in wanted)
+        if not any(c.planned for c in candidates if c.method not in REFERENCES):
+            raise EgressError(_all_refused(candidates))
+        found = Recommendation(candidates, None, (), folder)
+        if minutes:
+            pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners)
+            pilot.limits = {"bytes": max_bytes, "seconds": max_seconds}
+            found = _carried_out(pilot, planner, candidates)
+        _write(found, planner)
+        journal.write()
+    return found
+
+
+def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
+    pilot.arms = _arms(planner, candidates)
+    with pilot:
+        pilot.carry_out(lambda arm: _placebo_of(planner, arm))
+        order, subsets = _chosen(pilot, planner)
+    assert pilot.metric is not None
+    lost = _not_tried(pilot, candidates)
+    arms = list(pilot.arms.values())
+    conclusion = concluded(arms, pilot.metric, subsets, lost, order=order)
+    timed = replace(conclusion, out_of_time=pilot.out_of_time, minutes=pilot.journal.minutes)
+    return Recommendation(candidates, timed, tuple(arms), pilot.folder)
+
+
+def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]]]:
+    """Return the candidates with the most seeds, the best first, and the scores of the best from every subset."""
+    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores]
+    most = max(len(arm.scores) for arm in rivals)
+    order = sorted((arm for arm in rivals if len(arm.scores) == most), key=pilot.standing)
+    choice, several = order[0], len(planner.columns.modalities) > 1
+    changes = {**_sections(choice), "evaluate": {"subsets": "all"}}
+    possible = several and not pilot.out_of_time and planner.judge(Candidate("subsets", choice.name, changes)).planned
+    return order, pilot.subsets(choice) if possible else {}
+
+
+def _table_of(
+    given: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    reading: dict[str, Any],
+    task: str | None,
+    epsilon: float | None,
+) -> dict[str, Any]:
+    """Return the table of a recipe: of the file, or a first one for the data; with [privacy] if epsilon is given.
+
+    Raises:
+        PolyfedError: the file cannot be read.
+    """
+    table = deepcopy(dict(given)) if isinstance(given, Mapping) else _read(Path(given), overrides, reading, task)
+    if epsilon is not None:
+        table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
+    return table
+
+
+def _read(path: Path, overrides: Sequence[str], reading: dict[str, Any], task: str | None) -> dict[str, Any]:
+    if path.suffix == ".toml":
+        if any(value is not None for value in (*reading.values(), task)):
+            raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
+        return read_table(path, overrides)
+    made = parse_toml(starter(path, reading, task).text)
+    for override in overrides:
+        apply(made, override)
+    return made
+
+
+def _wanted(methods: Sequence[str]) -> set[str]:
+    """Return the methods to consider: those that are named, and FedAvg, Local and centralized training.
+
+    Raises:
+        RecipeError: there is no such method.
+    """
+    known = {*ALGORITHMS, *SERVERS}
+    for name in methods:
+        if name not in known:
+            raise RecipeError(f"--methods: no method '{name}'; {did_you_mean(name, known)}")
+    return {*methods, "fedavg", *REFERENCES} if methods else known
+
+
+def _claim(folder: Path, asked: Mapping[str, Any]) -> None:
+    """Take a folder that is empty or holds the same question.
+
+    Raises:
+        RecipeError: the folder cannot be written, or holds other files or another question.
+    """
+    path = folder / ASKED
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise RecipeError(f"--out {folder}: {error.strerror or error}. Choose a folder that can be written") from None
+    text = json.dumps(asked, indent=1, sort_keys=True, default=str)
+    if path.is_file():
+        if path.read_text(encoding="utf-8") != text:
+            raise RecipeError(
+                f"--out {folder} holds a recommendation for other data, policies or methods. Choose another folder"
+            )
+        return
+    if others:
+        raise RecipeError(f"--out {folder} is not empty and holds no recommendation ({others[0]}, ...)")
+    replace_text(path, text)
+
+
+def _all_refused(candidates: Sequence[Candidate]) -> str:
+    """Return the error text for policies that leave no method."""
+    lines = [f"  {c.name}: {reason_of(c)}" for c in candidates if not c.option and c.method not in REFERENCES]
+    return "\n".join(["no method can run under this policy:", *lines])
+
+
+def _arms(planner: Planner, candidates: Sequence[Candidate]) -> dict[str, Arm]:
+    """Return the methods of the pilot: of each, the first accepted candidate that can be compared; and the references.
+
+    The space of a search lacks values that a policy refuses.
+    """
+    found: dict[str, Arm] = {}
+    for candidate in candidates:
+        if candidate.method in REFERENCES or not candidate.planned or candidate.unmeasured:
+            continue
+        if candidate.method not in found:
+            found[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
+    for name, role in REFERENCES.items():
+        changes = reference_changes(name, planner.columns.modalities, planner.metrics)
+        own = _without_policy(planner) if name == "centralized" else planner
+        judged = own.judge(Candidate(name, name, changes))
+        if judged.planned and not judged.unmeasured:
+            found[name] = Arm(name, role, changes)
+    for arm in found.values():
+        arm.space = _space(planner if arm.name != "centralized" else _without_policy(planner), arm)
+    return found
+
+
+def _without_policy(planner: Planner) -> Planner:
+    """Return the planner of the ceiling, which no policy of a device binds."""
+    table = {key: value for key, value in planner.table.items() if key not in ("privacy", "secure_aggregation")}
+    return Planner({**table, "algorithm": planner.own or {"name": "fedavg"}}, None, planner.metrics)
+
+
+def _searchable(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes without options that the search varies: a recipe's own values are where it starts."""
+    own = dict(changes["algorithm"])
+    ranged = search_ranges(ALGORITHMS[own["name"]])
+    kept = {key: value for key, value in own.items() if key not in ranged or isinstance(value, str | bool)}
+    return {**changes, "algorithm": kept}
+
+
+def _space(planner: Planner, arm: Arm) -> dict[str, list[Any]]:
+    """Return the keys that the search of a method varies. Choices that a policy refuses are left out."""
+    found = {}
+    for key, values in default_space(arm.name, arm.changes).items():
+        section, _, name = key.partition(".")
+        if section == "algorithm" and isinstance(values[0], str | bool):
+            own = arm.changes["algorithm"]
+            tries = (Candidate(name, arm.name, {**arm.changes, "algorithm": {**own, name: v}}) for v in values)
+            values = [v for v, tried in zip(values, tries, strict=True) if planner.judge(tried).planned]
+        if len(values) > 1:
+            found[key] = values
+    return found
+
+
+def _placebo_of(planner: Planner, arm: Arm) -> dict[str, Any] | None:
+    """Return the sections of a method's placebo, the first that is accepted, or None."""
+    own = arm.changes["algorithm"]
+    for word in choices(ALGORITHMS[own["name"]]).get("placebo", ()):
+        changes = {**arm.changes, "algorithm": {**own, "placebo": word}}
+        if word != "none" and planner.judge(Candidate("placebo", arm.name, changes)).planned:
+            return changes
+    return None
+
+
+def _sections(arm: Arm) -> dict[str, Any]:
+    """Return the sections of a method with the chosen values that belong to them."""
+    found = deepcopy(arm.changes)
+    for key, value in arm.chosen.items():
+        if key.partition(".")[0] in found:
+            put(found, key, value)
+    return found
+
+
+def _not_tried(pilot: Pilot, candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Return name -> why, for each method that has no score: those that a policy refuses come first."""
+    tried = {arm.name for arm in pilot.arms.values() if arm.scores}
+    found: dict[str, tuple[int, str]] = {}
+    for candidate in candidates:
+        if candidate.method in tried or candidate.option or candidate.method in REFERENCES:
+            continue
+        arm = pilot.arms.get(candidate.method)
+        why = arm.dropped if arm is not None and arm.dropped else reason_of(candidate) or "the time ended before"
+        found[candidate.method] = (-candidate.code if arm is None else 1, why)
+    return {name: why for name, (_, why) in sorted(found.items(), key=lambda entry: entry[1][0])}
+
+
+def _write(found: Recommendation, planner: Planner) -> None:
+    """Write the recipe, the page and the JSON."""
+    text = ""
+    if found.conclusion is not None:
+        choice = found.conclusion.choice
+        table = planner.recipe_table(choice.changes)
+        for key, value in choice.chosen.items():
+            put(table, key, value)
+        parse_recipe(table)
+        head = "".join(f"# {sentence}\n" for sentence in found.conclusion.sentences())
+        text = f"# Written by `polyfed recommend`.\n{head}{tomli_w.dumps(json_ready(table))}"
+        replace_text(found.folder / RECIPE, text)
+    replace_text(found.folder / RESULT, json.dumps(json_ready(found.facts()), indent=1))
+    lowest = found.conclusion is not None and found.conclusion.metric.lowest
+    page = render(
+        "recommendation.html",
+        found=found,
+        rows=found.table(),
+        share=found.conclusion is None or found.conclusion.metric.share,
+        lowest=lowest,
+        recipe=text,
+        reasons={c.name: reason_of(c) for c in found.candidates},
+        drawn={"charts": []},
+    )
+    write_page(found.folder / PAGE, page)

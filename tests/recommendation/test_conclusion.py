@@ -1,0 +1,151 @@
+"""The sentences are made from the numbers: every number is computed again here, from the scores alone."""
+
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from polyfed.recommendation.conclusion import concluded
+from polyfed.recommendation.pilot import Arm
+from polyfed.report.comparison.significance import seeds_to_show
+from polyfed.report.scores import Metric
+
+ACCURACY = Metric("global.accuracy", lowest=False, share=True)
+ERROR = Metric("global.mae", lowest=True, share=False)
+
+
+def arm(name: str, scores: list[float], role: str = "candidate", **more: object) -> Arm:
+    return Arm(name, role, {"algorithm": {"name": name}}, scores=dict(enumerate(scores, 1)), **more)  # type: ignore[arg-type]
+
+
+def drawn(seed: int, mean: float, spread: float = 0.02, n: int = 5) -> list[float]:
+    return list(np.random.default_rng(seed).normal(mean, spread, n))
+
+
+def by_scipy(one: list[float], other: list[float]) -> tuple[float, float, float, float]:
+    n = min(len(one), len(other))
+    gaps = np.asarray(one[:n]) - np.asarray(other[:n])
+    found = stats.ttest_1samp(gaps, 0.0)
+    interval = found.confidence_interval(0.95)
+    return float(gaps.mean()), float(found.pvalue), float(interval.low), float(interval.high)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_number_of_the_paragraph_is_right(seed: int) -> None:
+    best, base, third = drawn(seed, 0.80), drawn(seed + 100, 0.79), drawn(seed + 200, 0.60)
+    if np.mean(base) > np.mean(best):
+        best, base = base, best
+    low, high, control = drawn(seed + 300, 0.4), drawn(seed + 400, 0.9), drawn(seed + 500, 0.79)
+    arms = [
+        arm("fedavgm", best, chosen={"train.lr": 0.3}),
+        arm("fedavg", base),
+        arm("moon", third),
+        arm("local", low, "floor"),
+        arm("centralized", high, "ceiling"),
+        arm("fedavgm placebo", control, "fedavgm"),
+    ]
+    found = concluded(arms, ACCURACY, {}, {"partialfl": "it shares nothing"}, order=[arms[0]])
+    text = found.paragraph
+    n = len(best)
+    assert text.startswith(
+        f"Take fedavgm with lr = 0.3: global.accuracy (%) is {100 * np.mean(best):.1f} ± "
+        f"{100 * np.std(best, ddof=1):.1f} over {n} seeds, against {100 * np.mean(low):.1f} where every client trains "
+        f"alone and {100 * np.mean(high):.1f} where the server has all rows."
+    )
+    raw = {name: by_scipy(best, other) for name, other in (("fedavg", base), ("moon", third), ("placebo", control))}
+    order = sorted(raw, key=lambda name: raw[name][1])
+    holm, last = {}, 0.0
+    for place, name in enumerate(order):
+        last = max(last, min(1.0, (3 - place) * raw[name][1]))
+        holm[name] = last
+    mean, _, lower, upper = raw["fedavg"]
+    p = "< 0.001" if holm["fedavg"] < 0.001 else f"= {holm['fedavg']:.2g}"
+    assert (
+        f"It is {100 * mean:.1f} points above FedAvg (95 % interval {100 * lower:+.1f} to {100 * upper:+.1f}, n = {n}, "
+        f"p {p})."
+    ) in text
+    assert ("fedavg (n = 5" in text) == (holm["fedavg"] >= 0.05)
+    assert ("is not distinguishable from it (n = 5" in text) == (holm["placebo"] >= 0.05)
+    if holm["fedavg"] >= 0.05:
+        gaps = np.asarray(best) - np.asarray(base)
+        more = needed(gaps, 0.02) - n
+        wanted = f"{more} more seed{'s' if more > 1 else ''} would show" if more > 0 else "These seeds would show"
+        assert f"{wanted} a difference of two points to fedavg." in text
+    assert "moon" not in text, "a method that differs is in the table, not in the paragraph"
+    assert text.endswith("partialfl was not tried, because it shares nothing.")
+
+
+def needed(gaps: np.ndarray, wanted: float) -> int:
+    """The smallest n of which statsmodels' formula for the power of a t-test gives 80 %, tried one by one."""
+    effect = wanted / np.std(gaps, ddof=1)
+    for n in range(2, 10_000):
+        bound = stats.t.ppf(0.975, n - 1)
+        shift = effect * np.sqrt(n)
+        if 1 - stats.nct.cdf(bound, n - 1, shift) + stats.nct.cdf(-bound, n - 1, shift) >= 0.8:
+            return n
+    return 10_000
+
+
+@pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
+def test_the_number_of_seeds_has_the_power_that_it_promises(effect: float) -> None:
+    """Simulated, not computed: of many samples of this size, four of five find the difference."""
+    gaps = [0.0, 1.0, 2.0, 3.0]
+    n = seeds_to_show(gaps, effect * float(np.std(gaps, ddof=1)))
+    assert n is not None
+    draws = np.random.default_rng(0)
+    for size, enough in ((n, True), (n - max(1, n // 5), False)):
+        if size > 1:
+            samples = draws.normal(effect, 1.0, (20_000, size))
+            power = float((stats.ttest_1samp(samples, 0.0, axis=1).pvalue < 0.05).mean())
+            assert (power >= 0.79) == enough, (size, power)
+    assert seeds_to_show([0.1], 0.02) is None
+    assert seeds_to_show([0.1, 0.1], 0.02) == 2
+    assert seeds_to_show([-1.0, 1.0], 1e-9) == 10_000
+
+
+def test_equal_scores_are_named_as_equal() -> None:
+    same = drawn(1, 0.8)
+    arms = [arm("fedavg", same), arm("splitfed", list(same))]
+    text = concluded(arms, ACCURACY, {}, {}, order=arms).paragraph
+    assert "splitfed had exactly the same scores." in text
+    assert "distinguishable" not in text
+
+
+def test_an_error_is_better_if_it_is_smaller() -> None:
+    arms = [arm("moon", [0.50, 0.51, 0.52]), arm("fedavg", [0.71, 0.70, 0.74])]
+    text = concluded(arms, ERROR, {}, {}, order=arms).paragraph
+    assert "Take moon: global.mae is 0.51 ± 0.01 over 3 seeds." in text
+    assert "It is 0.2067 better than FedAvg" in text
+    assert "Every other method that was tried differs significantly from it." in text
+
+
+def test_what_the_modalities_add_is_computed_over_the_seeds() -> None:
+    text, audio, both = [0.70, 0.71, 0.72], [0.40, 0.35, 0.41], [0.701, 0.708, 0.723]
+    subsets = {name: dict(enumerate(own)) for name, own in (("text", text), ("audio", audio), ("audio+text", both))}
+    one = arm("fedavg", both)
+    found = concluded([one], ACCURACY, subsets, {}, order=[one])
+    gains = {gain.modality: gain for gain in found.gains}
+    mean, p, *_ = by_scipy(both, text)
+    assert (gains["audio"].test.mean, gains["audio"].test.p) == pytest.approx((mean, p))
+    assert "audio adds nothing to text that 3 seeds show (+0.1 points, p = 0.69)" in found.paragraph
+    assert re.search(r"text adds 32\.\d points to audio \(n = 3, p ", found.paragraph)
+
+
+def test_a_modality_that_is_idle_only_for_some_clients_is_named() -> None:
+    values = {"a": 0.5, "b": 0.6, "c": 0.4, "a+b": 0.7, "a+c": 0.5, "b+c": 0.8, "a+b+c": 0.9}
+    noise = [0.0, 0.003, -0.002]
+    subsets = {name: {n: value + noise[n] * (1 + len(name)) for n in range(3)} for name, value in values.items()}
+    one = arm("fedavg", [0.9, 0.9, 0.9])
+    found = concluded([one], ACCURACY, subsets, {}, order=[one])
+    assert "c adds nothing to a that 3 seeds show" in found.paragraph  # for clients without b
+    assert "c adds 20" in found.paragraph
+    assert not any(gain.beside == ("b",) and gain.modality == "c" for gain in found.gains)
+
+
+def test_edges_and_the_end_of_the_time_are_said() -> None:
+    one = arm("fedavg", [0.8], edges=["the search chose train.lr = 1, the largest value of its range"])
+    found = concluded([one], ACCURACY, {}, dict.fromkeys("abcde", "no"), order=[one])
+    assert "The search chose train.lr = 1, the largest value of its range." in found.paragraph
+    assert "2 more methods were not tried (see the table)." in found.paragraph
+    assert "is 80.0 over 1 seed." in found.paragraph

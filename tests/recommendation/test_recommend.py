@@ -1,0 +1,197 @@
+"""`polyfed recommend` from a file to a recipe that runs, within its time, and again after it was killed."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from study_world import HerePool
+from test_candidates import TABLE
+
+import polyfed
+from polyfed.cli import main
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.experiment.study.board import Board
+from polyfed.recommendation import pilot as pilot_module
+from polyfed.recommendation.pilot import Arm, Journal, Pilot
+from polyfed.recommendation.recommend import Recommendation
+
+FEW = ["fedavg", "feddyn"]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyfed.experiment.study.scheduler.Pool", HerePool)
+    monkeypatch.setattr(pilot_module, "LADDER", ((7, 1),))
+    monkeypatch.setattr(pilot_module, "STEPS", (2, 3, 4))
+
+
+def tiny(folder: Path) -> Path:
+    """A table of three classes at six sites; `b` says little beside `a`."""
+    draws, path = random.Random(0), folder / "tiny.csv"
+    with path.open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["site", "label", *(f"a_{i}" for i in range(4)), *(f"b_{i}" for i in range(4))])
+        for n in range(300):
+            signal, word = n % 3 - 1, "xyz"[n % 3]
+            a = [round(draws.gauss(1.2 * signal * (i % 2), 1), 3) for i in range(4)]
+            writer.writerow([n % 6, word, *a, *(round(draws.gauss(0, 1), 3) for _ in range(4))])
+    return path
+
+
+def asked(folder: Path, **changes: Any) -> Recommendation:
+    return polyfed.recommend(TABLE, folder, **{"minutes": 30, "methods": FEW, "jobs": 1} | changes)
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in ("recipe", "page")}
+
+
+def test_a_csv_ends_as_a_recipe_that_runs_a_table_and_a_paragraph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [str(tiny(tmp_path)), "--client", "site", "--methods", "fedprox,partialfl", "--minutes", "10"]
+    with pytest.raises(SystemExit) as end:
+        main(["recommend", *words, "--set", "rounds=4", "--jobs", "1", "--out", str(out), "--json"])
+    assert end.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((out / "recommendation.json").read_text())
+    assert found["choice"] in ("fedavg", "fedprox")
+    assert found["paragraph"].startswith(f"Take {found['choice']} with lr = ")
+    assert "partialfl was not tried, because partialfl shares nothing" in found["paragraph"]
+    assert "b adds nothing to a that 4 seeds show" in found["paragraph"]
+    rows = {row["method"]: row for row in found["methods"]}
+    assert rows.keys() == {"fedavg", "fedprox", "local", "centralized"}
+    assert {name: row["seeds"] for name, row in rows.items()} == {name: [1, 2, 3, 4] for name in rows}
+    made = polyfed.run(out / "recommended.toml")
+    (first,) = [row["scores"][0] for row in found["methods"] if row["method"] == found["choice"]]
+    assert made.result["metrics"]["global"]["accuracy"] == first, "seed 1 of the pilot, bit for bit"
+    page = (out / "index.html").read_text()
+    assert found["sentences"][0].split(":")[0] in page
+    head = (out / "recommended.toml").read_text()
+    assert f"# {found['sentences'][0]}" in head
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def test_what_was_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    whole = asked(tmp_path / "whole").facts()
+    for stop in (2, 14):
+        folder, seen = tmp_path / f"killed-{stop}", set[str]()
+
+        def kill(event: str, board: Board, stop: int = stop, seen: set[str] = seen) -> None:
+            seen |= {entry.name for entry in board.entries.values() if entry.ended}
+            if len(seen) > stop:
+                raise Killed
+
+        with pytest.raises(Killed):
+            asked(folder, listeners=[kill])
+        assert not (folder / "recommendation.json").exists()
+        assert without_times(asked(folder).facts()) == without_times(whole)
+
+
+def test_the_numbers_are_those_of_the_runs(tmp_path: Path) -> None:
+    found = asked(tmp_path / "out")
+    results = [json.loads(path.read_text()) for path in (tmp_path / "out" / "study" / "runs").glob("*/result.json")]
+    assert found.conclusion is not None
+    measured = {result["metrics"]["global"]["accuracy"] for result in results if "global" in result["metrics"]}
+    for row in found.table():
+        assert row["role"] == "floor" or set(row["scores"]) <= measured
+    placebo = next(row for row in found.table() if row["role"] == "feddyn")
+    assert placebo["settings"] == next(row for row in found.table() if row["method"] == "feddyn")["settings"]
+
+
+def test_the_time_is_kept_and_what_is_finished_counts(tmp_path: Path) -> None:
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            Clock.now += 1.0
+            return Clock.now
+
+    path = tmp_path / "plan.json"
+    journal = Journal(path, minutes=1.0, clock=Clock(), started=0.0)
+    for _ in range(100):
+        try:
+            journal.tick()
+        except pilot_module.TimeUp:
+            break
+    assert 60 <= journal.spent <= 65
+    journal.write()
+    assert Journal(path, minutes=1.0, clock=lambda: 0.0, started=0.0).left <= 0, "an earlier call counts"
+    assert Journal(path, minutes=3.0, clock=lambda: 0.0, started=0.0).left > 100, "more minutes go on"
+    with pytest.raises(TooFewReplies, match=r"no method has finished a run in 0\.001 minutes"):
+        asked(tmp_path / "short", minutes=0.001)
+
+
+def test_too_little_time_for_all_methods_drops_the_slowest(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "plan.json", minutes=1.0, clock=lambda: 0.0, started=0.0)
+    pilot = Pilot(tmp_path, {"rounds": 9}, ("global.accuracy",), journal, jobs=1)
+    pilot.arms = {
+        name: Arm(name, "candidate", {}, seconds=s) for name, s in (("fedavg", 4.0), ("slow", 9.0), ("fast", 1.0))
+    }
+    plan = pilot._planned_search()
+    assert list(plan["dropped"]) == ["slow"]
+    assert "1 minutes are too few for all methods" in plan["dropped"]["slow"]
+    # 7 trials of a round, 3 of 2 more, 1 of 6 more: 19 of the 9 rounds of a run; then two runs
+    assert pilot._price(pilot.arms["fast"], 7, 1) == pytest.approx(19 / 9 + 2)
+
+
+def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = {block: {"server": [], "silo": []} for block in ("a", "b", "shared")}
+    with pytest.raises(EgressError, match="no method can run under this policy:\n  fedavg: "):
+        polyfed.recommend({**TABLE, "egress": closed}, tmp_path / "closed", methods=FEW)
+    with pytest.raises(RecipeError, match="no method 'fedpox'; did you mean 'fedprox'"):
+        polyfed.recommend(TABLE, tmp_path / "wrong", methods=["fedpox"])
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "letter.txt").write_text("mine")
+    with pytest.raises(RecipeError, match="is not empty and holds no recommendation"):
+        asked(tmp_path / "used")
+    asked(tmp_path / "one", minutes=0)
+    with pytest.raises(RecipeError, match="holds a recommendation for other data, policies or methods"):
+        polyfed.recommend({**TABLE, "seed": 2}, tmp_path / "one", minutes=0, methods=FEW)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps({**TABLE, "egress": closed}))
+    for words, code in (
+        ([str(recipe), "--methods", "fedprox"], 3),
+        ([str(recipe), "--methods", "fedpox"], 2),
+        ([str(tmp_path / "none.toml")], 2),
+        ([str(tmp_path / "none.csv")], 5),
+        ([str(recipe), "--label", "y"], 2),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["recommend", *words, "--minutes", "0", "--out", str(tmp_path / "typed")])
+        assert end.value.code == code, words
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_without_minutes_it_lists_what_no_policy_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(TABLE))
+    with pytest.raises(SystemExit) as end:
+        main(["recommend", str(recipe), "--minutes", "0", "--methods", "cmsfed", "--out", str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "cmsfed prototypes=local" in out
+    assert "prototypes of a to the server" in out
+    assert not (tmp_path / "out" / "recommended.toml").exists()
+    assert not (tmp_path / "out" / "study").exists(), "nothing was trained"
+
+
+def test_budgets_of_bytes_and_privacy_leave_methods_out(tmp_path: Path) -> None:
+    found = asked(tmp_path / "bytes", methods=["fedprox", "scaffold"], max_bytes=30_000)
+    reasons = {row["method"]: row["dropped"] for row in found.table()}
+    assert "and the budget is 30,000" in reasons["scaffold"]
+    assert not reasons["fedavg"]
+    listed = polyfed.recommend(TABLE, tmp_path / "noise", minutes=0, epsilon=8.0, methods=["fedprox", "fedproto"])
+    verdicts = {c.name: c for c in listed.candidates}
+    assert verdicts["fedprox"].planned
+    assert not verdicts["fedproto"].planned
