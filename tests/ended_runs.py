@@ -21,7 +21,7 @@ from world import AWKWARD
 PRIVATE = {"fedrep", "lg-fedavg", "fedbn"}
 OWN_MODELS = {
     "local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original",
-    "fedavg-ft", "ditto", "apfl", "pfedme", *PRIVATE,
+    "fedavg-ft", "ditto", "apfl", "pfedme", "mfedmc", *PRIVATE,
 }  # fmt: skip
 """Methods that train one model for each client."""
 

@@ -1,7 +1,9 @@
 """The keys in the folder of credentials, and no others, are registered with the SuperLink."""
 
 import shutil
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from flwr.superlink.federation import NoOpFederationManager
 
 from polyfed.core.errors import RecipeError
 from polyfed.engines.flower.server.device_keys import NewKeys, fingerprint, keep_registered, public_key
-from polyfed.engines.flower.server.link_facts import link_facts
+from polyfed.engines.flower.server.link_facts import link_facts, shrink
 
 
 def linkstate(folder: Path) -> Any:
@@ -95,3 +97,30 @@ def test_a_device_joins_while_the_superlink_runs_and_a_faulty_file_stops_nobody(
     keys.register(state)
     assert state.get_node_id_by_public_key(lost) is None, "a revoked key does not come back under another name"
     assert "which was revoked earlier" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")
+def test_a_start_gives_the_space_of_deleted_messages_back_to_the_disk(tmp_path: Path) -> None:
+    linkstate(tmp_path)
+    path, sizes = tmp_path / "link.db", list[int]()
+    for run in range(4):
+        with closing(sqlite3.connect(path, isolation_level=None)) as rows:
+            for number in range(8):
+                rows.execute(
+                    "INSERT INTO objects (object_id, content) VALUES (?, zeroblob(1000000))", (f"{run}-{number}",)
+                )
+            rows.execute("DELETE FROM objects")
+            rows.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert path.stat().st_size > 8_000_000, "Flower leaves the file as large as it was"
+        shrink(str(path))
+        sizes.append(path.stat().st_size)
+        assert linkstate(tmp_path).get_node_info() == []
+    assert max(sizes) < 1_000_000
+    assert len({*sizes}) == 1, "every run leaves it flat"
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all" * 100])
+def test_a_file_that_cannot_shrink_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "link.db").write_bytes(content)
+    shrink(str(tmp_path / "link.db"))
+    assert (tmp_path / "link.db").read_bytes() == content

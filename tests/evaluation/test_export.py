@@ -31,7 +31,7 @@ def test_a_saved_model_predicts_the_same_bit_for_bit(case: str, engine: str, tmp
     folder = run.export(tmp_path / "model")
     assert folder == (tmp_path / "model").resolve()
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "no draft is left"
-    back = polyfed.load_model(folder, imports=["world.*"])
+    back = polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"])
     x = samples(parts.population.columns, parts.population.test_rows)
     assert dict(back.clients) == dict(run.models.clients)
     for client in parts.fed.clients:
@@ -108,7 +108,10 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
-    assert polyfed.load_model(run.export(tmp_path / "empty"), imports=["world.*"]).algorithm == "fedavg"
+    assert (
+        polyfed.load_model(run.export(tmp_path / "empty"), imports=["polyfed.laws.federation.*", "world.*"]).algorithm
+        == "fedavg"
+    )
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name in ("full", "file", "empty"):
         with pytest.raises(RecipeError, match="exists and is not an empty folder; nothing was replaced"):
@@ -161,10 +164,12 @@ def test_a_damaged_model_is_not_read(tmp_path: Path) -> None:
     count = 0
     for path in damages(folder):
         with pytest.raises(DataError, match=path.name.replace(".", r"\.") if path.name != "model.json" else "model"):
-            polyfed.load_model(folder, imports=["world.*"]).personal[2]
+            polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"]).personal[2]
         count += 1
     assert count == 9
-    assert same(polyfed.load_model(folder, imports=["world.*"]).personal[2], run.personal[2])
+    assert same(
+        polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"]).personal[2], run.personal[2]
+    )
 
 
 def test_nothing_of_a_saved_model_is_unpickled(tmp_path: Path) -> None:
@@ -176,7 +181,7 @@ def test_nothing_of_a_saved_model_is_unpickled(tmp_path: Path) -> None:
     said["sha256"] = {"global.safetensors": sha256_of(path)}
     (folder / "model.json").write_text(json.dumps(said))
     with pytest.raises(DataError, match=r"global\.safetensors is damaged"):
-        polyfed.load_model(folder, imports=["world.*"])
+        polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"])
 
 
 # later, and elsewhere
@@ -202,7 +207,9 @@ def test_a_run_is_loaded_from_its_folder_without_its_data(
     assert list(back.personal) == list(run.personal)
     if run.models.shared is not None:
         assert same(back.params, run.params)
-    assert repr(polyfed.load_model(back.export(tmp_path / "model"), imports=["world.*"])) == repr(run.models)
+    assert repr(
+        polyfed.load_model(back.export(tmp_path / "model"), imports=["polyfed.laws.federation.*", "world.*"])
+    ) == repr(run.models)
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
@@ -246,7 +253,9 @@ def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path
     found: list[Any] = [run, later]
     if case == "creamfl":
         assert same(later.params, run.params)
-        found.append(polyfed.load_model(run.export(tmp_path / "model"), imports=["world.*"]))
+        found.append(
+            polyfed.load_model(run.export(tmp_path / "model"), imports=["polyfed.laws.federation.*", "world.*"])
+        )
         assert all(torch.equal(one.predict(x), run.predict(x)) for one in found)
     else:
         with pytest.raises(RecipeError, match=words):

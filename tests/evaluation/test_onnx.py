@@ -34,7 +34,9 @@ def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
     told = recipe(algorithm("fedavg", private=private, selector=Uniform()), model=SPECS[case], rounds=1)
     run = polyfed.run(replace(told, clients=replace(told.clients, personal_test=0.3)))
     client = next(c for c, held in run.models.clients.items() if held == ("a", "b"))
-    back = polyfed.load_model(run.export(tmp_path / "plain"), imports=["world.*", "own_models.*"])
+    back = polyfed.load_model(
+        run.export(tmp_path / "plain"), imports=["polyfed.laws.federation.*", "world.*", "own_models.*"]
+    )
     who = client if private else None
     module = back.module(who)
     expected = run.predict(X, client=who)

@@ -149,3 +149,10 @@ def test_edges_and_the_end_of_the_time_are_said() -> None:
     assert "The search chose train.lr = 1, the largest value of its range." in found.paragraph
     assert "2 more methods were not tried (see the table)." in found.paragraph
     assert "is 80.0 over 1 seed." in found.paragraph
+
+
+def test_a_method_that_failed_on_some_seeds_is_not_called_alike() -> None:
+    best, broken = arm("fedavg", drawn(1, 0.8)), arm("feddyn", drawn(1, 0.8)[:2], failed=True)
+    assert "feddyn" not in concluded([best, broken], ACCURACY, {}, {}, order=[best]).paragraph
+    broken.failed = False
+    assert "feddyn" in concluded([best, broken], ACCURACY, {}, {}, order=[best]).paragraph

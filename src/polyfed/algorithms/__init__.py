@@ -34,6 +34,7 @@ from polyfed.algorithms.local import Local
 from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
+from polyfed.algorithms.modalities.mfedmc import MFedMC
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.algorithms.personal.apfl import Apfl
 from polyfed.algorithms.personal.ditto import Ditto
@@ -77,6 +78,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedmsplit": FedMSplit,
     "fedogm": FedOgm,
     "fedpmr": FedPmr,
+    "mfedmc": MFedMC,
     "fedproto": FedProto,
     "fedamp": FedAmp,
     "fedfomo": FedFomo,

@@ -104,7 +104,7 @@ class Conclusion:
         yield from (f"{text[0].upper()}{text[1:]}." for text in self.choice.edges)
         yield from self._left_out()
         if self.out_of_time:
-            yield f"The {self.minutes:g} minutes ended before all runs; the same command with more --minutes goes on."
+            yield f"The {self.minutes:.3g} minutes ended before all runs; the same command with more --minutes goes on."
 
     def _choice(self) -> str:
         mean, spread = mean_and_spread(list(self.choice.scores.values()))
@@ -239,7 +239,9 @@ def concluded(
         order: the candidates that had all stages, the best first.
     """
     choice = order[0]
-    others = [arm for arm in arms if arm.scores and arm is not choice and arm.role in ("candidate", choice.name)]
+    # scores of a method that failed on other seeds say nothing about it
+    compared = (arm for arm in arms if arm.scores and not arm.failed and arm is not choice)
+    others = [arm for arm in compared if arm.role in ("candidate", choice.name)]
     pairs = [(arm, gaps) for arm in others if (gaps := differences(choice.scores, arm.scores))]
     tests = [paired(gaps) for _, gaps in pairs]
     corrected = holm([test.p for test in tests])

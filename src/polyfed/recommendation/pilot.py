@@ -70,6 +70,7 @@ class Arm:
         chosen: the values that the search chose, by key.
         scores: seed -> score.
         dropped: why it does not go on. Empty if it does.
+        failed: whether a run on a reported seed failed.
         round_bytes: bytes of a round in both directions, by the probe.
         seconds: seconds of a whole run, by the probe.
         overhead: seconds of a run besides its rounds.
@@ -85,6 +86,7 @@ class Arm:
     chosen: dict[str, Any] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     dropped: str = ""
+    failed: bool = False
     round_bytes: float = 0.0
     seconds: float = 0.0
     overhead: float = 0.0
@@ -216,7 +218,7 @@ class Pilot:
                 self._seeds(stage, seeds, placebos)
         except TimeUp:
             self.out_of_time = True
-        if not any(arm.scores for arm in self.arms.values() if arm.role == "candidate"):
+        if not any(arm.scores and not arm.failed for arm in self.arms.values() if arm.role == "candidate"):
             raise TooFewReplies(
                 f"no method has finished a run in {self.journal.minutes:g} minutes, so there is nothing to recommend. "
                 "Give more --minutes (the same command goes on), or a recipe with fewer rounds"
@@ -334,7 +336,7 @@ class Pilot:
                 return {"trials": LADDER[-1][0], "tuning_seeds": LADDER[-1][1], "dropped": dropped}
             price = self._price(slow, *LADDER[-1]) / self.jobs
             dropped[slow.name] = (
-                f"{self.journal.minutes:g} minutes are too few for all methods, and it is the slowest of those left "
+                f"{self.journal.minutes:.3g} minutes are too few for all methods, and it is the slowest of those left "
                 f"(about {seconds_of(price)})"
             )
 
@@ -361,7 +363,7 @@ class Pilot:
                 tried = [score for values, score in search.trials if values == search.best and score is not None]
                 arm.validation = tried[0] if tried else None
             if failed := [entry.why for entry in entries if entry.state == "failed"]:
-                arm.dropped = " ".join(failed[0].split())
+                arm.dropped, arm.failed = " ".join(failed[0].split()).partition(": ")[0], True
             self.metric = self.metric or board.metric(number, entries)
             assert cell.scenario
         for number, why in board.blocked.items():

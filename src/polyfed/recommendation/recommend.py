@@ -175,7 +175,7 @@ def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ..
 
 def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]]]:
     """Return the candidates with the most seeds, the best first, and the scores of the best from every subset."""
-    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores]
+    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores and not arm.failed]
     most = max(len(arm.scores) for arm in rivals)
     order = sorted((arm for arm in rivals if len(arm.scores) == most), key=pilot.standing)
     choice, several = order[0], len(planner.columns.modalities) > 1

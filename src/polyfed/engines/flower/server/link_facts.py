@@ -1,8 +1,9 @@
 """Facts from a SuperLink's database: the number of SuperNodes, and the ids and statuses of runs."""
 
+import sqlite3
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from alembic.util.exc import CommandError
@@ -36,6 +37,19 @@ def link_facts(state: Any) -> dict[str, Any]:
         for run in runs
     ]
     return {"nodes": {"registered": len(nodes), "online": online}, "away": away, "runs": told}
+
+
+def shrink(path: str) -> None:
+    """Give the free pages of a SuperLink's database back to the disk, if they are more than half of it.
+
+    Flower deletes the messages of ended runs, but the file keeps its size. Call this before the SuperLink starts. If
+    the disk has no room for a second copy, or the file is damaged, it stays as it is.
+    """
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, isolation_level=None)) as rows:
+        (free,), (pages,) = (rows.execute(f"PRAGMA {name}").fetchone() for name in ("freelist_count", "page_count"))
+        if 2 * free > pages:
+            rows.execute("VACUUM")
+            rows.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 @contextmanager

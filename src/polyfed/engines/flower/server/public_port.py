@@ -37,7 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from polyfed.core.system.log_lines import logger_of
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
 from polyfed.engines.flower.server.device_keys import NewKeys, keep_registered, public_key
-from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts
+from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts, shrink
 
 LOOPBACK = "127.0.0.1"
 
@@ -217,6 +217,7 @@ def run_superlink(
     known = {public_key(path): path for path in keys}
     Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
     Path(database).chmod(0o600)
+    shrink(database)
     pragmas = vars(sql_mixin)
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
