@@ -55,7 +55,6 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
-from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData
 from polyfed.training.prototypes import there
 
@@ -137,6 +136,7 @@ class MFedMC(Averaging[UploadState]):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     objectives_because: ClassVar[str] = "its Shapley values share out the probabilities of the classes"
     sends_class_means: ClassVar[bool] = False
+    trains_one_model: ClassVar[bool] = False
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     spare: ClassVar[tuple[str, ...]] = ()
     captions: ClassVar[Mapping[str, str]] = {"uploads": "How many clients sent the encoder of each modality."}
@@ -145,10 +145,9 @@ class MFedMC(Averaging[UploadState]):
         """Check the options.
 
         Raises:
-            RecipeError: an option is out of range, or [selection] chooses by replies that no client sends here.
+            RecipeError: an option is out of range, or all weights of the priority are 0.
         """
         super().__post_init__()
-        must_be_uniform(self.selector, "mfedmc")
         if not self.impact + self.smallness + self.recency:
             raise RecipeError("[algorithm] impact, smallness and recency are all 0, so no encoder has a priority")
 
