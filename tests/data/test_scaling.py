@@ -89,17 +89,6 @@ def test_a_file_that_polyfed_standardises_gives_a_model_for_its_values(tmp_path:
     assert (run.predict(x).argmax(1).numpy() == LABEL).mean() > 0.6
 
 
-def test_a_run_of_an_older_version_says_that_it_takes_scaled_samples(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("polyfed.experiment.running.run_state.scaling_of", lambda _: None)
-    run = trained(tmp_path / "run", rounds=1)
-    with pytest.warns(PolyfedWarning, match="an older version of polyfed wrote .* already scaled"):
-        back = polyfed.load_run(tmp_path / "run")
-    assert back.scaling is None
-    assert run.scaling is not None
-    scaled = run.scaling["text"].applied(torch.from_numpy(TEXT))
-    assert torch.equal(back.predict({"audio": AUDIO, "text": scaled}), run.predict({"audio": AUDIO, "text": TEXT}))
-
-
 def test_the_success_of_an_attack_is_that_of_the_predictions() -> None:
     recipe = polyfed.load_recipe("recipes/fedavg-cg-digits.toml", ["rounds=2"])
     run = polyfed.run(replace(recipe, attack=Attack(name="backdoor", share=0.1)))
@@ -143,19 +132,13 @@ def test_bytes_of_images_are_scaled_as_in_training() -> None:
     assert accuracy == pytest.approx(run.result["metrics"]["global"]["accuracy"])
 
 
-def test_a_model_of_an_older_version_takes_scaled_samples_and_says_so(folder: Path, tmp_path: Path) -> None:
-    run = polyfed.load_run(folder / "run")
-    old = run.export(tmp_path / "old")
+def test_a_model_file_without_the_scaling_is_damaged(folder: Path, tmp_path: Path) -> None:
+    old = polyfed.load_run(folder / "run").export(tmp_path / "old")
     said = json.loads((old / "model.json").read_text())
-    scaling = said.pop("scaling")
-    assert list(scaling) == ["text"]
+    assert list(said.pop("scaling")) == ["text"]
     (old / "model.json").write_text(json.dumps(said))
-    with pytest.warns(PolyfedWarning, match="an older version of polyfed wrote .* already scaled"):
-        model = polyfed.load_model(old)
-    assert model.scaling is None
-    assert run.scaling is not None
-    text = run.scaling["text"].applied(torch.from_numpy(TEXT))
-    assert torch.equal(model.predict({"audio": AUDIO, "text": text}), run.predict({"audio": AUDIO, "text": TEXT}))
+    with pytest.raises(DataError, match="scaling"):
+        polyfed.load_model(old)
 
 
 @pytest.mark.parametrize(

@@ -14,5 +14,4 @@
 - `files.py`: names of the files of a run, and writing them safely.
 - `stop_signals.py`: handling the signals that stop a process.
 - `openmp.py`: the threads of operations on a CPU.
-- `moved.py`: the new places of modules of earlier versions.
 """

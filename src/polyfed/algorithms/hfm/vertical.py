@@ -142,7 +142,6 @@ class Vertical(Algorithm[SiloState]):
         "server_bytes": "Bytes between the silos and the server so far.",
     }
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"partition": "silos", "silos": 2}}
-    renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
     needs_embeddings: ClassVar[bool] = True
     aligns_rows: ClassVar[bool] = True
     conflicts: ClassVar[tuple[Conflict, ...]] = (

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
+from polyfed.core.errors import RecipeError, UnknownClient
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.column_fitting import Features, samples_from
@@ -44,7 +42,7 @@ class Models:
         elsewhere: why this machine does not have the clients' own models; empty if it has them.
         scaling: modality -> shift and scale of its samples, for each modality that polyfed scaled. `predict`, `module`
             and ONNX files apply it. None means that it is unknown, because the devices of a deployment scaled their
-            own rows, or because an older version wrote the files. With None, samples must already be scaled.
+            own rows. Samples must then be scaled already.
         features: modality -> its columns, if [data.columns] makes numbers of their words, empty cells or dates.
             `predict` then takes a data frame with these columns; `module` and ONNX files take the numbers, see
             `numbers`.
@@ -339,16 +337,6 @@ def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective
         return None
     _, groups, bins = counts_shape("class" if said.get("kind") == "class" else "split", model, task)
     return Conformal.read(said, (groups, bins), sizes_shape(model))
-
-
-def warn_unscaled(folder: Path) -> None:
-    """Warn that the files of a model do not say how its samples were scaled."""
-    warn(
-        f"an older version of polyfed wrote {folder}, without the shift and scale of the samples. So `predict` takes "
-        "samples that are already scaled as in training. Train again with this version to pass unscaled samples",
-        PolyfedWarning,
-        stacklevel=3,
-    )
 
 
 def _allowed(clients: Sequence[int]) -> str:

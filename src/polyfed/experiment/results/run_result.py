@@ -24,7 +24,7 @@ from polyfed.evaluation.conformal import PredictionSets
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.results.display import clients_frame, metrics_frame, run_html
-from polyfed.experiment.results.models import ClientModalities, Models, Personal, read_conformal, warn_unscaled
+from polyfed.experiment.results.models import ClientModalities, Models, Personal, read_conformal
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.results.saved_model import save
 from polyfed.experiment.running.assembly import model_of
@@ -324,9 +324,7 @@ def load_run(folder: str | Path) -> Run:
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
     fed = _facts_of(recipe, model, facts, policy, given)
     elsewhere = recipe.engine.name == "flower"
-    if (scaling := facts.get("scaling")) is None and not elsewhere:
-        warn_unscaled(folder)
-    elif scaling is not None:
+    if (scaling := facts["scaling"]) is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
 
     features = read_tables(facts.get("columns"), shapes)

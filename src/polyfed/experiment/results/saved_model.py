@@ -30,7 +30,7 @@ from polyfed.data.column_fitting import Features, as_tables, read_tables
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
-from polyfed.experiment.results.models import Models, read_conformal, warn_unscaled
+from polyfed.experiment.results.models import Models, read_conformal
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.warm_start import DESCRIPTION, FROZEN, GLOBAL
 from polyfed.model import Model, ModelSpec, build_model
@@ -139,8 +139,8 @@ def _description(models: Models) -> dict[str, Any]:
         "reads": models.model.modalities,
         "classes": models.model.num_classes,
         "key": models.model.key,
-        "frozen": digest(models.model.frozen) if models.model.frozen else "",
-        "constants": digest(models.model.constants) if models.model.constants else "",
+        "frozen": digest(models.model.frozen),
+        "constants": digest(models.model.constants),
         "class_names": models.class_names,
         "task": {"name": name_of(models.task, OBJECTIVES)} | as_table(models.task),
         "clients": [{"modalities": modalities, "clients": clients} for modalities, clients in held.items()],
@@ -182,8 +182,6 @@ def load_model(
     """
     folder = Path(folder).expanduser()
     said = _read_description(folder)
-    if "scaling" not in said:
-        warn_unscaled(folder)
     allowance = Allowance(imports=tuple(imports), models=tuple(backbones))
     try:
         _check_allowed(folder, said, allowance)
@@ -204,7 +202,7 @@ def facts_of_data(folder: Path) -> tuple[dict[str, Scaling] | None, tuple[str, .
     said = _read_description(folder)
     try:
         shapes = _shapes(said)
-        return _scaling(said.get("scaling"), shapes), _class_names(said), read_tables(said.get("columns"), shapes)
+        return _scaling(said["scaling"], shapes), _class_names(said), read_tables(said.get("columns"), shapes)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DataError(f"{folder / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
 
@@ -243,12 +241,12 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         model = build_model(spec, shapes, said["classes"], _reads(said), said.get("key", 0), given)
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
-    if said.get("frozen") and digest(model.frozen) != said["frozen"]:
+    if digest(model.frozen) != said["frozen"]:
         raise DataError(
             f"{folder / DESCRIPTION}: the frozen parameters differ from those of the run. Restore the pretrained "
             "model that the run read, or the code of your own module"
         )
-    if said.get("constants") and digest(model.constants) != said["constants"]:  # older versions wrote no digest of them
+    if digest(model.constants) != said["constants"]:
         raise DataError(
             f"{folder / DESCRIPTION}: the constant buffers differ from those of the run. Their values depend on "
             "more than the seed, for example because they were drawn with NumPy. Restore the code or the file "
@@ -282,7 +280,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         model_for=said["model_for"],
         class_names=_class_names(said),
         elsewhere=said["elsewhere"],
-        scaling=_scaling(said.get("scaling"), shapes),
+        scaling=_scaling(said["scaling"], shapes),
         features=read_tables(said.get("columns"), shapes),
         conformal=read_conformal(said.get("conformal"), model, objective),
     )

@@ -41,7 +41,7 @@ def constant_facts(model: Model) -> dict[str, Any]:
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, purpose: str) -> None:
     """Compare the digests of data, frozen parameters and constant buffers, because the recipe only names their files.
 
-    A digest that one of the two lacks, such as one that an older version of polyfed did not write, is not compared.
+    A part without a digest, such as a model without frozen parameters, is not compared.
 
     Args:
         before: the facts of the run in the folder.
