@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
-from polyfed.core.schema import checked
+from polyfed.core.option_checks import checked
 from polyfed.data.sources import Memory
 from polyfed.experiment.recipes.from_data import DataOptions, make_recipe, with_data
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of

@@ -14,7 +14,8 @@ from oracles import pfmml as oracle
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.personal.blocks import Layout, layouts
 from polyfed.algorithms.pfmml import Pfmml
-from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients
+from polyfed.algorithms.pfmml.scheduling import scheduled
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import block_of
 from polyfed.data import ClientsSpec, populate

@@ -18,7 +18,7 @@ import pytest
 
 from polyfed.core.errors import DataError
 from polyfed.data.media import Clip, Image
-from polyfed.data.reading.files import Arrays, read_idx, read_npy
+from polyfed.data.reading.array_files import Arrays, read_idx, read_npy
 from polyfed.data.sources import Npz
 from polyfed.data.sources.pictures.picture_files import read_picture
 

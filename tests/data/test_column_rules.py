@@ -479,7 +479,7 @@ def test_a_device_refuses_what_its_owner_has_not_allowed(tmp_path: Path, policy:
 def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     from polyfed.core.registry import Allowance, only
-    from polyfed.deploy.device.arrays import check_arrays
+    from polyfed.deploy.device.allowed_arrays import check_arrays
 
     table: dict[str, Any] = {
         "data": {"name": "npz", "path": "x.npz", "modalities": {"person": ["sex", "client"]}},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyfed.core.errors import DataError
-from polyfed.data.sources.own.table import Table
+from polyfed.data.sources.own.table_files import Table
 
 
 def loaded(path: Path) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data.reading.files import Arrays, read_idx
+from polyfed.data.reading.array_files import Arrays, read_idx
 from polyfed.data.sources import SOURCES
 
 

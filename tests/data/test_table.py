@@ -13,7 +13,7 @@ from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeE
 from polyfed.core.problems import Problems
 from polyfed.data import SOURCES
 from polyfed.data.features import listing
-from polyfed.data.sources.own.table import read
+from polyfed.data.sources.own.table_files import read
 
 NUMBERS = ["audio_0", "audio_1", "audio_2", "text.a", "text.b"]
 MODALITIES = {"audio": "audio_*", "text": ["text.a", "text.b"]}

@@ -14,7 +14,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
-from polyfed.core.schema import ranges, simple_types
+from polyfed.core.option_checks import ranges, simple_types
 from polyfed.core.tree import Tree, block_of
 from polyfed.data import SOURCES, ClientsSpec
 from polyfed.data.sources import Npz, Toy

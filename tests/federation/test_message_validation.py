@@ -7,7 +7,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.federation.message_validation import ReplyValidator
+from polyfed.federation.message_validation import MessageValidator
 from polyfed.model import ModelSpec, build_model
 from world import PLAIN
 
@@ -30,7 +30,7 @@ class Weights(Message):
 
 
 def test_a_field_is_judged_by_its_own_message_whatever_another_calls_so() -> None:
-    validator, names = ReplyValidator(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
+    validator, names = MessageValidator(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
     validator.check(Numbers(names), Numbers)
     with pytest.raises(BadReply, match="told holds 'a', which the model does not have"):
         validator.check(Weights(names), Weights)

@@ -16,7 +16,7 @@ import torch
 
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.report.comparison.paired_differences import Difference
-from polyfed.report.comparison.significance import MeanRanks
+from polyfed.report.comparison.paired_tests import MeanRanks
 
 SUBJECTS = {0: 71, 1: 90, 9: 64}  # windows each; as text, 10 comes before 2
 

@@ -13,7 +13,7 @@ import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.recipes.from_data import DataOptions
 from polyfed.experiment.recipes.overrides import apply

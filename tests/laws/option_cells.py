@@ -10,7 +10,7 @@ from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedError, PolyfedWarning
-from polyfed.core.schema import choices, ranges
+from polyfed.core.option_checks import choices, ranges
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check_before_run

@@ -9,7 +9,7 @@ import torch
 
 from laws.rows import ROWS
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core.schema import not_searched, ranges, search_ranges
+from polyfed.core.option_checks import not_searched, ranges, search_ranges
 from polyfed.experiment.recipes.sections import PARTS
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.selection import SELECTORS

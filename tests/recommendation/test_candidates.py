@@ -11,7 +11,7 @@ from study_world import RECIPE
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.core.messages import KINDS
-from polyfed.core.schema import PLACEBO, choices, not_searched
+from polyfed.core.option_checks import PLACEBO, choices, not_searched
 from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Planner, reason_of
 
 TABLE: dict[str, Any] = {

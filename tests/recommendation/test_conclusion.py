@@ -8,7 +8,7 @@ from scipy import stats
 
 from polyfed.recommendation.conclusion import concluded
 from polyfed.recommendation.pilot import Arm
-from polyfed.report.comparison.significance import seeds_to_show
+from polyfed.report.comparison.paired_tests import seeds_to_show
 from polyfed.report.scores import Metric
 
 ACCURACY = Metric("global.accuracy", lowest=False, share=True)

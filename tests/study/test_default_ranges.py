@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from study_world import HerePool, refused, table
 
-from polyfed.core.schema import search_ranges
+from polyfed.core.option_checks import search_ranges
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.default_ranges import default_space, edge_notes
 from polyfed.experiment.study.plan import planned

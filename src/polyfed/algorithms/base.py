@@ -45,9 +45,9 @@ from typing_extensions import TypeVar
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, cut, message
+from polyfed.core.option_checks import check_ranges
 from polyfed.core.problems import Conflict
 from polyfed.core.request import HeldOut, Send
-from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, parts, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics

@@ -19,8 +19,8 @@ from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import NOT_NEGATIVE, OF_MODEL, POSITIVE
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext

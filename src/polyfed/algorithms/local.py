@@ -21,7 +21,7 @@ from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, NotSearched
+from polyfed.core.option_checks import NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics

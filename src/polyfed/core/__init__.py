@@ -7,7 +7,7 @@
 - `fields.py`: the declaration of a field of a message.
 - `tasks.py`: `@task`, which marks the methods that run on clients.
 - `request.py`: `Request`, one question of the server to some clients.
-- `schema.py`: checks the values of a recipe's section against the types of a dataclass.
+- `option_checks.py`: checks the values of a recipe's section against the types of a dataclass.
 - `registry.py`: finds parts of a run by name, or by `package.module:Class`.
 - `errors.py`: the exceptions for faults of the user and for failures of a run.
 - `vocabulary.py`: words of other frameworks for keys of a recipe.

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import Within
+from polyfed.core.option_checks import Within
 from polyfed.core.tree import SHARED, Tree, block_of, select
 
 KINDS = (

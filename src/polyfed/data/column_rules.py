@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
+from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.reading.files import Arrays
-from polyfed.data.sources.own.table import Table, read
+from polyfed.data.reading.array_files import Arrays
+from polyfed.data.sources.own.table_files import Table, read
 
 
 def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
-from polyfed.deploy.device.arrays import array_names, standard
+from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
 from polyfed.deploy.server.server import placed
 from polyfed.experiment.checks.check import refuse_large

@@ -20,7 +20,7 @@ from polyfed.core.system.files import RESULT
 from polyfed.core.system.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.device.arrays import array_names
+from polyfed.deploy.device.allowed_arrays import array_names
 from polyfed.deploy.launch import CONNECTION
 from polyfed.deploy.processes import (
     HOST,

@@ -20,8 +20,8 @@ from torch import Tensor
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError, counted
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
-from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
 from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
 from polyfed.evaluation.subsets import Which, named, subsets_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, READ, Message, carries, message
+from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.request import Accept, HeldOut
-from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.evaluation.conformal import GroupBy, Kind
 from polyfed.evaluation.subsets import Which, global_sums

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tree import Tree
 from polyfed.evaluation.subsets import subsets_of
 from polyfed.federation.context import ClientContext

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, between
+from polyfed.core.option_checks import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
 from polyfed.federation.context import ClientContext

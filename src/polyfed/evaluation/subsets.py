@@ -13,8 +13,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
-from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

@@ -25,9 +25,9 @@ from polyfed.data.column_fitting import Features, encoded, fits, read_tables
 from polyfed.data.columns import TEST
 from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.row_groups import group_codes
-from polyfed.evaluation.paired import Floats, delong, mcnemar, paired_bootstrap
 from polyfed.evaluation.scores import Evaluation as EvaluationSpec
 from polyfed.evaluation.scores import all_rows
+from polyfed.evaluation.two_models import Floats, delong, mcnemar, paired_bootstrap
 from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.recipes.settings import StopSpec

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import TooFewReplies
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     BELOW_HALF,
     BELOW_ONE,
     IN_RECIPE,

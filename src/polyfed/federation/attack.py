@@ -18,8 +18,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, map_fields, tensors
+from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.core.request import Send
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data import Population
 from polyfed.federation.backdoor import Trigger, poisoned
 from polyfed.federation.outliers import COMPARED

@@ -28,7 +28,7 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
-from polyfed.federation.message_validation import NOT_FINITE, ReplyValidator, largest_magnitude
+from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
@@ -103,15 +103,15 @@ class Federation:
     asked: int = 0
     _watching: list[Watch] = field(default_factory=list, init=False, repr=False)
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
-    _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
+    _validator: MessageValidator | None = field(default=None, init=False, repr=False)
 
     @property
-    def validator(self) -> ReplyValidator:
+    def validator(self) -> MessageValidator:
         """The reply validator for the current template."""
         if self._validator is None or self._validator.template is not self.template:
             context = self.context
             objective, size = context.objective, context.num_classes
-            self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
+            self._validator = MessageValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
 
     def private_mean(self, moments: Moments) -> PrivateMean | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import fits
 from polyfed.core.messages import COMMON, LABELS, OF_THE_MODEL, Declared, Message, map_tensors, tensors
-from polyfed.core.schema import NOT_NEGATIVE, Within, between
+from polyfed.core.option_checks import NOT_NEGATIVE, Within, between
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.outliers import Sizes, row_norms, sizes
@@ -60,7 +60,7 @@ class Receiver:
 
 
 @dataclass(frozen=True)
-class ReplyValidator:
+class MessageValidator:
     """Checks replies against their message class and the model.
 
     Attributes:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.schema import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, between, check_ranges
+from polyfed.core.option_checks import (
+    ABOVE_ONE,
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    between,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.batch import Batch
-from polyfed.core.schema import check_ranges
+from polyfed.core.option_checks import check_ranges
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
 from polyfed.model import Model

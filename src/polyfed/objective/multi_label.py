@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
-from polyfed.core.schema import INSIDE
+from polyfed.core.option_checks import INSIDE
 from polyfed.data.columns import Columns
 from polyfed.objective import ranking, report
 from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.schema import POSITIVE
+from polyfed.core.option_checks import POSITIVE
 from polyfed.data.columns import Columns
 from polyfed.objective import ranking, sentiment
 from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_TWO, POSITIVE
+from polyfed.core.option_checks import AT_LEAST_TWO, POSITIVE
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
 from polyfed.model import Model

@@ -17,7 +17,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import EgressError, PolyfedError, RecipeError
 from polyfed.core.messages import LABELS
-from polyfed.core.schema import IN_RECIPE, PLACEBO, choices, not_searched, simple_types
+from polyfed.core.option_checks import IN_RECIPE, PLACEBO, choices, not_searched, simple_types
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.core.tree import SHARED
 from polyfed.data import Columns

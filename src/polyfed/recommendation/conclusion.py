@@ -8,7 +8,7 @@ from polyfed.core.errors import counted
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.results import settings_text
 from polyfed.recommendation.pilot import Arm
-from polyfed.report.comparison.significance import LEVEL, Paired, holm, paired, seeds_to_show
+from polyfed.report.comparison.paired_tests import LEVEL, Paired, holm, paired, seeds_to_show
 from polyfed.report.scores import Metric
 
 WANTED = 0.02

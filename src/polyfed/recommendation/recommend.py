@@ -12,7 +12,7 @@ import tomli_w
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import EgressError, RecipeError, did_you_mean
-from polyfed.core.schema import choices, search_ranges
+from polyfed.core.option_checks import choices, search_ranges
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.evaluation.client_statistics import mean_and_spread

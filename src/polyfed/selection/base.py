@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import COST, check_ranges
+from polyfed.core.option_checks import COST, check_ranges
 from polyfed.core.tree import Tree
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation

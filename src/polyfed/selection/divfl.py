@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import COST, NOT_NEGATIVE, READING
+from polyfed.core.option_checks import COST, NOT_NEGATIVE, READING
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, subtract, vector
 from polyfed.federation.context import ClientContext

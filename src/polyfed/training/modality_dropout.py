@@ -9,7 +9,7 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.schema import share_of
+from polyfed.core.option_checks import share_of
 from polyfed.training.optimisers import Train
 
 _LOST, _KEPT = keys.key("modality dropout"), keys.key("modality kept")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.problems import Problems
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     BELOW_ONE,
     IN_RECIPE,
@@ -25,6 +24,7 @@ from polyfed.core.schema import (
     check_ranges,
     check_shares,
 )
+from polyfed.core.problems import Problems
 from polyfed.core.tree import Tree, like
 
 Moments = dict[str, Tree]

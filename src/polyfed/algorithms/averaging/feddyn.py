@@ -26,8 +26,8 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
+from polyfed.core.option_checks import IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import SHARED, Tree, add, block_of, like, squared_distance, subtract
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

@@ -30,9 +30,9 @@ from polyfed.algorithms.averaging.template import Averaging, State, Update
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
-from polyfed.core.schema import NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, squared_distance
 from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext

@@ -15,7 +15,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import NOT_NEGATIVE, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, SearchRange
 from polyfed.core.tree import Tree, squared_distance
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

@@ -29,7 +29,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.schema import NOT_NEGATIVE, OF_MODEL, POSITIVE, NotSearched, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, OF_MODEL, POSITIVE, NotSearched, SearchRange
 from polyfed.core.tree import Tree, like, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

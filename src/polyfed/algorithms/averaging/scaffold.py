@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import IN_RECIPE, NOT_NEGATIVE
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import IN_RECIPE, NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
 from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext

@@ -34,9 +34,9 @@ from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
 from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
-from polyfed.core.schema import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured

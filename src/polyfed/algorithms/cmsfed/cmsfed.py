@@ -31,8 +31,7 @@ from polyfed.algorithms.cmsfed.weak_modality import ImbalanceRatios, client_rati
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
-from polyfed.core.problems import Conflict
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     BELOW_ONE,
     COST,
     FLAG,
@@ -43,6 +42,7 @@ from polyfed.core.schema import (
     NotSearched,
     SearchRange,
 )
+from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.aggregation import aggregate

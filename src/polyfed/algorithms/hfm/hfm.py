@@ -1,9 +1,9 @@
 """HFM: vertical training inside silos, and horizontal averaging across silos.
 
 Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as described by a reproduction report. This file is
-the horizontal half of the method. The vertical half, training inside silos, is `vertical.py`. In a round, the server
-broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages encoders and
-heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
+the horizontal half of the method. The vertical half, training inside silos, is `silo_exchange.py`. In a round, the
+server broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages encoders
+and heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +17,10 @@ from typing_extensions import override
 from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.messages import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
+from polyfed.algorithms.hfm.silo_exchange import Vertical, may_report
 from polyfed.algorithms.hfm.state import SiloState
-from polyfed.algorithms.hfm.vertical import Vertical, may_report
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, nested, select, under
 from polyfed.evaluation.scores import Measured

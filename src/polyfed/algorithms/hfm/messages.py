@@ -12,8 +12,8 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.messages import Message, carries, crossings, cut, message
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
-from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, keep_on_host, zip_map
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies

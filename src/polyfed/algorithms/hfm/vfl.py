@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
+from polyfed.algorithms.hfm.silo_exchange import Vertical, may_report
 from polyfed.algorithms.hfm.state import SiloState
-from polyfed.algorithms.hfm.vertical import Vertical, may_report
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics

@@ -31,7 +31,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_ONE, COST, NOT_NEGATIVE, POSITIVE, SearchRange
+from polyfed.core.option_checks import AT_LEAST_ONE, COST, NOT_NEGATIVE, POSITIVE, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION

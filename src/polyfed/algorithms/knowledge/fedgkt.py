@@ -27,7 +27,7 @@ from polyfed.algorithms.knowledge.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_ONE, COST, NOT_NEGATIVE, OF_MODEL, POSITIVE, SearchRange
+from polyfed.core.option_checks import AT_LEAST_ONE, COST, NOT_NEGATIVE, OF_MODEL, POSITIVE, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, nested, under
 from polyfed.evaluation.scores import Predictor

@@ -23,7 +23,7 @@ from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import NO_GLOBAL
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, READING, NotSearched, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.conformal import ScoreCounts

@@ -26,8 +26,8 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
+from polyfed.core.option_checks import NOT_NEGATIVE, POSITIVE, READING, SearchRange
 from polyfed.core.request import Send, names_as_sent
-from polyfed.core.schema import NOT_NEGATIVE, POSITIVE, READING, SearchRange
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, mean_of, select, squared_distance, vector, weighted_sum
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

@@ -28,7 +28,7 @@ from polyfed.algorithms.base import IMAGES
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import NOT_NEGATIVE, PLACEBO, NotSearched, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, PLACEBO, NotSearched, SearchRange
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model

@@ -23,7 +23,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.core.schema import NOT_NEGATIVE, READING, NotSearched, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext

@@ -36,8 +36,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import MODALITIES, Message, carries, message
-from polyfed.core.request import Send
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     COST,
     FLAG,
@@ -47,6 +46,7 @@ from polyfed.core.schema import (
     ZERO_OR_ONE,
     SearchRange,
 )
+from polyfed.core.request import Send
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, nested, under
 from polyfed.federation.aggregation import aggregate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE, PROBABILITY
+from polyfed.core.option_checks import NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tree import SHARED, Tree, nested
 from polyfed.federation.replies import Replies
 

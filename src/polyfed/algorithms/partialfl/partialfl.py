@@ -38,8 +38,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.problems import Conflict
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     COST,
     IN_RECIPE,
@@ -51,6 +50,7 @@ from polyfed.core.schema import (
     NotSearched,
     SearchRange,
 )
+from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
 from polyfed.federation.context import ClientContext

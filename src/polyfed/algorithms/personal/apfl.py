@@ -25,8 +25,8 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
+from polyfed.core.option_checks import PLACEBO, PROBABILITY, SearchRange
 from polyfed.core.request import Send
-from polyfed.core.schema import PLACEBO, PROBABILITY, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.context import ClientContext

@@ -15,8 +15,8 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.option_checks import FLAG
 from polyfed.core.request import Accept
-from polyfed.core.schema import FLAG
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies

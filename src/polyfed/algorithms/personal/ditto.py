@@ -21,7 +21,7 @@ from polyfed.algorithms.averaging.private_blocks import epochs_of
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
-from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, SearchRange
+from polyfed.core.option_checks import COST, NOT_NEGATIVE, PLACEBO, SearchRange
 from polyfed.core.tree import Tree, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult

@@ -29,7 +29,7 @@ from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.personal import blocks as exchange
 from polyfed.algorithms.personal.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.core.batch import Batch
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     BELOW_ONE,
     COST,

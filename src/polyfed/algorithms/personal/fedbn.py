@@ -18,7 +18,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.private_blocks import NORMS, names_of
 from polyfed.algorithms.base import IMAGES, UPDATES
 from polyfed.core import keys
-from polyfed.core.schema import PLACEBO
+from polyfed.core.option_checks import PLACEBO
 from polyfed.model import Model
 
 

@@ -29,7 +29,7 @@ from polyfed.algorithms.personal.blocks import Blocks, Layout, Wanted, layouts, 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.schema import AT_LEAST_TWO, COST, NOT_NEGATIVE, PROBABILITY, NotSearched, SearchRange
+from polyfed.core.option_checks import AT_LEAST_TWO, COST, NOT_NEGATIVE, PROBABILITY, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
 from polyfed.federation.clock import Timetable

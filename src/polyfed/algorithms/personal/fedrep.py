@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import UPDATES
-from polyfed.core.schema import NOT_NEGATIVE, SearchRange
+from polyfed.core.option_checks import NOT_NEGATIVE, SearchRange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
+from polyfed.core.option_checks import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import AT_LEAST_ONE, COST, IN_RECIPE, PLACEBO, POSITIVE, SearchRange
 from polyfed.core.tree import Tree, add, clone, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.training import ClientData, TrainingResult

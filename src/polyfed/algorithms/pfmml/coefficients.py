@@ -222,22 +222,3 @@ def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
     """Return each device's coefficient for itself, (K,): the softmax of its row over the devices `among` (Eq. 4)."""
     total = logits.masked_fill(~among, -torch.inf).logsumexp(1)
     return (logits.diagonal() - total).exp()
-
-
-def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: int) -> Tensor:
-    """Run step 2: choose the devices that upload, bool (K,).
-
-    Args:
-        scores: the score of every device, (K,). If two devices have the same score, the device with the lower number
-            comes first.
-        able: devices that can upload, bool (K,).
-        ages: rounds since the last upload, (K,).
-        count: how many devices with the largest scores upload.
-        max_age: devices that reach this age also upload; 0 never forces an upload.
-    """
-    order = scores.masked_fill(~able, -torch.inf).argsort(descending=True, stable=True)
-    chosen = torch.zeros_like(able)
-    chosen[order[:count]] = True
-    if max_age:
-        chosen |= ages + 1 >= max_age
-    return chosen & able

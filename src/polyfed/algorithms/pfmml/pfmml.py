@@ -31,13 +31,13 @@ from polyfed.algorithms.pfmml.coefficients import (
     aggregate,
     learned,
     own_coefficients,
-    scheduled,
     shuffled,
 )
-from polyfed.algorithms.pfmml.deliveries import Deliveries
+from polyfed.algorithms.pfmml.copies_to_send import Deliveries
+from polyfed.algorithms.pfmml.scheduling import benefit_per_second, scheduled
 from polyfed.core import keys
+from polyfed.core.option_checks import COST, NOT_NEGATIVE, PLACEBO, READING, SearchRange
 from polyfed.core.request import Send
-from polyfed.core.schema import COST, NOT_NEGATIVE, PLACEBO, READING, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
 from polyfed.evaluation.scores import Measured
@@ -260,16 +260,12 @@ class Pfmml(Algorithm[PfmmlState]):
             seconds = cost_s
             if fed.clock is not None:
                 seconds = cost_s + (queued_bits + bits) / fed.clock.links.rates(fed.round).up_bps
-            scores = self._scores(1 - own_coefficients(entry.logits, among), seconds)
+            benefit = 1 - own_coefficients(entry.logits, among)
+            price = self.price_per_second if self.rule == "linear" else None
+            scores = benefit_per_second(benefit, seconds, price)
             chosen[block] = scheduled(scores, entry.owners, entry.ages, count, self.max_age)
             queued_bits = queued_bits + bits * chosen[block]
         return chosen
-
-    def _scores(self, benefit: Tensor, seconds: Tensor) -> Tensor:
-        """Return the score of every device, (K,)."""
-        if self.rule == "linear":
-            return benefit - self.price_per_second * seconds
-        return benefit / seconds.clamp(min=1e-12)  # without a network, `seconds` is 0, so only the benefit decides
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
         """Return T_D + T_C of every device in this round, (K,): the times to download its copies and to train."""

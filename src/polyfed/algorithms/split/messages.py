@@ -5,7 +5,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.messages import LABELS, Message, carries, message
-from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tree import Tree, nested, under
 from polyfed.model import Model
 from polyfed.training import TrainingResult

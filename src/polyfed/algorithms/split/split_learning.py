@@ -22,8 +22,8 @@ from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, CONFLICTS, Cut, ServerHalf, will_send
 from polyfed.core import keys
+from polyfed.core.option_checks import NotSearched
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import NotSearched
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

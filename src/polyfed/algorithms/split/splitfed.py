@@ -18,8 +18,8 @@ from typing_extensions import override
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, CONFLICTS, Cut, ServerHalf, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
+from polyfed.core.option_checks import IN_RECIPE, NotSearched
 from polyfed.core.problems import Conflict
-from polyfed.core.schema import IN_RECIPE, NotSearched
 from polyfed.core.tree import Tree, block_of, mean_of
 from polyfed.federation.clock import Timetable
 from polyfed.federation.context import ClientContext

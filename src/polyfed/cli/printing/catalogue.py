@@ -15,8 +15,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import ALTERS, Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.option_checks import SearchRange, Within, not_searched, search_ranges
 from polyfed.core.registry import find
-from polyfed.core.schema import SearchRange, Within, not_searched, search_ranges
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts

@@ -27,7 +27,7 @@ from polyfed.data.features.listing import Listing, Sample
 from polyfed.data.features.prepared import MANIFEST, Prepared, replace_file, sha256
 from polyfed.data.media import Clip, Extractor
 from polyfed.data.media.clip import Array
-from polyfed.data.reading.files import read_npy
+from polyfed.data.reading.array_files import read_npy
 
 Listener = Callable[..., None]
 """Called as `listener(event, **facts)`; events are prepare-started, clip-done, clip-skipped and prepare-finished."""

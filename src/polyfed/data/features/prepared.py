@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.core.errors import DataError
 from polyfed.data.columns import Column, Columns
 from polyfed.data.media import Extractor
-from polyfed.data.reading.files import Arrays
+from polyfed.data.reading.array_files import Arrays
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from polyfed.core.errors import RecipeError, require
-from polyfed.core.problems import Problems
-from polyfed.core.registry import find
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     AT_LEAST_TWO,
     BELOW_ONE,
@@ -18,6 +16,8 @@ from polyfed.core.schema import (
     check_ranges,
     check_shares,
 )
+from polyfed.core.problems import Problems
+from polyfed.core.registry import find
 from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.iid import SILOS, Sized
 

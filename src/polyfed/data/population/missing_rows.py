@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
-from polyfed.core.schema import share_of
+from polyfed.core.option_checks import share_of
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.base import refuse_targets
 from polyfed.data.partitions.shards import Shards

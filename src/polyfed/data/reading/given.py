@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.schema import BELOW_ONE, checked
+from polyfed.core.option_checks import BELOW_ONE, checked
 from polyfed.data.column_rules import ColumnRule, rules_of
 from polyfed.data.columns import Standardise
 from polyfed.data.reading.row_facts import as_array

@@ -38,7 +38,7 @@ from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.own.hugging_face import HuggingFace
 from polyfed.data.sources.own.memory import Memory
 from polyfed.data.sources.own.npz import Npz
-from polyfed.data.sources.own.table import Table
+from polyfed.data.sources.own.table_files import Table
 from polyfed.data.sources.own.toy import Toy
 from polyfed.data.sources.pictures.av_mnist import AvMnist
 from polyfed.data.sources.pictures.cg_digits import CgDigits

@@ -18,7 +18,7 @@ from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Extractor
-from polyfed.data.reading.files import existing
+from polyfed.data.reading.array_files import existing
 from polyfed.data.sources.base import Source
 
 

@@ -12,7 +12,7 @@ from polyfed.algorithms import NAMED
 from polyfed.core.errors import DataError, NotAllowed, RecipeError, did_you_mean
 from polyfed.core.registry import Allowance, name_of
 from polyfed.core.tasks import parts
-from polyfed.deploy.device.arrays import ELSEWHERE, check_arrays, joined_arrays, named_arrays, standard
+from polyfed.deploy.device.allowed_arrays import ELSEWHERE, check_arrays, joined_arrays, named_arrays, standard
 from polyfed.experiment.recipes.overrides import called
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table

@@ -12,10 +12,10 @@ from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.column_fitting import Statistics, agreed, encoded, fits, read_tables, statistics
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
-from polyfed.data.reading.files import Arrays
+from polyfed.data.reading.array_files import Arrays
 from polyfed.data.row_groups import group_codes
 from polyfed.data.sources.own.npz import ROWS, Npz
-from polyfed.deploy.device.arrays import ELSEWHERE
+from polyfed.deploy.device.allowed_arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import WHERE, NodeConfig
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.recipes.defaults import scaled

@@ -13,7 +13,7 @@ from typing import Any
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
-from polyfed.deploy.device.arrays import ELSEWHERE
+from polyfed.deploy.device.allowed_arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import (
     NodeConfig,
     check_held,

@@ -33,7 +33,7 @@ from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.evaluation.conformal import subsets_in
 from polyfed.federation.client_ranks import ClientRanks
-from polyfed.federation.message_validation import Receiver, ReplyValidator
+from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
@@ -246,7 +246,7 @@ class ClientRuntime:
         template = {name: value for name, value in template.items() if name not in private}
         classes = engine.population.columns.num_classes
         everyone = tuple(engine.model.shapes)
-        validator = ReplyValidator(template, engine.model, everyone, engine.objective, classes)
+        validator = MessageValidator(template, engine.model, everyone, engine.objective, classes)
         num_rows = max(len(engine.rows(client)), *(len(engine.own_rows(client, kind)) for kind in HELD_OUT))
         shapes, may_lack = self.ranks.shapes(client), method.may_lack(request.name)
         receiver = Receiver(engine.registry.owned(client), num_rows, shapes, may_lack)

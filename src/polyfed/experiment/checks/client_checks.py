@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.data import Population
 from polyfed.experiment.checks.sum_checks import refuse_single_replies, refuse_small_blocks
+from polyfed.experiment.recipes.cross_checks import refuse_breaches
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.section_checks import refuse_breaches
 from polyfed.privacy.egress.limits import NO_LIMITS
 
 

@@ -11,7 +11,7 @@ from polyfed.algorithms.averaging.fednova import FedNova
 from polyfed.algorithms.averaging.fedprox import FedProx
 from polyfed.algorithms.averaging.hfl import Hfl
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.hfm.vertical import Vertical
+from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.algorithms.personal.fedamp import FedAmp

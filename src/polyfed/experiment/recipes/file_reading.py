@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import DataError, RecipeError, command, counted
+from polyfed.core.option_checks import checked
 from polyfed.core.problems import Problems
-from polyfed.core.schema import checked
 from polyfed.data import Columns
 from polyfed.data.column_rules import rules_of
+from polyfed.data.reading.array_files import Arrays, existing
 from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids
-from polyfed.data.reading.files import Arrays, existing
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
-from polyfed.data.sources.own.table import SUFFIXES, Dialect, Table, read, word_columns
+from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
 from polyfed.experiment.recipes.parts import build
 
 if TYPE_CHECKING:

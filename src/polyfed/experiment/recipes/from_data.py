@@ -12,7 +12,7 @@ import numpy as np
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import ModelError, PolyfedWarning, RecipeError, did_you_mean
-from polyfed.core.schema import checked
+from polyfed.core.option_checks import checked
 from polyfed.core.vocabulary import argument_for
 from polyfed.data import Source
 from polyfed.data.columns import Columns

@@ -9,9 +9,9 @@ from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
+from polyfed.core.option_checks import checked, choices, key_of, ranges, sifted
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
-from polyfed.core.schema import checked, choices, key_of, ranges, sifted
 from polyfed.data import ClientsSpec
 from polyfed.experiment.recipes.presets import with_preset
 from polyfed.experiment.recipes.sections import PARTS, SECTIONS, misplaced

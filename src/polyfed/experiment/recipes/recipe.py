@@ -14,16 +14,16 @@ from typing import Annotated, Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
+from polyfed.core.option_checks import NOT_NEGATIVE, checked
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
-from polyfed.core.schema import NOT_NEGATIVE, checked
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.data import PARTITIONS, ClientsSpec
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
+from polyfed.experiment.recipes.cross_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.recipes.line_numbers import in_file
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.parts import algorithm_of, build, class_of, egress_of
-from polyfed.experiment.recipes.section_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.recipes.sections import PARTS, SECTIONS, refuse_unknown
 from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, EngineSpec, StopSpec
 from polyfed.experiment.results.display import recipe_html, recipe_line

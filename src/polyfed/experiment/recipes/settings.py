@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import AT_LEAST_ONE, EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

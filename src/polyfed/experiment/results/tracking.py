@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import check_ranges
+from polyfed.core.option_checks import check_ranges
 from polyfed.experiment.running.events import INTERRUPTED, Listener
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.checks.sum_checks import refuse_few_replies, refuse_small_cohorts
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
+from polyfed.experiment.recipes.cross_checks import check_model, refuse_idle_batches
 from polyfed.experiment.recipes.defaults import guesses_of, scaled, with_encoders
 from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.section_checks import check_model, refuse_idle_batches
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
 from polyfed.experiment.running.column_statistics import book, refuse_unnoised

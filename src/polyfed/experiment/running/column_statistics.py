@@ -17,7 +17,7 @@ from polyfed.core.messages import Crossing
 from polyfed.data.column_fitting import Features, Statistics, Told
 from polyfed.data.column_rules import Feature, rules_of, suggestion
 from polyfed.data.sources.own.npz import Npz
-from polyfed.data.sources.own.table import Table
+from polyfed.data.sources.own.table_files import Table
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.privacy.egress.announcement import Announced
 from polyfed.privacy.egress.ledger import Entry, Ledger

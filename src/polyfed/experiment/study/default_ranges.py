@@ -9,8 +9,8 @@ from typing import Any
 from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.option_checks import ranges, search_ranges
 from polyfed.core.registry import find
-from polyfed.core.schema import ranges, search_ranges
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.study.ranges import Range, at, entry_of, put, sets
 

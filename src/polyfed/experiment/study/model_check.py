@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.data import Columns
+from polyfed.experiment.recipes.cross_checks import check_model
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.recipes.section_checks import check_model
 from polyfed.experiment.recipes.task_choice import prepared, with_task
 from polyfed.experiment.running.assembly import model_of
 from polyfed.privacy.egress.policy import Policy

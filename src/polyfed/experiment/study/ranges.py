@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, check_ranges, checked
+from polyfed.core.option_checks import AT_LEAST_TWO, POSITIVE, check_ranges, checked
 
 WHOLE = ("kind", "name")
 """Keys that name a class. The options in a table with such a key depend on the class."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.schema import checked
+from polyfed.core.option_checks import checked
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.study.default_ranges import default_space
 from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of

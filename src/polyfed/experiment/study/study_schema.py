@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, between, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, between, check_ranges
 from polyfed.experiment.study.ranges import values_of
 
 LISTED = ("grid", "latin")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from polyfed.core.masked import LONG, masked_class
 from polyfed.core.messages import Declared, Message, tensors
-from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, Within, check_ranges
+from polyfed.core.option_checks import AT_LEAST_TWO, POSITIVE, Within, check_ranges
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.federation.context import ClientContext

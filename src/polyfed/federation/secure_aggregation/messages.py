@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, carries, message, tensors
+from polyfed.core.option_checks import NOT_NEGATIVE, between
 from polyfed.core.request import Accept
-from polyfed.core.schema import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.privacy.masks import KEY, SEED, TAG
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
-from polyfed.core.schema import INSIDE, POSITIVE, Within, check_ranges
+from polyfed.core.option_checks import INSIDE, POSITIVE, Within, check_ranges
 
 DELTA = Within(f"{INSIDE.words}, such as 1e-3", INSIDE.holds)
 

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 from typing_extensions import override
 
 from polyfed.core.errors import EgressError
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
+from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import steps_trained
 

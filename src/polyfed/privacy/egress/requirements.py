@@ -26,8 +26,8 @@ from torch import Tensor
 
 from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS, Declared, Message
+from polyfed.core.option_checks import AT_LEAST_TWO, POSITIVE, Within, check_ranges, checked
 from polyfed.core.privacy_noise import STEPS, discrete_gaussian
-from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, Within, check_ranges, checked
 from polyfed.objective import Objective
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.privacy.differential.section import DELTA

@@ -8,7 +8,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.report.comparison.compare import Comparison, Group
 from polyfed.report.comparison.labels import flat, without_placebo
-from polyfed.report.comparison.significance import MeanRanks, Test, holm, mean_ranks, paired
+from polyfed.report.comparison.paired_tests import MeanRanks, Test, holm, mean_ranks, paired
 from polyfed.report.scores import Metric, first_metric
 
 DEFAULTS = ("global.accuracy", "personal.mean")

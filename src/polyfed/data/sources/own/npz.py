@@ -8,12 +8,12 @@ import numpy as np
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError, require
+from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
-from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.column_rules import Feature, rules_of
 from polyfed.data.columns import Columns, Standardise
+from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
-from polyfed.data.reading.files import Arrays, stored_name
 from polyfed.data.reading.frames import Joined, joined
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.values import Layout

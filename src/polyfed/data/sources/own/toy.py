@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import require
-from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, BELOW_ONE, check_ranges
 from polyfed.data.columns import Column, Columns
 from polyfed.data.population.splits import stratified
 from polyfed.data.sources.base import Facts, Source

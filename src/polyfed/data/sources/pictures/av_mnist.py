@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError
-from polyfed.core.schema import FRACTION, check_ranges
+from polyfed.core.option_checks import FRACTION, check_ranges
 from polyfed.data.column_scaling import standardised
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.population.splits import subset
-from polyfed.data.reading.files import Arrays, existing
+from polyfed.data.reading.array_files import Arrays, existing
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typing_extensions import override
 
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, check_ranges
 from polyfed.data.media import Extractor
 from polyfed.data.media.embedding import ImageKind, TextKind, image_extractor, text_extractor
 from polyfed.data.sources.media_set import MediaSet, check_modalities

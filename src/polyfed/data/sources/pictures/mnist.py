@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN
-from polyfed.data.reading.files import Arrays, existing, read_idx
+from polyfed.data.reading.array_files import Arrays, existing, read_idx
 
 LAYOUT = (
     "an .npz with image, label, split (or Keras' x_train, y_train, x_test, y_test), or a folder with it as "

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
-from polyfed.data.reading.files import existing, stored_name
+from polyfed.data.reading.array_files import existing, stored_name
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures.picture_files import SUFFIXES, read_picture
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError
-from polyfed.data.reading.files import existing
+from polyfed.data.reading.array_files import existing
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError
-from polyfed.core.schema import between, check_ranges
+from polyfed.core.option_checks import between, check_ranges
 from polyfed.data.columns import LEFT_OUT
 from polyfed.data.features.listing import Listing, Sample, folder
 from polyfed.data.features.prepared import Prepared

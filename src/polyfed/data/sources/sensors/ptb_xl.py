@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from polyfed.core.errors import DataError
-from polyfed.core.schema import check_ranges
+from polyfed.core.option_checks import check_ranges
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip, Ecg, Extractor

@@ -10,10 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
-from polyfed.core.schema import check_ranges
+from polyfed.core.option_checks import check_ranges
 from polyfed.data.column_scaling import standardised
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
-from polyfed.data.reading.files import Arrays, existing
+from polyfed.data.reading.array_files import Arrays, existing
 from polyfed.data.sources.base import Facts, Source
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from typing_extensions import override
 
 from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram

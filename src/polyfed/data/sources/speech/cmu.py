@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column, Columns
-from polyfed.data.reading.files import Arrays, existing
+from polyfed.data.reading.array_files import Arrays, existing
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.media_set import check_modalities
 

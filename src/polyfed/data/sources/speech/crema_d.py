@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
+from polyfed.core.option_checks import AT_LEAST_ONE, between, check_ranges
 from polyfed.data.columns import TEST, TRAIN
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, records
 from polyfed.data.features.prepared import Prepared

@@ -6,8 +6,8 @@ from typing import Any
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
+from polyfed.core.option_checks import key_of
 from polyfed.core.problems import Problems
-from polyfed.core.schema import key_of
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.training.optimisers import Train

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
+from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
-from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.column_rules import rules_of
 from polyfed.data.columns import Columns, Standardise
+from polyfed.data.reading.array_files import check_expansion, existing
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
-from polyfed.data.reading.files import check_expansion, existing
 from polyfed.data.reading.frames import drafted
 from polyfed.data.reading.given import Given, Partial
 from polyfed.data.reading.values import Layout

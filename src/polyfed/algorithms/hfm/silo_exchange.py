@@ -60,9 +60,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import Message
-from polyfed.core.problems import Conflict
-from polyfed.core.request import Task, names_as_sent
-from polyfed.core.schema import (
+from polyfed.core.option_checks import (
     AT_LEAST_ONE,
     COST,
     FRACTION,
@@ -73,6 +71,8 @@ from polyfed.core.schema import (
     NotSearched,
     SearchRange,
 )
+from polyfed.core.problems import Conflict
+from polyfed.core.request import Task, names_as_sent
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
 from polyfed.evaluation.scores import OwnScore, Predictor, own_score, possible

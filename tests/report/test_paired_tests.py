@@ -12,8 +12,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.report import compare, evidence, write_figures
 from polyfed.report.comparison import tables as comparison_tables
 from polyfed.report.comparison.paired_differences import Difference, Evidence
+from polyfed.report.comparison.paired_tests import critical_difference, holm, mean_ranks, paired
 from polyfed.report.comparison.score_against_cost import price_charts
-from polyfed.report.comparison.significance import critical_difference, holm, mean_ranks, paired
 from polyfed.report.scores import Metric
 
 

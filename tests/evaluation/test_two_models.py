@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from polyfed.evaluation.paired import delong, mcnemar, paired_bootstrap
+from polyfed.evaluation.two_models import delong, mcnemar, paired_bootstrap
 
 
 def scores(n: int, ties: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
