@@ -2,8 +2,8 @@
 
 Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as described by a reproduction report. This file is
 the horizontal half of the method. The vertical half, training inside silos, is `silo_exchange.py`. In a round, the
-server broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages encoders
-and heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
+server broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages
+encoders and heads over the silos, weighted by rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
