@@ -119,7 +119,7 @@ def test_predictions_and_exports_are_of_the_personal_model(options: dict[str, in
     with pytest.raises(RecipeError, match="no global model"):
         run.params  # noqa: B018
     hits = {}
-    back = polyfed.load_model(run.export(tmp_path / "model"), imports=["world.*"])
+    back = polyfed.load_model(run.export(tmp_path / "model"), imports=["polyfed.laws.federation.*", "world.*"])
     later = polyfed.load_run(tmp_path / "run")
     for client in parts.fed.clients.tested:
         rows = parts.population.test[client]

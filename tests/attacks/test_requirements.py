@@ -135,8 +135,6 @@ REFUSALS = [
     (EPSILON, text(LOCAL.replace("0.01", "0.3") + "epsilon = 2.0\n"), "at delta = 0.001, and the 2 rounds"),
     (EPSILON, text(LOCAL.replace("0.5", "1e-30") + NOISE), "clip_norm = 1e-30, where rounding errors"),
     (EPSILON + 'unit = "example"', text(EXAMPLE + NOISE, "epochs = 90"), "the 2 rounds of the recipe spend"),
-    (EPSILON, text(LOCAL + NOISE).replace('"fedavg"', '"fedproto"').replace('aggregation = "uniform"', ""), "fedproto"),
-    (EPSILON, text(LOCAL + NOISE).replace('"fedavg"', '"cmsfed"'), 'gradient_split = "delta"'),
     (EPSILON + "secure_aggregation = true", text(LOCAL + NOISE), "the recipe has no section [secure_aggregation]"),
 ]
 
@@ -153,6 +151,26 @@ def test_a_device_refuses_a_recipe_that_lacks_the_protection(
         assert str(answer.header["reason"]).startswith("client 1 refused the recipe: [require] ")
         assert words in str(answer.header["reason"])
         assert not answer.body
+    assert not left(server.devices)
+
+
+UNREADABLE = [
+    (text(LOCAL + NOISE).replace('"fedavg"', '"fedproto"').replace('aggregation = "uniform"', ""), "fedproto"),
+    (text(LOCAL + NOISE).replace('"fedavg"', '"cmsfed"'), "gradient_split = 'delta'"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "words"), UNREADABLE)
+def test_no_device_reads_a_recipe_whose_method_cannot_honour_its_own_protection(
+    recipe: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Hostile(device(tmp_path, EPSILON, text("")))
+    server.sends(recipe)
+    for answer in (server.enrol(), server.ask()):
+        assert answer.header["verdict"] == FAILED
+        assert "the recipe cannot be read there" in str(answer.header["reason"])
+        assert not answer.body
+    assert words in caplog.text
     assert not left(server.devices)
 
 

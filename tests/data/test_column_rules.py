@@ -266,7 +266,10 @@ def test_what_clients_tell_is_announced_and_booked_and_the_policy_decides(tmp_pa
 @pytest.mark.parametrize(
     "section",
     [
-        {"privacy": {"unit": "client", "epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}},
+        {
+            "privacy": {"unit": "client", "epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0},
+            "algorithm": {"name": "fedavg", "aggregation": "uniform"},
+        },
         {"secure_aggregation": {}},
     ],
 )

@@ -346,9 +346,12 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
     ("changes", "said"),
     [
         ({"clients": {"num": 4}}, "no client has validation rows.*validation = 0.2"),
-        ({"task": {"name": "retrieval"}}, "sets are for the task 'classification', and intervals for 'regression'"),
+        ({"task": {"name": "retrieval"}}, "sets are for classes, and intervals for numbers"),
         ({"evaluate": {"conformal": "mondrian"}}, "conformal = 'mondrian'"),
-        ({"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}}, "predict together in 'hfm', none alone"),
+        (
+            {"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}},
+            "because the devices of a silo predict",
+        ),
         (
             {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},
             "no row lacks one",

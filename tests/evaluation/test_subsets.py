@@ -170,7 +170,7 @@ def test_under_secure_aggregation_only_sums_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": {"name": "retrieval"}}, "subsets = 'all': the task compares the embeddings of two modalities"),
+        ({"task": {"name": "retrieval"}}, "the task compares the embeddings of two modalities"),
         ({"data": {"name": "toy", "shapes": {"a": [4]}}}, "subsets = 'all': the data has one modality, 'a'"),
         ({"clients": {"missing_rows_test": {"a": 1.0}}}, "no test row has 'a', so no subset with it can be scored"),
         ({"evaluate": {"subsets": "every"}}, "subsets = 'every'"),

@@ -21,7 +21,9 @@ from polyfed.experiment.running.assembly import Assembly
 from polyfed.start import run
 from world import AWKWARD, algorithm, played, recipe
 
-AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging) and not cls.private)
+AVERAGING = sorted(
+    name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging) and not cls.private and cls.sends_class_means
+)
 PRIVATE = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging) and cls.private)
 MODE = Evaluation(every=0, unimodal="prototype")
 ALLOWED = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b")}

@@ -159,6 +159,7 @@ OPTIONS = {
     "fedproto": {"mode": "mm_fedavg"},
     "fedmsplit": {"mode": "block_mean"},
     "fedogm": {"scale_params": "all_weights"},
+    "mfedmc": {"uploads": 2, "client_share": 1.0},
 }
 PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
 

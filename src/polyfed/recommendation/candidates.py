@@ -102,8 +102,8 @@ class Planner:
         self.table |= {"server": server} if server else {}
         if self.policy is not None:
             self._take_policy(self.policy)
-        plain = _quiet({**self.table, "algorithm": {"name": "fedavg"}})
-        self.metrics = self.metrics or default_metrics(self.table, headline_of(with_task(plain, self.columns))["score"])
+        if not self.metrics:
+            self.metrics = default_metrics(self.table, headline_of(with_task(self._plain(), self.columns))["score"])
         clients = self.table.setdefault("clients", {})
         if not clients.get("validation") and not len(self.columns.rows(VALIDATION)):
             clients["validation"] = VALIDATION_SHARE
@@ -111,10 +111,17 @@ class Planner:
     @cached_property
     def columns(self) -> Columns:
         """The data."""
-        recipe = _quiet({**self.table, "algorithm": {"name": "fedavg"}})
+        recipe = self._plain()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return stacked(recipe.data.load(), recipe.stack)
+
+    def _plain(self) -> Recipe:
+        """Return the recipe with FedAvg, which every section that does not depend on the method accepts."""
+        own = {"name": "fedavg", **self._private_options(ALGORITHMS["fedavg"])}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return parse_recipe({**self.table, "algorithm": own})
 
     def _take_policy(self, path: Path) -> None:
         """Replace the recipe's policy by that of the devices, as far as it speaks of the recipe's modalities."""
@@ -252,9 +259,3 @@ def _reply_bytes(checked: Check) -> int:
         if row.task not in EVALUATES:
             sizes[row.task] += round((row.bytes or 0) + row.bytes_per_row * rows)
     return max(sizes.values(), default=0)
-
-
-def _quiet(table: Mapping[str, Any]) -> Recipe:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return parse_recipe(table)

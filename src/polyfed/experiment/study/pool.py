@@ -179,6 +179,7 @@ class RayPool:
     def __enter__(self) -> Self:
         self._ray = self.cluster.connect()
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.cluster.refuse_folder(self.folder)
         except BaseException:
             self.cluster.close()
