@@ -551,7 +551,7 @@ def test_work_is_counted_for_a_devices_own_modalities_and_its_mini_batch_only() 
             noted[client] = noted.get(client, 0.0) + count
     rows = int(parts.fed.clients.num_rows[0])
     batch = max(1, round(0.5 * rows))
-    # an exchange: embeddings before and after, and 3 steps at three passes each, also through the other's part of the head
+    # an exchange: embeddings before and after, and 3 steps at three passes each, these through the whole first layer
     for client, (modality, other) in enumerate(("ab", "ba")):
         own = flops[modality] + flops["shared"]
         assert noted[client] == pytest.approx(2 * batch * (2 * own + 3 * 3 * (own + parts.model.part_flops(other))))
