@@ -18,11 +18,12 @@ from engines.devices import RECIPE, Devices
 from polyfed.cli import main
 from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
 from polyfed.deploy import write_app, write_nodes
+from polyfed.deploy.app_folder import placed
 from polyfed.deploy.credentials import _authority, _server, write_credentials
 from polyfed.deploy.device.configuration import NodeConfig, node_from, policy_on
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.local_federation import finished
-from polyfed.deploy.server.server import only_server, placed, serve
+from polyfed.deploy.server.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.server.server_process import LAST_WORD, _address, _refuses, speak_last
 from polyfed.engines.protocol import hello

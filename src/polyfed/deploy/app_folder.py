@@ -4,7 +4,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
-from polyfed.deploy.server.server import placed
 from polyfed.experiment.checks.check import refuse_large
+from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, population_of
@@ -48,6 +48,18 @@ RECIPE = Path(__file__).with_name("recipe.toml")
 
 server = server_app(lambda transport, config: serve(RECIPE, transport, config, execute))
 '''
+
+
+def placed(recipe: Recipe, data: str = "") -> Recipe:
+    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any.
+
+    Raises:
+        RecipeError: options of the recipe cannot go together in a deployment.
+    """
+    source = replace(recipe.data, path=data) if data else recipe.data
+    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+    refuse_conflicts(recipe, deployed=True)
+    return recipe
 
 
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:

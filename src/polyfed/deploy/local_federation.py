@@ -18,7 +18,7 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.system.files import RECIPE as RUN_RECIPE
 from polyfed.core.system.files import RESULT
 from polyfed.core.system.stop_signals import handling, interrupt
-from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
+from polyfed.deploy.app_folder import data_of, node_config, placed, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.allowed_arrays import array_names
 from polyfed.deploy.launch import CONNECTION
@@ -31,7 +31,7 @@ from polyfed.deploy.processes import (
     loopback_without_proxy,
     signal_group,
 )
-from polyfed.deploy.server.server import ERROR, placed
+from polyfed.deploy.server.server import ERROR
 from polyfed.engines.flower import QUIET
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.lock import alone_in

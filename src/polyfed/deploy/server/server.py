@@ -8,13 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
 from polyfed.data import Population
+from polyfed.deploy.app_folder import placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
@@ -22,7 +22,6 @@ from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
-from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.results.records import Records
@@ -71,18 +70,6 @@ _T = TypeVar("_T")
 
 Execute = Callable[..., _T]
 """The type of `polyfed.experiment.running.loop.execute`, which sets up a run and executes all of its rounds."""
-
-
-def placed(recipe: Recipe, data: str = "") -> Recipe:
-    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any.
-
-    Raises:
-        RecipeError: options of the recipe cannot go together in a deployment.
-    """
-    source = replace(recipe.data, path=data) if data else recipe.data
-    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
-    refuse_conflicts(recipe, deployed=True)
-    return recipe
 
 
 def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Execute[_T]) -> _T:
