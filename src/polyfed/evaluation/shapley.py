@@ -5,7 +5,7 @@ Research 36 (2009).
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -69,10 +69,14 @@ def shapley(
 
 
 def _exact(players: Sequence[P], player: P, value: Callable[[frozenset[P]], float]) -> float:
+    return math.fsum(
+        weight * (value(coalition | {player}) - value(coalition)) for coalition, weight in coalitions(players, player)
+    )
+
+
+def coalitions(players: Sequence[P], player: P) -> Iterator[tuple[frozenset[P], float]]:
+    """Yield every coalition of the other players, and the weight of what the player adds to it in its Shapley value."""
     others = [other for other in players if other != player]
-    gains = []
     for mask in range(1 << len(others)):
         coalition = frozenset(other for place, other in enumerate(others) if mask >> place & 1)
-        weight = 1 / (len(players) * math.comb(len(others), len(coalition)))
-        gains.append(weight * (value(coalition | {player}) - value(coalition)))
-    return math.fsum(gains)
+        yield coalition, 1 / (len(players) * math.comb(len(others), len(coalition)))

@@ -20,6 +20,7 @@ fusion, with zeros for the other modalities. The fusion is trained once a round,
 recency of an encoder counts from when it was sent, not from when it was offered. Page: docs/algorithms/mfedmc.md.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ from polyfed.core.option_checks import (
 from polyfed.core.request import Send
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, nested, under
-from polyfed.federation.aggregation import aggregate
+from polyfed.evaluation.shapley import coalitions
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -230,13 +231,6 @@ class MFedMC(Averaging[UploadState]):
         return dict(sorted(found.items()))
 
     @override
-    def merge(self, state: UploadState, replies: Replies, fed: Federation) -> UploadState:
-        mean = aggregate(replies, "params", self.weights(replies, fed), state.params, self.server, None)
-        trainable = fed.context.model.trainable(state.params)
-        params, moments = self.server.apply(state.params, mean, state.moments, trainable)
-        return state.with_(params=params, moments=moments)
-
-    @override
     def observe(self, state: UploadState) -> dict[str, float]:
         return super().observe(state) | {f"uploads.{m}": float(num) for m, num in state.uploads.items()}
 
@@ -351,15 +345,10 @@ def shapley(players: Sequence[str], worth: Callable[[frozenset[str]], Tensor]) -
         players: the players, here modalities.
         worth: the value of a coalition; it is called once for each of the 2^M.
     """
-    masks = [
-        frozenset(p for place, p in enumerate(players) if number >> place & 1) for number in range(2 ** len(players))
-    ]
-    value = {mask: worth(mask) for mask in masks}
+    value = functools.cache(worth)
     found = {}
     for player in players:
-        without = [mask for mask in masks if player not in mask]
-        share = {mask: 1 / (len(players) * math.comb(len(players) - 1, len(mask))) for mask in without}
-        gains = [share[mask] * (value[mask | {player}] - value[mask]) for mask in without]
+        gains = [w * (value(mask | {player}) - value(mask)) for mask, w in coalitions(players, player)]
         found[player] = torch.stack(gains).sum(0)
     return found
 
