@@ -11,7 +11,6 @@ import pytest
 
 import polyfed
 from polyfed.algorithms import ALGORITHMS
-from polyfed.cli import main
 from polyfed.cli.printing.catalogue import crossings, hyper_parameters, options
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import SOURCES
@@ -47,19 +46,6 @@ def recipe(tmp_path):
     path = tmp_path / "digits.toml"
     path.write_text(RECIPE)
     return str(path)
-
-
-@pytest.fixture
-def polyfed_command(capsys):
-    """Calls the command; gives exit code, standard output and standard error."""
-
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
 
 
 def test_a_warning_of_ours_is_one_line_without_source(polyfed_command, recipe):

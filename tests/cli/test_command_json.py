@@ -10,24 +10,12 @@ import click
 import pytest
 import typer.main
 
-from polyfed.cli import main
 from polyfed.cli.application import app
 from polyfed.cli.doctor import problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes" / "fedavg-cg-digits.toml")
 SMALL = ("--set", "rounds=2")
-
-
-@pytest.fixture
-def polyfed_command(capsys):
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
 
 
 def verbs(group: click.Command, head: tuple[str, ...] = ()) -> dict[tuple[str, ...], click.Command]:
