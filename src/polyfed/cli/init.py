@@ -11,7 +11,7 @@ from polyfed.cli.printing import catalogue
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.core.tree import SHARED
 from polyfed.data.column_rules import rules_of
 from polyfed.experiment.recipes.first_recipe import starter
@@ -103,7 +103,7 @@ def lines_for(name: str | None) -> str:
         own = needs.get(section, {})
         held = {} if "partition" in own else _BASE.get(section, {})
         told = f"  # {name} needs {', '.join(own)}" if own else ""
-        lines += ["", f"[{section}]{told}", *(f"{key} = {_toml(value)}" for key, value in {**held, **own}.items())]
+        lines += ["", f"[{section}]{told}", *(f"{key} = {toml_value(value)}" for key, value in {**held, **own}.items())]
     lines += ["", "[algorithm]", f'name = "{name}"']
     needed = egress_of(name)
     if not needed:
@@ -114,12 +114,6 @@ def lines_for(name: str | None) -> str:
         if block in _MEANS:
             lines[-len(row) - 1] += f"  # {_MEANS[block]}"
     return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())} }}"
-    return json.dumps(value)
 
 
 def egress_of(name: str) -> dict[str, dict[str, list[str]]]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
+from polyfed.core.system.json_and_toml import toml_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -308,7 +309,7 @@ def _stamp(start: str, where: str) -> "pd.Timestamp":
 
 def suggestion(entries: Mapping[str, str | Mapping[str, Any]]) -> str:
     """Return how to write rules for these columns, in a recipe and in Python: the end of an error text."""
-    lines = ", ".join(f"{_key(column)} = {_toml(entry)}" for column, entry in entries.items())
+    lines = ", ".join(f"{_key(column)} = {toml_value(entry)}" for column, entry in entries.items())
     plain = {column: dict(entry) if isinstance(entry, Mapping) else entry for column, entry in entries.items()}
     return f"[data] columns = {{ {lines} }} (in Python: columns={plain!r})"
 
@@ -316,9 +317,3 @@ def suggestion(entries: Mapping[str, str | Mapping[str, Any]]) -> str:
 def _key(name: str) -> str:
     bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
     return name if bare else json.dumps(name, ensure_ascii=False)
-
-
-def _toml(entry: str | Mapping[str, Any]) -> str:
-    if isinstance(entry, str):
-        return json.dumps(entry)
-    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in entry.items())} }}"

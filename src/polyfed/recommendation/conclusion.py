@@ -301,11 +301,11 @@ def _p(value: float | None) -> str:
 
 
 def _seeds(n: int) -> str:
-    return f"{n} seed" if n == 1 else f"{n} seeds"
+    return counted(n, "seed", "seeds")
 
 
 def _more(n: int) -> str:
-    return "1 more seed" if n == 1 else f"{n} more seeds"
+    return counted(n, "more seed", "more seeds")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Parse JSON and TOML files that another person may have written or damaged.
+"""Parse JSON and TOML files that another person may have written or damaged, and write values of TOML.
 
 A file can be valid JSON or TOML and still crash the code that uses its values: a very deep nesting breaks code that
 walks through the values, and an integer of thousands of digits cannot become a float. The functions here refuse such a
@@ -8,7 +8,7 @@ file with a ValueError, as if it were invalid.
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MOST_DEPTH = 200
@@ -56,6 +56,15 @@ def parse_toml(text: str) -> dict[str, Any]:
         shown = f", which reads: {line:.80}" if line.isprintable() and line else ""
         raise ValueError(f"{error}{shown}. {CAUSES}") from None
     return table
+
+
+def toml_value(value: Any) -> str:
+    """Return a value on one line of TOML: a string, a number, a list, or an inline table with bare keys."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {toml_value(entry)}' for key, entry in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse_long_keys(text: str) -> None:

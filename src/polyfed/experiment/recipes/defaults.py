@@ -7,6 +7,7 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, ModelError
 from polyfed.core.problems import Problems
+from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import fitted
 from polyfed.data.token_ids import WHOLE, vocabulary_of, whole_numbers
@@ -157,13 +158,7 @@ def encoder_text(spec: EncoderSpec) -> str:
     """Return the entry of [model.encoders] that gives this encoder, with the options that are not defaults."""
     defaults: Mapping[str, object] = {name: field.default for name, field in type(spec).__dataclass_fields__.items()}
     options = {k: v for k, v in vars(spec).items() if k == "kind" or v != defaults.get(k)}
-    return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in options.items())} }}"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in options.items())} }}"
 
 
 def _check_tokens(data: str, name: str, column: Column, vocabulary: int | None, cure: str) -> None:

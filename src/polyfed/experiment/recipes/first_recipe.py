@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from polyfed.core.errors import PolyfedWarning
-from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Columns
 from polyfed.data.column_scaling import uneven_modalities
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
@@ -96,10 +96,10 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "",
         "[data]",
         f"name = {json.dumps(name)}",
-        *(f"{key} = {_toml(value)}" for key, value in table.items()),
+        *(f"{key} = {toml_value(value)}" for key, value in table.items()),
         "",
         f"[clients]  # {words}",
-        *(f"{key} = {_toml(value)}" for key, value in clients.items()),
+        *(f"{key} = {toml_value(value)}" for key, value in clients.items()),
         "",
         "[model]",
         "embedding = 64  # width of what each encoder gives",
@@ -191,11 +191,3 @@ def _clients(columns: Columns, table: Mapping[str, Any], task: str | None) -> tu
             f"'{table.get('client', 'client')}' has hardly any value twice, so {count} clients share the rows evenly"
         )
     return {"partition": "iid", "num": count} | held, words
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)

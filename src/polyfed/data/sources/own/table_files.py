@@ -16,6 +16,7 @@ from typing_extensions import override
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
+from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data.column_rules import rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.array_files import check_expansion, existing
@@ -167,7 +168,9 @@ class Table(Source):
             if not groups:
                 rest = "".join(f". {sentence[0].upper()}{sentence[1:]}" for sentence in guess.left_out)
                 raise DataError(f"'{path}' has no column of numbers beside the labels{rest}")
-            lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
+            lines = ", ".join(
+                f"{name} = {toml_value(group[0] if len(group) == 1 else group)}" for name, group in groups.items()
+            )
             raise RecipeError(
                 f"data.modalities is empty; from the names of the columns of '{path}' it could be "
                 f"modalities = {{ {lines} }}",
@@ -467,7 +470,3 @@ def _header(path: Path, dialect: Dialect, problems: Problems) -> list[str]:
         names = ", ".join(map(repr, doubled))
         problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))
     return header
-
-
-def _toml(group: list[str]) -> str:
-    return json.dumps(group[0] if len(group) == 1 else group)
