@@ -31,7 +31,7 @@ from polyfed.deploy.credentials import (
     write_credentials,
 )
 from polyfed.deploy.launch import care_for_certificate
-from polyfed.engines.flower.server.public_port import Chain
+from polyfed.transport.web import Chain
 
 
 def credentials(folder: Path, days: int) -> Path:

@@ -128,7 +128,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    listeners, status = listeners_of(out, transport.flower_run)
+    listeners, status = listeners_of(out, transport.identity)
     gone = TransportError("the SuperLink is gone. Start it again; `polyfed submit` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
