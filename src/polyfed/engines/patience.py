@@ -111,6 +111,7 @@ class OpenRequest:
         """Return whether the client's node has been offline for longer than `patience.away_seconds`."""
         return client in self.away and now - self.away[client] >= self.patience.away_seconds
 
+
 @dataclass(kw_only=True)
 class PatientTransport(ABC):
     """A `Transport` that knows how long to wait for whom. Subclasses send messages and fetch what came for them.

@@ -96,6 +96,24 @@ def _flaw(text: str) -> str:
     return f"its header is nested {depth} levels deep, allowed are {MAX_DEPTH}" if depth > MAX_DEPTH else ""
 
 
+def framed(packet: Packet) -> bytes:
+    """Return a packet as bytes: the length of the header in four bytes, the header, and the body."""
+    header = json.dumps(packet.header, separators=(",", ":")).encode()
+    return b"".join((len(header).to_bytes(4, "little"), header, packet.body))
+
+
+def unframed(content: bytes) -> Packet | str:
+    """Return the packet in some bytes that another machine sent, or the reason why they hold none."""
+    size = int.from_bytes(content[:4], "little")
+    if len(content) < 4 + size or size > 4 * MAX_HEADER:
+        return "is no packet: its header ends after its end"
+    try:
+        header = header_of(content[4 : 4 + size].decode("utf-8"))
+    except UnicodeDecodeError:
+        return "is no packet: its header is not text"
+    return header if isinstance(header, str) else Packet(header, content[4 + size :])
+
+
 def encode(msg: Message) -> Packet:
     """Encode a message of one client as a packet. A stack of messages cannot be encoded."""
     entries, parts = [], []

@@ -99,9 +99,8 @@ class Connection:
         Raises:
             BadReply: the part has another digest, or the server sends something else.
         """
-        while (have := path.stat().st_size if path.exists() else 0) < size:
-            said = {"range": f"bytes={have}-"} if have else {}
-            status, _ = self._call("GET", f"/v1/requests/{request}/{part}", headers=said, to=path, most=size - have)
+        while _size(path) < size:
+            status, _ = self._call("GET", f"/v1/requests/{request}/{part}", to=path, most=size)
             if status == 410:
                 return False
             if status not in (200, 206):
@@ -140,15 +139,19 @@ class Connection:
             TransportError: the server refuses this device, or is another one.
             InterruptedError: `stop` is set.
         """
-        pause, told = FIRST_PAUSE, False
+        pause, told, broken = FIRST_PAUSE, False, False
         while not self.stop.is_set():
             try:
-                status, answer = self._once(method, path, **how)
+                # a server that ends a connection while a body is sent may have answered 401, which then is lost
+                status, answer = self._once("GET", "/v1/requests/none") if broken and "body" in how else (410, {})
+                if status == 410:
+                    status, answer = self._once(method, path, **how)
+                broken = False
             except ssl.SSLCertVerificationError as error:
                 raise TransportError(UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)) from None
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                status, answer = 0, {"error": f"{type(error).__name__}: {error}"}
+                broken, status, answer = True, 0, {"error": f"{type(error).__name__}: {error}"}
             if status == 401:
                 self._login()
             elif status == 409:
@@ -191,7 +194,6 @@ class Connection:
         path: str,
         *,
         body: bytes | None = None,
-        headers: dict[str, str] | None = None,
         to: Path | None = None,
         most: int = LARGEST_ANSWER,
         patient: bool = False,
@@ -199,17 +201,19 @@ class Connection:
         """Make one call. Return its status and its answer, a table unless the answer was written to a file.
 
         Args:
-            to: a file to which the answer is added.
-            most: largest number of bytes of the answer.
+            to: a file that the answer completes.
+            most: largest number of bytes of the answer, or of the file.
             patient: whether the server may take its time.
         """
         way = self._connected(LONGEST_WAIT if patient else SECONDS)
-        bearer = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        way.request(method, path, body=body, headers={**bearer, **(headers or {})})
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        if to is not None and (have := _size(to)):
+            headers["range"] = f"bytes={have}-"
+        way.request(method, path, body=body, headers=headers)
         answer = way.getresponse()
         self.contact = time.monotonic()
         if to is not None and answer.status in (200, 206):
-            _write(answer, to, most, afresh=answer.status == 200)
+            _write(answer, to, most, "wb" if answer.status == 200 else "ab")
             return answer.status, {}
         text = answer.read(most + 1)
         if len(text) > most:
@@ -245,19 +249,21 @@ class Connection:
         return way
 
 
-def _write(answer: http.client.HTTPResponse, path: Path, most: int, *, afresh: bool) -> None:
-    """Add at most so many bytes of an answer to a file, or write the file afresh.
+def _write(answer: http.client.HTTPResponse, path: Path, most: int, mode: str) -> None:
+    """Write an answer to a file, or add it, until the file has `most` bytes.
 
     Raises:
         OSError: the answer is longer.
     """
-    with open(path, "wb" if afresh else "ab") as file:
-        left = most
-        while piece := answer.read(min(2**20, left + 1)):
-            if len(piece) > left:
+    with open(path, mode) as file:
+        while piece := answer.read(min(2**20, most - file.tell() + 1)):
+            if file.tell() + len(piece) > most:
                 raise OSError("the server sends more bytes than it said")
             file.write(piece)
-            left -= len(piece)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -41,6 +41,9 @@ AWAY_SECONDS = 5.0
 LARGEST_LOGIN = 2**12
 """Largest size in bytes of the body of a login."""
 
+LARGEST_PIECE, DRAIN_SECONDS = 2**23, 20.0
+"""Most bytes that are read of a piece of a reply that is refused, and for how long."""
+
 LOOK_SECONDS, TIDY_SECONDS, DAY = 1.0, 5.0, 24 * 3600.0
 """Seconds between two looks for devices that are gone, for new keys and for runs that have ended, and of a day."""
 
@@ -63,7 +66,9 @@ class Hub:
         self._calls: Counter[str] = Counter()  # calls of each device that go on
         self._wake: dict[str, asyncio.Event] = {}  # device -> its call waits for a request
         self._uploads: set[str] = set()  # requests to which a reply is arriving
-        self._open = Router([Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])])
+        self._open = Router(
+            [Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])]
+        )
         self._closed = Router(
             [
                 Route("/v1/next", self._next),
@@ -83,7 +88,7 @@ class Hub:
                 return
             scope["device"] = device = self._known(scope)
             with self._contact(device):
-                await self._closed(scope, receive, send)
+                await self._answered(scope, receive, send)
         except HTTPException as error:
             await refuse(send, error.status_code, error.detail)
         except (OSError, sqlite3.Error) as error:  # such as a full disk; devices try again
@@ -92,6 +97,17 @@ class Hub:
                 await refuse(send, 503, "the server cannot do this now")
         except ClientDisconnect:
             pass
+
+    async def _answered(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a device. If it is refused, read the piece that it sends, which else could hide the answer from it."""
+        call = Request(scope, receive)
+        try:
+            await self._closed(scope, call.receive, send)
+        except HTTPException:
+            if scope["method"] == "PUT":
+                with suppress(TimeoutError, HTTPException, RuntimeError):
+                    await asyncio.wait_for(_body(call, LARGEST_PIECE, keep=False), DRAIN_SECONDS)
+            raise
 
     def _known(self, scope: Any) -> str:
         """Return the device that makes a call.
@@ -281,12 +297,14 @@ def _numbers(call: Request) -> tuple[int, int, str]:
     return int(words[0]), int(words[1]), call.query_params.get("sha256", "")
 
 
-async def _body(call: Request, most: int) -> bytes:
-    body = bytearray()
+async def _body(call: Request, most: int, *, keep: bool = True) -> bytes:
+    """Read the body of a call, and return it if it is to be kept."""
+    body, size = bytearray(), 0
     async for piece in call.stream():
-        body += piece
-        if len(body) > most:
+        size += len(piece)
+        if size > most:
             raise HTTPException(413, f"a body of this call has at most {most} bytes")
+        body += piece if keep else b""
     return bytes(body)
 
 

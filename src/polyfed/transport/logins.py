@@ -67,7 +67,9 @@ class PrivateKey:
         try:
             key = load_ssh_private_key(path.read_bytes(), None)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise RecipeError(f"{path} is no private key in OpenSSH's format without a password ({error}). {HOW}") from None
+            raise RecipeError(
+                f"{path} is no private key in OpenSSH's format without a password ({error}). {HOW}"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
             raise RecipeError(f"{path} is a key of type {type(key).__name__}; use ECDSA or Ed25519. {HOW}")
         self._key = key

@@ -208,9 +208,7 @@ class Queue:
             if body and id(body) not in known:
                 known[id(body)] = self.keep(run, body)
             name = f"{run}.{secrets.token_hex(8)}"
-            rows.append(
-                Waiting(name, run, device, header, known[id(body)] if body else "", len(body), app, most, OPEN)
-            )
+            rows.append(Waiting(name, run, device, header, known[id(body)] if body else "", len(body), app, most, OPEN))
         with self.transaction():
             marks = ", ".join("?" * (len(Waiting._fields) + 1))
             self._rows.executemany(f"INSERT INTO requests VALUES ({marks})", [(*row, time.time()) for row in rows])
@@ -279,9 +277,7 @@ class Queue:
     def too_late(self, request: Waiting) -> None:
         """Note that a device has a reply to a closed request, so that the run counts it."""
         with self.transaction():
-            self._rows.execute(
-                "UPDATE requests SET state = ? WHERE id = ? AND state = ?", (LATE, request.id, CLOSED)
-            )
+            self._rows.execute("UPDATE requests SET state = ? WHERE id = ? AND state = ?", (LATE, request.id, CLOSED))
 
     def mark(self, online: Mapping[str, bool]) -> None:
         """Note which devices are connected, and wake the runs."""

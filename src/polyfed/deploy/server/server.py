@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
+from polyfed.core.system.files import RECIPE as FILE_OF_RECIPE
+from polyfed.core.system.files import RESULT
 from polyfed.data import Population
-from polyfed.deploy.app_folder import placed
+from polyfed.deploy.app_folder import data_of, placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
@@ -209,6 +211,18 @@ def _write_error(out: Path, told: Mapping[str, Any]) -> None:
     if out.is_dir():
         with suppress(OSError):  # the disk may be full, and the log holds the same text
             (out / ERROR).write_text(json.dumps(told, indent=1))
+
+
+def finished(recipe: Recipe, out: Path) -> bool:
+    """Return whether a folder holds the result of this recipe. How it ran and wrote checkpoints may differ."""
+    if (out / ERROR).exists() or not (out / RESULT).exists():
+        return False
+    if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
+        return False
+    before, now = (load_recipe(out / FILE_OF_RECIPE).table(), placed(recipe, data_of(recipe)).table())
+    if "task" not in now:  # a run adds the [task] section that it infers from the data
+        before.pop("task", None)
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:

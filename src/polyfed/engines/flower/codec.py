@@ -12,6 +12,7 @@ from polyfed.federation.wire_format import Packet, header_of
 
 HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 
+
 def records(packet: Packet) -> RecordDict:
     """Encode a packet as Flower's records."""
     content = RecordDict({HEADER: ConfigRecord({"header": json.dumps(packet.header, separators=(",", ":"))})})

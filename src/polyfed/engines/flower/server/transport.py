@@ -1,8 +1,7 @@
 """A transport over a Flower grid."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
 from typing import cast
