@@ -36,14 +36,17 @@ LARGEST_ANSWER = 2**23
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Shortest and longest pause in seconds before a call is tried again; each is twice the one before, and varies."""
 
+ANSWERS = (200, 204, 206, 410, 413, 422)
+"""The statuses with which the server answers a call. After others, such as those of a proxy, the call is repeated."""
+
 REFUSED = (
     "the server refused the key of this device. Ask the server's operator to put this device's public key (*.pub) into "
     "the credentials folder; the server reads it within seconds"
 )
 REPLACED = "another process with the key of this device has logged in to the server, so this one ends. End one of them"
 UNKNOWN_SERVER = (
-    "the certificate of the server does not fit {ca}: {error}. If the server has a new authority, this device needs the "
-    "new ca.pem"
+    "the certificate of the server does not fit {ca}: {error}. If the server has a new authority, this device needs "
+    "the new ca.pem"
 )
 
 
@@ -114,13 +117,16 @@ class Connection:
 
     def send(self, request: str, path: Path) -> bool:
         """Send the reply in a file, piece by piece. Return False if nobody waits for it any more."""
-        size, offset = path.stat().st_size, 0
+        size, offset, again = path.stat().st_size, 0, False
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             while True:
                 file.seek(offset)
                 words = f"/v1/replies/{request}?offset={offset}&size={size}&sha256={digest}"
                 status, told = self._call("PUT", words, body=file.read(PIECE))
+                if status == 422 and not again:  # what had come before was of another reply to this request
+                    again, offset = True, 0
+                    continue
                 if status != 200:
                     return False
                 if (offset := int(told.get("received", size))) >= size:
@@ -156,7 +162,7 @@ class Connection:
                 self._login()
             elif status == 409:
                 raise TransportError(REPLACED)
-            elif status in (0, 429) or status >= 500:
+            elif status not in ANSWERS:
                 if not told and pause > 2 * FIRST_PAUSE:
                     told = True
                     self.note(f"no contact with {self.host}:{self.port}, trying again ({answer.get('error', status)})")

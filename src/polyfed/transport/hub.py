@@ -126,12 +126,11 @@ class Hub:
     @contextmanager
     def _contact(self, device: str) -> Iterator[None]:
         """Count the device as online during a call, and for a while afterwards."""
-        new = device not in self.online
+        if device not in self.online:
+            self.queue.mark({device: True})
+            LOGGER.info("device %s is online", device)
         self.online[device] = time.monotonic()
         self._calls[device] += 1
-        if new:
-            LOGGER.info("device %s is online", device)
-            self.queue.mark({device: True})
         try:
             yield
         finally:
@@ -250,13 +249,21 @@ class Hub:
         asyncio.get_running_loop().add_reader(bell.number, lambda: (bell.drain(), self._rung()))
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            gone = [one for one, last in self.online.items() if not self._calls[one] and now - last > AWAY_SECONDS]
-            for device in gone:
-                LOGGER.info("device %s is offline", device)
-                del self.online[device], self._calls[device]
-            if gone:
-                self.queue.mark(dict.fromkeys(gone, False))
+            try:
+                self._rung()
+                self._notice()
+            except (OSError, sqlite3.Error) as error:
+                LOGGER.warning("the queue cannot be read or written now: %s", error)
+
+    def _notice(self) -> None:
+        """Note which devices have gone."""
+        now = time.monotonic()
+        gone = [one for one, last in self.online.items() if not self._calls[one] and now - last > AWAY_SECONDS]
+        if gone:
+            self.queue.mark(dict.fromkeys(gone, False))
+        for device in gone:
+            LOGGER.info("device %s is offline", device)
+            del self.online[device], self._calls[device]
 
     def _rung(self) -> None:
         for device in self.queue.wanted() & self._wake.keys():
@@ -335,76 +342,80 @@ class _Ending(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_hub(
-    credentials: Path,
-    host: str,
-    port: int,
-    services: Sequence[tuple[Callable[[Callable[[], dict[str, Any]]], Any], str, int, bool]] = (),
-    daily: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve devices until a signal ends this process.
+class HubServer:
+    """The web server for devices.
 
     Args:
         credentials: folder with `server.pem`, `server.key` and a public key `*.pub` for every device. The queue is in
             its folder `queue`.
         host: address on which to listen.
-        port: port on which to listen.
-        services: further web applications: a function that makes the application, given one that returns `facts`; the
-            address, the port, and whether with TLS.
+        port: port on which to listen; 0 for any.
         daily: called once a day, for example to renew the certificate.
 
     Raises:
         RecipeError: another server uses the folder.
     """
-    queue = Queue(credentials / "queue")
-    if ring(queue.bell(SERVER)):
-        raise RecipeError(f"another server uses {credentials}; end it first")
-    bell = Bell(queue.bell(SERVER))
-    queue.nobody_is_online()
-    queue.tidy()
-    keys = Keys(credentials)
-    keys.look()
-    seen = [_certificate(credentials)]
-    hub = Hub(queue, keys, lambda: seen)
-    common: dict[str, Any] = {"log_config": _LOG, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
-    tls: dict[str, Any] = {"ssl_keyfile": credentials / "server.key", "ssl_certfile": credentials / "server.pem"}
-    server = _Ending(public_config(hub, host, port, **tls, **common), hub)
-    bound = server.config.bind_socket()  # before anything starts, so that the command ends if the port is taken
-    servers: list[uvicorn.Server] = [server]
-    for make, address, number, secured in services:
-        one = uvicorn.Server(public_config(make(hub.facts), address, number, **(tls if secured else {}), **common))
-        servers.append(one)
-        Thread(target=one.run, kwargs={"sockets": [one.config.bind_socket()]}, daemon=True).start()
 
-    async def care() -> None:
-        chain, tidied, day = Chain(credentials, servers), time.monotonic(), time.monotonic()
+    def __init__(self, credentials: Path, host: str, port: int, daily: Callable[[], None] = lambda: None) -> None:
+        self.credentials, self.daily = credentials, daily
+        queue = Queue(credentials / "queue")
+        if ring(queue.bell(SERVER)):
+            raise RecipeError(f"another server uses {credentials}; end it first")
+        self.bell = Bell(queue.bell(SERVER))
+        queue.nobody_is_online()
+        queue.tidy()
+        keys = Keys(credentials)
+        keys.look()
+        self.seen = [_certificate(credentials)]
+        self.hub = Hub(queue, keys, lambda: self.seen)
+        self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
+        self.socket = self.server.config.bind_socket()  # now, so that the command ends if the port is taken
+        self.others: list[uvicorn.Server] = []
+
+    def add(self, app: Any, host: str, port: int, *, tls: bool) -> None:
+        """Serve another web application in a thread."""
+        self.others.append(uvicorn.Server(self._config(app, host, port, tls=tls)))
+        sockets = [self.others[-1].config.bind_socket()]
+        Thread(target=self.others[-1].run, kwargs={"sockets": sockets}, daemon=True).start()
+
+    def run(self) -> None:
+        """Serve until a signal ends this process, or `server.should_exit` is set."""
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
+            self.bell.close()
+
+    async def _serve(self) -> None:
+        tasks = [asyncio.create_task(self.hub.look(self.bell)), asyncio.create_task(self._care())]
+        LOGGER.info("waiting for devices on port %d", self.socket.getsockname()[1])
+        await self.server.serve([self.socket])
+        for task in tasks:
+            task.cancel()
+
+    def _config(self, app: Any, host: str, port: int, *, tls: bool) -> uvicorn.Config:
+        files = {"ssl_keyfile": self.credentials / "server.key", "ssl_certfile": self.credentials / "server.pem"}
+        more: dict[str, Any] = {"log_config": _LOG, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
+        return public_config(app, host, port, **more, **(files if tls else {}))
+
+    async def _care(self) -> None:
+        """Look for new keys, a new certificate, and runs that have ended. No error, such as a full disk, ends it."""
+        chain, tidied, day = Chain(self.credentials, [self.server, *self.others]), time.monotonic(), time.monotonic()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 if time.monotonic() - day > DAY:
                     day = time.monotonic()
-                    daily()
+                    self.daily()
                 chain.reload()
-                if (certificate := _certificate(credentials)) not in seen:
-                    seen.append(certificate)
-                keys.look()
+                if (certificate := _certificate(self.credentials)) not in self.seen:
+                    self.seen.append(certificate)
+                self.hub.logins.keys.look()
                 if time.monotonic() - tidied > TIDY_SECONDS:
                     tidied = time.monotonic()
-                    queue.tidy()
-            except Exception as error:  # such as a full disk; the next look may succeed
-                LOGGER.warning("the folder %s cannot be looked after now: %s", credentials, error)
-
-    async def serve() -> None:
-        others = [asyncio.create_task(hub.look(bell)), asyncio.create_task(care())]
-        await server.serve([bound])
-        for task in others:
-            task.cancel()
-
-    LOGGER.info("waiting for devices on port %d", port)
-    try:
-        asyncio.run(serve())
-    finally:
-        queue.mark(dict.fromkeys(hub.online, False))
+                    self.hub.queue.tidy()
+            except Exception as error:  # the next look may succeed
+                LOGGER.warning("the folder %s cannot be looked after now: %s", self.credentials, error)
 
 
 def _certificate(folder: Path) -> bytes:

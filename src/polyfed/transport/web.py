@@ -1,4 +1,4 @@
-"""A web server that other machines can reach: headers that are bounded in size and time, and a certificate that renews."""
+"""A web server that other machines can reach: headers bounded in size and time, and a certificate that renews."""
 
 import asyncio
 import ssl

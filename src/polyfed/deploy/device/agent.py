@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Self
@@ -233,13 +234,10 @@ class Device:
         for old in place.parent.iterdir():  # a folder that is left is of a process that was killed
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
-        if not (place / "reply").exists():  # it exists if an earlier process was killed while it sent the reply
-            if (refusal := self._fetched(offer, place)) is None or not self._worked(offer, place, refusal):
-                LOGGER.warning("client %s gives up a task: nobody waits for it any more", self.config.get("client"))
-                shutil.rmtree(place, ignore_errors=True)
-                return
-        if not self.connection.send(offer.id, place / "reply"):
-            LOGGER.warning("client %s was late: nobody waits for its reply any more", self.config.get("client"))
+        # the reply exists if an earlier process was killed while it sent the reply
+        done = (place / "reply").exists() or self._worked(offer, place)
+        if not done or not self.connection.send(offer.id, place / "reply"):
+            LOGGER.warning("client %s gives up a task: nobody waits for its reply any more", self.config.get("client"))
         shutil.rmtree(place, ignore_errors=True)
 
     def _fetched(self, offer: Offer, place: Path) -> str | None:
@@ -262,8 +260,10 @@ class Device:
             return None
         return ""
 
-    def _worked(self, offer: Offer, place: Path, refusal: str) -> bool:
+    def _worked(self, offer: Offer, place: Path) -> bool:
         """Run the task of a request. Return False if nobody waits for its reply any more."""
+        if (refusal := self._fetched(offer, place)) is None:
+            return False
         while not self.tasks.slots.acquire(timeout=LOOK_SECONDS):
             if not self.connection.is_open(offer.id):
                 return False
@@ -296,9 +296,8 @@ def main(number: int) -> int:
     devices, threads = [], []
     try:
         for one in told["devices"]:
-            key = PrivateKey(Path(one["key"]))
-            note = lambda text, who=one["config"].get("client"): LOGGER.warning("client %s: %s", who, text)  # noqa: E731
-            connection = Connection(told["server"], Path(told["ca"]), key, stop, note)
+            note = partial(LOGGER.warning, "client %s: %s", one["config"].get("client"))
+            connection = Connection(told["server"], Path(told["ca"]), PrivateKey(Path(one["key"])), stop, note)
             done = monitor.done if monitor is not None else lambda facts: None
             devices.append(Device(connection, one["config"], tasks, told["limit"], done))
         LOGGER.info("%d devices are ready and wait for %s", len(devices), told["server"])

@@ -110,7 +110,7 @@ def _answer(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed(recipe: str, model: str) -> bytes:
-    """Return what a device needs besides a request: the texts of the recipe and of the values of a warm start, or ""."""
+    """Return what a device needs besides a request: the texts of the recipe and of the values of a warm start."""
     first = recipe.encode()
     return b"".join((len(first).to_bytes(4, "little"), first, model.encode()))
 

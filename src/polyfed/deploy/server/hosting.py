@@ -1,6 +1,5 @@
 """Start polyfed's own server, `polyfed server`. Its process serves devices and holds no PyTorch."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from polyfed.deploy.credentials import SERVER, care_for_certificate, check_serve
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
 from polyfed.deploy.server.run_log import remove_old
-from polyfed.transport.hub import run_hub
+from polyfed.transport.hub import HubServer
 from polyfed.transport.queue import SERVER as SERVER_BELL
 from polyfed.transport.queue import ring
 
@@ -37,27 +36,27 @@ def server(credentials: Path, ports: ServerPorts) -> None:
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
     statuses = credentials / RUNS
     remove_old(statuses)
-    services = _services(credentials, ports, statuses) if ports.metrics_port or ports.status_port else []
-    run_hub(credentials, ports.host, ports.port, services, lambda: care_for_certificate(credentials))
+    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
+    if ports.metrics_port or ports.status_port:
+        _add_monitors(hub, ports, statuses)
+    hub.run()
 
 
-def _services(credentials: Path, ports: ServerPorts, statuses: Path) -> list[Any]:
-    """Return the web applications for health, metrics and status that `ports` asks for; see `run_hub`."""
+def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
+    """Serve health, metrics and status on the ports that `ports` asks for."""
     from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at  # only here, as it imports PyTorch
 
     require_prometheus()
 
-    def monitor(token: str) -> Callable[..., ServerMonitor]:
-        def facts(hub: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
-            return {**hub(), "runs": [{"id": one.name, "status": "running"} for one in found]}
+    def facts() -> dict[str, Any]:
+        found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
+        return {**hub.hub.facts(), "runs": [{"id": one.name, "status": "running"} for one in found]}
 
-        return lambda hub: ServerMonitor(lambda: facts(hub), statuses, token)
-
-    wanted: list[Any] = [(monitor(""), HOST, ports.metrics_port, False)] if ports.metrics_port else []
+    if ports.metrics_port:
+        hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)
     if ports.status_port:
-        wanted.append((monitor(token_at(credentials / TOKEN)), ports.host, ports.status_port, True))
-    return wanted
+        token = token_at(hub.credentials / TOKEN)
+        hub.add(ServerMonitor(facts, statuses, token), ports.host, ports.status_port, tls=True)
 
 
 def serves(credentials: Path) -> bool:
