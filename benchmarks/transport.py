@@ -84,7 +84,7 @@ class Servers:
             "ca": str(self.credentials / "ca.pem"),
             "limit": 2**29,
             "parallel": os.cpu_count(),
-            "idle_seconds": 5.0,
+            "idle_seconds": 60.0,
             "metrics_port": 0,
             "devices": [
                 {

@@ -1,17 +1,20 @@
-"""The process in which the tasks of devices run. It imports PyTorch once, and forks a process for each task.
+"""The process in which the tasks of devices run. It imports PyTorch once, and forks workers, which do the tasks.
 
 The process of the connection (`polyfed.deploy.device.agent`) starts it when a task comes, and ends it by closing its
 standard input when no task has come for a while. It reads one JSON object per line: `{"task": ..., "folder": ...,
 "app": ..., "config": ..., "refusal": ...}` begins a task, and `{"cancel": ...}` ends one. For each task that has ended,
 it writes one line with what `DeviceMonitor.done` counts.
+
+A worker does one task after another of the same recipe, because a fork costs more than a small task. A crash ends only
+the worker and its task.
 """
 
 import json
 import os
 import select
 import signal
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,70 +31,128 @@ HEADER, BODY, REPLY = "header", "body", "reply"
 
 KILLED = "the process of its task was killed, for example because the device has too little memory"
 
+MOST_TASKS = 200
+"""A worker ends after so many tasks, so that what they leave in its memory does not grow."""
+
+
+@dataclass
+class Worker:
+    """A forked process.
+
+    Attributes:
+        process: its id.
+        down: the pipe that carries tasks to it.
+        up: the pipe on which it says that a task has ended.
+        app: the recipe of its tasks.
+        task: the task that it does now.
+        count: how many it has begun.
+    """
+
+    process: int
+    down: int
+    up: int
+    app: str
+    task: dict[str, Any] = field(default_factory=dict)
+    count: int = 0
+
+
+class Host:
+    """Hands tasks to workers.
+
+    Args:
+        lines: what reads the lines about tasks that have ended.
+    """
+
+    def __init__(self, lines: Any) -> None:
+        self.lines, self.workers = lines, dict[int, Worker]()
+        self._rest = b""
+
+    def run(self) -> None:
+        """Obey the lines of standard input until it ends, and then end all workers."""
+        while True:
+            ready, _, _ = select.select([0, *self.workers], [], [])
+            for pipe in ready:
+                if pipe:
+                    self._heard(self.workers[pipe])
+                elif not self._obeyed():
+                    for worker in self.workers.values():
+                        os.kill(worker.process, signal.SIGKILL)
+                    return
+
+    def _obeyed(self) -> bool:
+        """Obey the lines that have come. Return False if there will be no more."""
+        come = os.read(0, 2**16)
+        *lines, self._rest = (self._rest + come).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if "cancel" not in told:
+                self._begin(told)
+                continue
+            for worker in self.workers.values():
+                if worker.task.get("task") == told["cancel"]:
+                    worker.task["cancelled"] = True
+                    os.kill(worker.process, signal.SIGKILL)
+        return bool(come)
+
+    def _begin(self, task: dict[str, Any]) -> None:
+        """Hand a task to an idle worker of its recipe, or to a new one. Idle workers of other recipes end."""
+        idle = [worker for worker in self.workers.values() if not worker.task]
+        fit = [worker for worker in idle if worker.app == task["app"] and worker.count < MOST_TASKS]
+        for worker in idle:
+            if worker not in fit:
+                self._end(worker)
+        worker = fit[0] if fit else self._forked(task["app"])
+        worker.task, worker.count = task, worker.count + 1
+        os.write(worker.down, json.dumps(task).encode() + b"\n")
+
+    def _heard(self, worker: Worker) -> None:
+        """Pass on what a worker says about its task, or answer the task if the worker has died."""
+        said, task = os.read(worker.up, 2**12), worker.task
+        worker.task = {}
+        if not said:
+            self._end(worker)
+        facts = json.loads(said or b"{}")
+        if not said and task and not task.get("cancelled"):
+            facts = answer({**task, "refusal": KILLED})
+        if task:
+            self.lines.write(json.dumps({"task": task["task"], **facts}) + "\n")
+
+    def _end(self, worker: Worker) -> None:
+        del self.workers[worker.up]
+        os.close(worker.down)
+        os.close(worker.up)
+        os.waitpid(worker.process, 0)
+
+    def _forked(self, app: str) -> Worker:
+        (reading, down), (up, writing) = os.pipe(), os.pipe()
+        process = os.fork()
+        if process:
+            os.close(reading)
+            os.close(writing)
+            self.workers[up] = Worker(process, down, up, app)
+            return self.workers[up]
+        try:
+            others = [pipe for worker in self.workers.values() for pipe in (worker.down, worker.up)]
+            for pipe in (0, down, up, *others):  # else a worker would outlive this process's parent
+                os.close(pipe)
+            with open(reading, "rb") as tasks:
+                for line in tasks:
+                    os.write(writing, json.dumps(answer(json.loads(line))).encode())
+        except BaseException as error:  # this process must not return to the loop of its parent
+            log_problem(f"a task was cut off: {type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
+
 
 def main() -> None:
     """Run tasks until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the connection handles it, and closes the pipe
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a task prints is no line of ours
-    tasks: dict[int, tuple[int, dict[str, Any]]] = {}  # the pipe from each process -> its id, and its task
-    rest, ended = b"", False
-    while not ended:
-        ready, _, _ = select.select([0, *tasks], [], [])
-        for pipe in ready:
-            if pipe == 0:
-                rest, ended = _commands(rest, tasks)
-                continue
-            process, task = tasks.pop(pipe)
-            facts = json.loads(_all_of(pipe) or b"{}")
-            os.waitpid(process, 0)
-            if not facts and not task.get("cancelled"):
-                facts = _answer({**task, "refusal": KILLED})
-            lines.write(json.dumps({"task": task["task"], **facts}) + "\n")
-    for process, _ in tasks.values():
-        os.kill(process, signal.SIGKILL)
+    Host(lines).run()
 
 
-def _commands(rest: bytes, tasks: dict[int, tuple[int, dict[str, Any]]]) -> tuple[bytes, bool]:
-    """Obey the lines that have come. Return the beginning of the next line, and whether there will be no other."""
-    come = os.read(0, 2**16)
-    *lines, rest = (rest + come).split(b"\n")
-    for line in lines:
-        told = json.loads(line)
-        if "cancel" not in told:
-            pipe, process = _begun(told, tasks)
-            tasks[pipe] = process, told
-            continue
-        for process, task in tasks.values():
-            if task["task"] == told["cancel"]:
-                os.kill(process, signal.SIGKILL)
-                task["cancelled"] = True
-    return rest, not come
-
-
-def _begun(task: Mapping[str, Any], others: Mapping[int, Any]) -> tuple[int, int]:
-    """Begin a task in a process of its own. Return the pipe from the process, and its id."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process:
-        os.close(writing)
-        return reading, process
-    code = 1
-    try:
-        for pipe in (0, reading, *others):  # this process must not keep the pipes of others open
-            os.close(pipe)
-        os.write(writing, json.dumps(_answer(task)).encode())
-        code = 0
-    except BaseException as error:  # this process must not return to the loop of `main`
-        log_problem(f"a task was cut off: {type(error).__name__}: {error}")
-    finally:
-        try:
-            sys.stdout.flush(), sys.stderr.flush()  # this fails if the log is a file on a full disk
-        finally:
-            os._exit(code)
-
-
-def _answer(task: Mapping[str, Any]) -> dict[str, Any]:
+def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     """Answer the packet of a task, and write the reply to its folder."""
     folder = Path(task["folder"])
     header = header_of((folder / HEADER).read_text(encoding="utf-8"))
@@ -130,11 +191,6 @@ def _request_id(header: dict[str, Any]) -> RequestId | None:
         return RequestId.read(header)
     except BadReply:
         return None
-
-
-def _all_of(pipe: int) -> bytes:
-    with open(pipe, "rb") as file:
-        return file.read()
 
 
 if __name__ == "__main__":
