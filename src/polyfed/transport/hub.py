@@ -47,6 +47,9 @@ LARGEST_PIECE, DRAIN_SECONDS = 2**23, 20.0
 LOOK_SECONDS, TIDY_SECONDS, DAY = 1.0, 5.0, 24 * 3600.0
 """Seconds between two looks for devices that are gone, for new keys and for runs that have ended, and of a day."""
 
+END_SECONDS = 2
+"""How long a server that ends waits for the calls that go on, and for devices that do not close their connections."""
+
 LOGGER = logger_of("hub", "stderr")
 
 
@@ -100,13 +103,24 @@ class Hub:
 
     async def _answered(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a device. If it is refused, read the piece that it sends, which else could hide the answer from it."""
-        call = Request(scope, receive)
+        ended = False
+
+        async def heard() -> Any:
+            nonlocal ended
+            event = await receive()
+            ended = not event.get("more_body", False)
+            return event
+
+        async def drained() -> None:
+            left = LARGEST_PIECE
+            while not ended and left > 0:
+                left -= len((await heard()).get("body", b""))
+
         try:
-            await self._closed(scope, call.receive, send)
+            await self._closed(scope, heard, send)
         except HTTPException:
-            if scope["method"] == "PUT":
-                with suppress(TimeoutError, HTTPException, RuntimeError):
-                    await asyncio.wait_for(_body(call, LARGEST_PIECE, keep=False), DRAIN_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(drained(), DRAIN_SECONDS)
             raise
 
     def _known(self, scope: Any) -> str:
@@ -304,14 +318,15 @@ def _numbers(call: Request) -> tuple[int, int, str]:
     return int(words[0]), int(words[1]), call.query_params.get("sha256", "")
 
 
-async def _body(call: Request, most: int, *, keep: bool = True) -> bytes:
-    """Read the body of a call, and return it if it is to be kept."""
-    body, size = bytearray(), 0
+async def _body(call: Request, most: int) -> bytes:
+    """Read the body of a call, unless it is too large."""
+    body, length = bytearray(), call.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > most:
+        raise HTTPException(413, f"a body of this call has at most {most} bytes")
     async for piece in call.stream():
-        size += len(piece)
-        if size > most:
+        body += piece
+        if len(body) > most:
             raise HTTPException(413, f"a body of this call has at most {most} bytes")
-        body += piece if keep else b""
     return bytes(body)
 
 
@@ -370,6 +385,7 @@ class HubServer:
         self.hub = Hub(queue, keys, lambda: self.seen)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
         self.socket = self.server.config.bind_socket()  # now, so that the command ends if the port is taken
+        self.socket.listen()
         self.others: list[uvicorn.Server] = []
 
     def add(self, app: Any, host: str, port: int, *, tls: bool) -> None:
@@ -385,6 +401,7 @@ class HubServer:
         finally:
             self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
             self.bell.close()
+            self.hub.queue.close()
 
     async def _serve(self) -> None:
         tasks = [asyncio.create_task(self.hub.look(self.bell)), asyncio.create_task(self._care())]
@@ -396,6 +413,7 @@ class HubServer:
     def _config(self, app: Any, host: str, port: int, *, tls: bool) -> uvicorn.Config:
         files = {"ssl_keyfile": self.credentials / "server.key", "ssl_certfile": self.credentials / "server.pem"}
         more: dict[str, Any] = {"log_config": _LOG, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
+        more["timeout_graceful_shutdown"] = END_SECONDS
         return public_config(app, host, port, **more, **(files if tls else {}))
 
     async def _care(self) -> None:

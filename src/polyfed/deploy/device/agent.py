@@ -213,6 +213,8 @@ class Device:
         except PolyfedError as error:
             self.failed = True
             LOGGER.error("client %s: %s", self.config.get("client"), error)
+        finally:
+            self.connection.close()
 
     def _turn(self) -> None:
         """Wait for a request, and answer it. A mistake of the server or a full disk does not end the device."""

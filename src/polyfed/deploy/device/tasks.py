@@ -43,7 +43,7 @@ class Worker:
         process: its id.
         down: the pipe that carries tasks to it.
         up: the pipe on which it says that a task has ended.
-        app: the recipe of its tasks.
+        app: SHA-256 of the recipe of its tasks.
         task: the task that it does now.
         count: how many it has begun.
     """
@@ -96,12 +96,13 @@ class Host:
 
     def _begin(self, task: dict[str, Any]) -> None:
         """Hand a task to an idle worker of its recipe, or to a new one. Idle workers of other recipes end."""
+        app = Path(task["app"]).name  # the digest: the same recipe of several devices
         idle = [worker for worker in self.workers.values() if not worker.task]
-        fit = [worker for worker in idle if worker.app == task["app"] and worker.count < MOST_TASKS]
+        fit = [worker for worker in idle if worker.app == app and worker.count < MOST_TASKS]
         for worker in idle:
             if worker not in fit:
                 self._end(worker)
-        worker = fit[0] if fit else self._forked(task["app"])
+        worker = fit[0] if fit else self._forked(app)
         worker.task, worker.count = task, worker.count + 1
         os.write(worker.down, json.dumps(task).encode() + b"\n")
 
