@@ -369,9 +369,10 @@ class Hostile:
                 """Stay silent."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.handle_error = lambda request, address: None  # type: ignore[method-assign]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.folder / "server.pem", self.folder / "server.key")
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
         Thread(target=self.server.serve_forever, daemon=True).start()
         self.stop = Event()
         key = PrivateKey(self.folder / "node-0.key")
@@ -412,7 +413,12 @@ def test_a_device_follows_no_redirect(status: int, hostile: Any) -> None:
 
 def test_a_device_does_not_spin_on_answers_that_it_does_not_know(hostile: Any) -> None:
     server = hostile(lambda handler: said(handler, 302, b""))
-    thread = Thread(target=lambda: pytest.raises(InterruptedError, server.device.next))
+
+    def waits() -> None:
+        with pytest.raises(InterruptedError):
+            server.device.next()
+
+    thread = Thread(target=waits)
     thread.start()
     time.sleep(1.2)
     server.stop.set()

@@ -35,6 +35,7 @@ ROOMS = [
     "evaluation",
     "selection",
     "algorithms",
+    "transport",
     "engines",
     "report",
     "experiment",

@@ -141,9 +141,8 @@ class Queue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # a server may be made in one thread and serve in another
-        shared = {"check_same_thread": False, "isolation_level": None}
-        self._rows = sqlite3.connect(self.folder / "queue.sqlite3", timeout=LOCK_SECONDS, **shared)  # type: ignore[call-overload]
+        path = self.folder / "queue.sqlite3"  # a server may be made in one thread and serve in another
+        self._rows = sqlite3.connect(path, LOCK_SECONDS, isolation_level=None, check_same_thread=False)
         self._rows.execute("PRAGMA journal_mode = WAL")
         self._rows.execute("PRAGMA synchronous = NORMAL")
         self._rows.executescript(_SCHEMA)
