@@ -338,6 +338,36 @@ def test_a_fetch_goes_on_where_it_broke_off(federation: Federation, tmp_path: Pa
     assert (ranges, (tmp_path / "body").read_bytes()) == (["bytes=7000-"], BODY)
 
 
+def test_the_status_names_the_devices_that_are_away(federation: Federation) -> None:
+    federation.asked()
+    federation.device(0).next()
+    assert federation.server.hub.facts() == {"nodes": {"registered": 2, "online": 1}, "away": [federation.names[1]]}
+
+
+def test_a_device_that_is_gone_is_noticed(federation: Federation, monkeypatch: Any) -> None:
+    monkeypatch.setattr(hub, "AWAY_SECONDS", 0.1)
+    federation.asked()
+    federation.device(0).next()
+    assert federation.queue.online() == [federation.names[0]]
+    end = time.monotonic() + 20
+    while federation.queue.online() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert federation.queue.online() == []
+
+
+def test_small_answers_do_not_wait_for_acknowledgements(federation: Federation, monkeypatch: Any) -> None:
+    """asyncio sets the option only for sockets that name their protocol, and uvicorn's do not."""
+    made, options = web.BoundedHead.connection_made, list[int]()
+
+    def seen(self: Any, transport: Any) -> None:
+        made(self, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(web.BoundedHead, "connection_made", seen)
+    federation.device(0)._once("GET", "/v1/challenge")
+    assert options == [1]
+
+
 def test_one_folder_has_one_server(federation: Federation) -> None:
     with pytest.raises(RecipeError, match="another server uses"):
         HubServer(federation.folder, "127.0.0.1", 0)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,6 +18,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
 import polyfed
+from polyfed.core.errors import RecipeError
+from polyfed.deploy import submit
 from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.processes import free_ports
@@ -158,7 +161,7 @@ def begun(tmp_path: Path) -> Iterator[Callable[..., OwnFederation]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., OwnFederation]) -> None:
+def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., OwnFederation], capsys: Any) -> None:
     """The devices share one process; it needs little memory before a task comes, and ends its tasks with itself."""
     federation = begun(1, together=True)
     federation.until(lambda: "3 devices are ready" in federation.log("devices"), "the devices")
@@ -172,12 +175,12 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert federation.processes["devices"].wait(30) == 0
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
-    assert federation.start("run").wait(PATIENCE) == 0
-    assert "nothing to do" in federation.log("run")
+    submit(federation.app, federation.credentials, {}, print)
+    assert "nothing to do" in capsys.readouterr().out
     federation.processes["server"].terminate()
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
-    assert federation.start("run").wait(PATIENCE) == 2
-    assert "no server uses" in federation.log("run")
+    with pytest.raises(RecipeError, match="no server uses"):
+        submit(federation.app, federation.credentials, {}, print)
 
 
 @pytest.mark.slow

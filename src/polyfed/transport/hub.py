@@ -157,12 +157,12 @@ class Hub:
     async def _login(self, call: Request) -> Response:
         try:
             told = parse_json(await _body(call, LARGEST_LOGIN))
-            words = [told[name] for name in ("device", "challenge", "signature")]
+            device, challenge, signature = words = [told[name] for name in ("device", "challenge", "signature")]
             if not all(isinstance(word, str) and word.isascii() for word in words):
                 raise ValueError("no text")
         except (ValueError, KeyError, TypeError) as error:
             raise HTTPException(400, "this is no login") from error
-        if not (token := self.logins.enter(*words, self.certificates())):
+        if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
             raise HTTPException(403, "the key is not registered, or the signature is wrong")
         return JSONResponse({"token": token})
 
@@ -260,11 +260,11 @@ class Hub:
 
     async def look(self, bell: Bell) -> None:
         """Wake the calls of devices for which there are requests, and notice which devices are gone. Never ends."""
-        asyncio.get_running_loop().add_reader(bell.number, lambda: (bell.drain(), self._rung()))
+        asyncio.get_running_loop().add_reader(bell.number, self._rung, bell)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                self._rung()
+                self._rung(bell)
                 self._notice()
             except (OSError, sqlite3.Error) as error:
                 LOGGER.warning("the queue cannot be read or written now: %s", error)
@@ -279,7 +279,8 @@ class Hub:
             LOGGER.info("device %s is offline", device)
             del self.online[device], self._calls[device]
 
-    def _rung(self) -> None:
+    def _rung(self, bell: Bell) -> None:
+        bell.drain()
         for device in self.queue.wanted() & self._wake.keys():
             self._wake[device].set()
 
@@ -355,6 +356,9 @@ class _Ending(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.hub.end()
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # of devices that do not close them
+            vars(connection)["transport"].abort()
+        await asyncio.sleep(0)
 
 
 class HubServer:

@@ -5,12 +5,13 @@ import os
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy.device.agent import IDLE_SECONDS
 from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.deploy.metrics import require_prometheus
@@ -22,9 +23,33 @@ from polyfed.transport.logins import PrivateKey
 
 AGENT = "polyfed.deploy.device.agent"
 
-_GENERAL = {"server": "", "ca": "ca.pem", "message_megabytes": DeploymentSpec.message_megabytes, "parallel": 0}
-_GENERAL |= {"idle_seconds": IDLE_SECONDS}
-"""The keys of a device's file outside of [[device]], with their defaults."""
+
+@dataclass(frozen=True, kw_only=True)
+class General:
+    """The keys of a device's file outside of [[device]].
+
+    Attributes:
+        server: address of the server, `host:port`.
+        ca: path of `ca.pem`, which verifies the server's certificate.
+        message_megabytes: the largest message that a device fetches, in units of 2**20 bytes.
+        parallel: number of tasks that may run at the same time; 0 for one per processor.
+        idle_seconds: the process that runs tasks, which holds PyTorch, ends when no task has come for so long.
+
+    Raises:
+        RecipeError: the address is none, or a number is negative.
+    """
+
+    server: str
+    ca: str = "ca.pem"
+    message_megabytes: int = DeploymentSpec.message_megabytes
+    parallel: int = 0
+    idle_seconds: float = IDLE_SECONDS
+
+    def __post_init__(self) -> None:
+        """Check the address and the numbers."""
+        host_and_port(self.server)
+        if self.message_megabytes < 1 or self.parallel < 0 or not self.idle_seconds >= 0:
+            raise RecipeError("message_megabytes is at least 1, parallel and idle_seconds are not negative")
 
 
 def device(path: Path, metrics_port: int = 0) -> NoReturn:
@@ -61,42 +86,33 @@ def device_file(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
-    faults, own = [], table.pop("device", [])
-    for name in table.keys() - _GENERAL.keys():
-        faults.append(f"there is no key '{name}'; {did_you_mean(name, _GENERAL)}")
-    general = _GENERAL | table
-    wrong = [
-        name
-        for name, value in _GENERAL.items()
-        if not isinstance(general[name], type(value) | int if value != "" and name != "ca" else str)
-    ]
-    faults += [f"{name} = {general[name]!r} is of another type than {_GENERAL[name]!r}" for name in wrong]
+    faults, own, folder = list[str](), table.pop("device", []), path.absolute().parent
     if not isinstance(own, list) or not own or not all(isinstance(one, dict) for one in own):
         faults.append("it needs a table [[device]] for each device: key, data, client, modalities, policy")
         own = []
-    folder = path.absolute().parent
-    devices = []
+    general, devices = None, list[dict[str, Any]]()
+    try:
+        general = build(str(path), General, table)
+    except PolyfedError as error:
+        faults.append(str(error))
     for number, one in enumerate(own, start=1):
         try:
-            devices.append(_one_device(one, folder, f"{path}: [[device]] {number}"))
+            devices.append(_one_device(one, folder, f"[[device]] {number}"))
         except PolyfedError as error:
             faults.append(str(error))
-    if twice := {one["key"] for one in devices if sum(one["key"] == other["key"] for other in devices) > 1}:
-        faults.append(f"several devices have the key {', '.join(sorted(twice))}; each needs its own")
-    try:
-        host_and_port(str(general["server"]))
-    except PolyfedError as error:
-        faults.append(f"server: {error}")
-    if "ca" not in wrong and not (folder / general["ca"]).is_file():
-        faults.append(f"ca: {folder / general['ca']} is not there; copy ca.pem from the server")
-    if faults:
+    if twice := [key for key, count in Counter(one["key"] for one in devices).items() if count > 1]:
+        faults.append(f"several devices have the key {', '.join(twice)}; each needs its own")
+    ca = folder / (general.ca if general is not None else General.ca)
+    if not ca.is_file():
+        faults.append(f"ca: {ca} is not there; copy ca.pem from the server")
+    if faults or general is None:
         raise RecipeError(f"{path}: " + "; ".join(faults))
     return {
-        "server": general["server"],
-        "ca": str(folder / general["ca"]),
-        "limit": general["message_megabytes"] * 2**20,
-        "parallel": general["parallel"] or os.cpu_count() or 1,
-        "idle_seconds": general["idle_seconds"],
+        "server": general.server,
+        "ca": str(ca),
+        "limit": general.message_megabytes * 2**20,
+        "parallel": general.parallel or os.cpu_count() or 1,
+        "idle_seconds": general.idle_seconds,
         "devices": devices,
     }
 
