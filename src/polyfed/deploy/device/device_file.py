@@ -92,7 +92,7 @@ def device_file(path: Path) -> dict[str, Any]:
         own = []
     general, devices = None, list[dict[str, Any]]()
     try:
-        general = build(str(path), General, table)
+        general = build("outside of [[device]]", General, table)
     except PolyfedError as error:
         faults.append(str(error))
     for number, one in enumerate(own, start=1):
