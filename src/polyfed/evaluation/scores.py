@@ -25,6 +25,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
+from polyfed.objective import Objective
 from polyfed.objective.report import moments
 from polyfed.training import ClientData
 from polyfed.training.prototypes import Prototypes
@@ -179,6 +180,12 @@ class Measured:
     intervals: dict[str, dict[str, Interval]] = field(default_factory=dict)
 
 
+def _exact(objective: Objective, rows: Sequence[Tree]) -> list[float]:
+    """Return the metrics that need all rows at once, from the outputs and labels of each batch."""
+    outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
+    return objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+
+
 def joined(on_server: Measured, on_clients: Measured) -> Measured:
     """Join what was measured on the server's rows with what was measured on the clients' own."""
     return replace(
@@ -191,7 +198,8 @@ def joined(on_server: Measured, on_clients: Measured) -> Measured:
 
 def rows_alone(each: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
     """Return how many rows stand behind the mean of a metric over several models on the same rows: no interval."""
-    return {name: {"rows": one["rows"], "models": len(each)} for known in each for name, one in known.items()}
+    most = {name: max(known[name]["rows"] for known in each if name in known) for known in each for name in known}
+    return {name: {"rows": rows, "models": len(each)} for name, rows in most.items()}
 
 
 def total(matrices: Iterable[Tensor | None]) -> Tensor | None:
@@ -253,8 +261,7 @@ def scores(
         assert whole is not None, "an evaluation client has rows"
         return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {}, none, none)
 
-    codes = data.clusters
-    size = 0 if codes is None else int(codes.max()) + 1
+    codes, size = data.clusters, 0 if data.clusters is None else int(data.clusters.max()) + 1
 
     def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
         total, rows = carry
@@ -270,10 +277,7 @@ def scores(
         return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
 
     sums, rows = data.fold(step, ({}, []))
-    exact: list[float] = []
-    if objective.exact:
-        outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
-        exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+    exact = _exact(objective, rows) if objective.exact else []
     parts = sums.pop(PARTS)
     clusters = moments(sums.pop(CLUSTERS)) if codes is not None else none
     return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums, parts, clusters)
