@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging, State
-from polyfed.algorithms.averaging.private_blocks import personal
+from polyfed.algorithms.averaging.private_blocks import TUNE_STREAM, epochs_of, personal
 from polyfed.algorithms.modalities.fedogm import coefficient, modality_score
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -60,9 +60,10 @@ from polyfed.training.client_data import Direction
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import there
 
-ANCHOR, ADAPTED, OWN, WEIGHTS = "@anchor", "@adapted", "@own", "@weights"
-"""Names in the tree with which a client predicts: the prefixes of the model of FedAvg, of the client's trained copy of
-the composed model and of its own model, and the weights. The composed model has the model's own names."""
+ANCHOR, ADAPTED, ADAPTED_ANCHOR, OWN, WEIGHTS = "@anchor", "@adapted", "@adapted-anchor", "@own", "@weights"
+"""Names in the tree with which a client predicts: the prefixes of the model of FedAvg, of the client's trained copies
+of the composed model and of the anchor, and of its own model, and the weights. The composed model has the plain
+names."""
 
 TEMPERATURES = (1.0, 2.0, 4.0)
 """What the logits of an expert are divided by; each is an expert of its own, because networks are overconfident."""
@@ -108,11 +109,13 @@ class CouncilState(State):
         anchor: the model of FedAvg; empty if it is not trained.
         anchor_leads: whether it is the global model: until the server's validation rows prefer the composed one.
         weighed: the round in which clients last weighed their models.
+        adapted: whether they adapted the global models before that.
     """
 
     anchor: Tree = field(default_factory=dict)
     anchor_leads: bool = True
     weighed: int = 0
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,15 +267,15 @@ class Council(Predictor):
         return self._placed(context, table, weights / weights.sum(-1, keepdim=True), count, experts.matrix.to(device))
 
     def members(self, w: Mapping[str, Tensor]) -> list[Tree]:
-        """Return the models in a tree: the anchor, the composed model, its adapted copy and the own model, if there."""
+        """Return the models that a tree has: anchor, composed model, adapted copies of both, own model."""
         composed = {name: value for name, value in w.items() if not name.startswith("@")}
-        found = [under(ANCHOR, w), composed, under(ADAPTED, w), under(OWN, w)]
+        found = [under(ANCHOR, w), composed, *(under(prefix, w) for prefix in (ADAPTED, ADAPTED_ANCHOR, OWN))]
         return [tree for tree in found if tree]
 
     def singly(
         self, model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch
     ) -> Tensor:
-        """Return the logits of each model from each modality alone, (B, J, V - 1, C); 0 for one that the batch lacks."""
+        """Return the logits of each model from each modality alone, (B, J, V - 1, C), 0 for an absent one."""
         none = torch.zeros(len(batch.y), len(members), 0, model.num_classes, device=batch.y.device)
         if not self.unimodal or len(model.modalities) < 2:
             return none
@@ -348,24 +351,26 @@ class FedCouncil(Averaging[CouncilState]):
         anchor: whether the model of FedAvg is trained beside the composed one, and leads until the server's validation
             rows prefer that one.
         own: whether each client trains a model alone, as in Local.
-        adapted: whether a client keeps its trained copy of the composed model, as after fine-tuning.
+        adapted: epochs in which every client trains copies of both global models after the last round, as in FedAvg
+            with fine-tuning; before, the copies are those of its last local training. 0 for no copies.
         unimodal: whether predictions from single modalities take part in the mixture.
         calibrated: whether flattened probabilities (temperatures 2 and 4) take part.
         placebo: `random` is a control: clients draw their weights at random. `none` is the method.
     """
 
     momentum: Annotated[float, BELOW_ONE, SearchRange(0.0, 0.5, 0.9, fedavg=0.0)] = 0.9
-    momentum_lr: Annotated[float, POSITIVE, SearchRange(0.1, 0.3, 1.0, beside=("momentum", 0.5, 0.9))] = 1.0
+    momentum_lr: Annotated[float, POSITIVE, SearchRange(0.1, 0.3, 1.0, beside=("momentum", 0.5, 0.9))] = 0.3
     modality_loss: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.3, 1.0, fedavg=0.0)] = 0.0
     modulation: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.3, 0.8, fedavg=0.0)] = 0.0
     dropout: Annotated[float, BELOW_ONE, SearchRange(0.0, 0.2, 0.5, fedavg=0.0)] = 0.0
     anchor: Annotated[bool, NotSearched("the promise rests on it")] = True
     own: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
-    adapted: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
+    adapted: Annotated[int, NOT_NEGATIVE, SearchRange(0, 2, 5, fedavg=0)] = 2
     unimodal: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
     calibrated: Annotated[bool, NotSearched("costs nothing")] = True
     placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
     sends: ClassVar[type[Message]] = BothModels
     replies: ClassVar[type[Message]] = BothTrained
     completes_private: ClassVar[bool] = True
@@ -421,7 +426,7 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     @override
     def needs_own_validation(self) -> bool:
-        return self.keeps_anchor or self.own or self.adapted or self.unimodal
+        return bool(self.keeps_anchor or self.own or self.adapted or self.unimodal)
 
     @property
     @override
@@ -510,7 +515,13 @@ class FedCouncil(Averaging[CouncilState]):
 
     @override
     def evaluate(self, state: CouncilState, fed: Federation) -> Measured:
-        return super().evaluate(state if state.weighed == fed.round else self._weighed(state, fed), fed)
+        weighed = state.weighed == fed.round and (state.adapted or fed.round < fed.rounds)
+        return super().evaluate(state if weighed else self._weighed(state, fed), fed)
+
+    @property
+    @override
+    def evaluates_more_at_end(self) -> bool:
+        return bool(self.adapted)
 
     @override
     def global_params(self, state: CouncilState) -> Tree | None:
@@ -523,11 +534,11 @@ class FedCouncil(Averaging[CouncilState]):
         return BothModels(state.params, state.anchor)
 
     def _weighed(self, state: CouncilState, fed: Federation) -> CouncilState:
-        """Have all clients with validation rows weigh their models."""
+        """Have all clients with validation rows weigh their models, after the last round with copies of the newest."""
         if self.needs_own_validation and fed.clients.validated:
             send = BothModels(state.params, state.anchor)
             fed.ask(self.weigh, list(fed.clients.validated), send, quorum=False, held_out="validation")
-        return state.with_(weighed=fed.round)
+        return state.with_(weighed=fed.round, adapted=fed.round == fed.rounds)
 
     def _anchor_leads(self, state: CouncilState, fed: Federation) -> bool:
         """Return whether the server's validation rows prefer the model of FedAvg; without any, it leads."""
@@ -544,8 +555,9 @@ class FedCouncil(Averaging[CouncilState]):
 
     @override
     def local(self, context: ClientContext, key: int) -> Tree:
-        found = nested(ADAPTED, context.initial) if self.adapted else {}
-        found |= nested(OWN, context.initial) if self.own else {}
+        copies = (ADAPTED, ADAPTED_ANCHOR) if self.keeps_anchor else (ADAPTED,)
+        prefixes = (*(copies if self.adapted else ()), *((OWN,) if self.own else ()))
+        found = {n: v for prefix in prefixes for n, v in nested(prefix, context.initial).items()}
         if self.needs_own_validation:
             anchor = nested(ANCHOR, context.initial) if self.keeps_anchor else {}
             found[WEIGHTS] = self.council.first(context.model, context.initial | anchor | found)
@@ -591,15 +603,15 @@ class FedCouncil(Averaging[CouncilState]):
     ) -> tuple[BothTrained, Tree]:
         """Train the anchor and the own model as FedAvg and Local do, on the same batches, and keep what is private."""
 
-        def loss(w: Tree, batch: Batch) -> Tensor:
-            return context.loss(w, batch)
+        def trained(start: Tree) -> Tree:
+            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train).params
 
-        anchor = data.minimise(loss, got.anchor, train=self.train).params if self.keeps_anchor else {}
+        anchor = trained(got.anchor) if self.keeps_anchor else {}
         after = dict(local)
         if self.own:
-            after |= nested(OWN, data.minimise(loss, under(OWN, local), train=self.train).params)
+            after |= nested(OWN, trained(under(OWN, local)))
         if self.adapted:
-            after |= nested(ADAPTED, fit.params)
+            after |= nested(ADAPTED, fit.params) | nested(ADAPTED_ANCHOR, anchor)
         return BothTrained(fit.params, anchor, fit.loss, data.num_rows), after
 
     @override
@@ -607,18 +619,29 @@ class FedCouncil(Averaging[CouncilState]):
         composed = personal(got.params, local)
         if not self.needs_own_validation:
             return composed
-        kept = {n: v for n, v in local.items() if block_of(n) in (ADAPTED, OWN, WEIGHTS)}
+        kept = {n: v for n, v in local.items() if block_of(n) in (ADAPTED, ADAPTED_ANCHOR, OWN, WEIGHTS)}
         return composed | nested(ANCHOR, got.anchor) | kept
 
     @task()
     def weigh(self, context: ClientContext, data: ClientData, local: Tree, got: BothModels) -> tuple[Weighed, Tree]:
         """Weigh the experts by the client's validation rows. Nothing of it leaves."""
+        if self.adapted and data.round == data.rounds:
+            composed = personal(got.params, local)
+            copies = [(ADAPTED, composed), (ADAPTED_ANCHOR, got.anchor)]
+            local = local | {n: v for prefix, start in copies for n, v in self._copy(context, data, prefix, start)}
         w = self.own_params(got, local)
         if self.placebo == "random":
             table = self.council.drawn(context, w, data.test, data.draw("council-placebo"))
         else:
             table = self.council.weighed(context, w, data.test)
         return Weighed(), local | {WEIGHTS: table}
+
+    def _copy(self, context: ClientContext, data: ClientData, prefix: str, start: Tree) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and values of a copy of a global model after fine-tuning; nothing if there is no model."""
+        if start:
+            train = epochs_of(self.train, self.adapted)
+            loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
+            yield from nested(prefix, data.minimise(loss, start, train=train, stream=TUNE_STREAM).params).items()
 
     # the tasks of an evaluation differ from those of `Algorithm` in the message alone, which brings both models
 
