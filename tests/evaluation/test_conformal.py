@@ -263,7 +263,7 @@ def counts(name: str) -> bool:
     return not (ROWS[name].stack or ALGORITHMS[name].aligns_rows or name in ("creamfl", "fedcouncil"))
 
 
-@pytest.mark.parametrize("name", filter(counts, NAMES))
+@pytest.mark.parametrize("name", list(filter(counts, NAMES)))
 def test_every_method_counts_alike_on_both_engines(name: str) -> None:
     found, sizes = [], list[dict[str, int]]()
     for engine in ("sequential", "vectorised"):

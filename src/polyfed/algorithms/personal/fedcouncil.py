@@ -647,9 +647,9 @@ class FedCouncil(Averaging[CouncilState]):
 
     @task()
     @override
-    def score_own(
+    def score_own(  # type: ignore[override]
         self, context: ClientContext, data: ClientData, local: Tree, got: BothModels
-    ) -> tuple[OwnScore, Tree]:  # type: ignore[override]
+    ) -> tuple[OwnScore, Tree]:
         return super().score_own(context, data, local, got)  # type: ignore[arg-type]
 
     @task()
