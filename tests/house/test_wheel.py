@@ -150,3 +150,12 @@ def test_the_laws_try_a_method_of_the_users_own(installed: Environment) -> None:
     few = ("--law", "engines", "--law", "learns")
     done = installed.run(installed.python, "-m", "polyfed.laws", "mine:Own", *few)
     assert (done[0], done[1].splitlines()[-1]) == (0, "mine:Own: 2 laws kept, 0 broken, 0 skipped"), done[2]
+
+
+def test_the_wheel_holds_the_documentation(installed: Environment) -> None:
+    code, out, _ = installed.polyfed("docs", "--json")
+    assert code == 0
+    assert {row["name"] for row in json.loads(out)} == {
+        str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert installed.polyfed("docs", "threat-model")[1].startswith("# ")

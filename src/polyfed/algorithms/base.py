@@ -452,6 +452,11 @@ class Algorithm(ABC, Generic[S]):
         hooks = (*ALTERS[unit], *(declaring.reads_replies if unit == "client" else ()))
         return [hook for base in below for hook in hooks if hook in vars(base)]
 
+    @property
+    def needs_own_validation(self) -> bool:
+        """Whether clients choose something by their own validation rows. A recipe without any is then refused."""
+        return False
+
     # which models the method trains, for `evaluate` and `Run.predict`
 
     @property
