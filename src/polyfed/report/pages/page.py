@@ -9,7 +9,7 @@ import base64
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
 from polyfed.report import formatting as words
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.comparison.curves import curves_of
@@ -34,7 +34,16 @@ from polyfed.report.pages.leakage import leakage_of
 from polyfed.report.reading import egress, history
 from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
-from polyfed.report.scores import subset_title, subsets_in, title_of, unit_of
+from polyfed.report.scores import (
+    AS_THEY_COME,
+    interval_of,
+    lacks_in,
+    lacks_title,
+    subset_title,
+    subsets_in,
+    title_of,
+    unit_of,
+)
 
 REPORT = "report.html"
 
@@ -80,7 +89,8 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         sections=numbered(sections),
         grids={grid.name: grid for grid in grids},
         classes=class_scores(past, folder),
-        subsets=subset_scores(past, modalities),
+        subsets=subset_scores(past, modalities, folder.result.get("intervals", {})),
+        lacks=scores_by_lack(past, folder.result.get("intervals", {}).get("global", {})),
         num_classes=len(past.confusion or ()),
         traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
         apart=crossed.evaluation is not None,
@@ -161,13 +171,19 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
             found.append((title, words.number_of(value, unit), remark))
 
     head = past.headline
-    add(head.title, past.last(f"global.{head.score}"), head.unit, "all modalities, test set")
+    about = AS_THEY_COME if lacks_in(past.columns) else "all modalities"
+    known = folder.result.get("intervals", {}).get("global", {})
+    words_of = partial(interval_of, unit=head.unit)
+    remark = f"{about}: {words_of(known[head.score])}" if head.score in known else f"{about}, test set"
+    add(head.title, past.last(f"global.{head.score}"), head.unit, remark)
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
-        add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+        if f"global.{SUBSET}{modality}" not in past.columns:  # the table of subsets answers this better
+            add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, ALONE)
     if (worst_subset := past.last(f"global.{WORST}")) is not None:
-        found_subsets = subset_scores(past, modalities)
-        add("worst subset", worst_subset, head.unit, "" if found_subsets is None else found_subsets["worst"])
+        found_subsets = subset_scores(past, modalities, {})
+        which = "" if found_subsets is None else f"{found_subsets['worst']}: "
+        add("worst subset", worst_subset, head.unit, which + words_of(known.get(WORST)))
     for metric in SHOWN:
         add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
     worst = past.last("personal.worst")
@@ -193,11 +209,37 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     return found
 
 
-def subset_scores(past: history.History, modalities: Sequence[str]) -> dict[str, Any] | None:
+ALONE = "this model with the others at zero, not a model of its own"
+"""The remark on the score from one modality alone."""
+
+
+def scores_by_lack(past: history.History, known: Mapping[str, Any]) -> list[tuple[str, float | None, str]]:
+    """Return the last score of the rows that lack the same modalities: (title, score, interval and rows).
+
+    Args:
+        past: the rounds.
+        known: the intervals of the group `global` in result.json.
+    """
+    unit = past.headline.unit
+    names = lacks_in(past.columns)
+    found = [(lacks_title(n), past.last(f"global.{LACKS}{n}"), interval_of(known.get(LACKS + n), unit)) for n in names]
+    whole = past.headline.score
+    everyone = (AS_THEY_COME, past.last(f"global.{whole}"), interval_of(known.get(whole), unit))
+    return [everyone, *found] if found else []
+
+
+def subset_scores(
+    past: history.History, modalities: Sequence[str], intervals: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the last scores of the subsets of the modalities, the best first, or None if none was scored.
 
     Each row has a title, the modalities of the subset (None for a mean over subsets of one size), and the scores of the
-    global model and of the clients' models. `worst` is the title of the worst row.
+    global model and of the clients' models, with the rows behind them. `worst` is the title of the worst row.
+
+    Args:
+        past: the rounds.
+        modalities: the modalities.
+        intervals: the entry `intervals` of result.json.
     """
     names = subsets_in([*past.columns]) or subsets_in([*past.columns], "personal.")
     rows: list[dict[str, Any]] = []
@@ -205,7 +247,10 @@ def subset_scores(past: history.History, modalities: Sequence[str]) -> dict[str,
         scores = [past.last(f"{group}.{SUBSET}{name}") for group in ("global", "personal")]
         parts = name.split("+")
         known = parts if set(parts) <= set(modalities) else None
-        rows.append({"title": subset_title(name), "parts": known, "score": scores[0], "personal": scores[1]})
+        row: dict[str, Any] = {"title": subset_title(name), "parts": known}
+        row |= {"score": scores[0], "personal": scores[1]}
+        told = [intervals.get(group, {}).get(SUBSET + name) for group in ("global", "personal")]
+        rows.append(row | {"told": interval_of(told[0] if scores[0] is not None else told[1], past.headline.unit)})
     if not rows:
         return None
     main = "score" if any(row["score"] is not None for row in rows) else "personal"
