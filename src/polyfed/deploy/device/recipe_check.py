@@ -178,7 +178,9 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
 def _of_policy(path: str) -> NodeConfig:
     """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
     if not Path(path).is_file():
-        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy-reference.md")
+        raise RecipeError(
+            f"--node '{path}' is neither a policy file nor key=value pairs; see `polyfed docs deploy-reference`"
+        )
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
