@@ -34,12 +34,13 @@ from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.option_checks import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
+from polyfed.core.option_checks import COST, IN_RECIPE, NOT_NEGATIVE, PROBABILITY, NotSearched
 from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
+from polyfed.federation import adapters
 from polyfed.federation.aggregation import ServerOptimiser, aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -109,6 +110,9 @@ class Averaging(Algorithm[A]):
             FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
             personal evaluation; 0 for none.
+        repair: with LoRA, FediLoRA's layer-wise editing after local training: the matrix A that is least like the
+            received one is pulled back to it, unless their cosine similarity is at least this; 0 for none (0.95 in the
+            released code).
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"
@@ -117,6 +121,7 @@ class Averaging(Algorithm[A]):
     private: tuple[str, ...] = ()
     private_epochs: Annotated[int, NOT_NEGATIVE, NotSearched("needs private blocks")] = 0
     fine_tune: Annotated[int, NOT_NEGATIVE, COST] = 0
+    repair: Annotated[float, PROBABILITY, NotSearched("needs LoRA adapters")] = 0.0
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
@@ -300,6 +305,8 @@ class Averaging(Algorithm[A]):
         fit = data.minimise(
             loss, start, train=self.train, direction=direction, carry=carry, only=only, passes=self.passes
         )
+        if self.repair:
+            fit = replace(fit, params=adapters.repaired(fit.params, whole.params, self.repair))
         if not kept:
             return self.reply(context, data, fit, whole, own)
         reply, after = self.reply(context, data, fit, whole, own)
