@@ -142,7 +142,7 @@ def test_what_rows_lack_is_said_by_name(run: Run, new: pd.DataFrame) -> None:
         frame = run.predict_frame(strange)
     texts = " ".join(str(one.message) for one in caught)
     assert "'Sex' has 1 word that the model has not learnt, such as 'M'" in texts
-    assert "1 empty cell of 'CRP mg/l' get the mean" in texts
+    assert "'CRP mg/l': 1 empty cell gets" in texts
     assert frame["used"].tolist()[2:4] == ["lab+img", "lab"]
     with pytest.warns(PolyfedWarning, match=r"no column of 'img' \('img_0', 'img_1'\)"):
         assert set(run.predict_frame(new.drop(columns=["img_0", "img_1"]))["used"]) == {"lab"}

@@ -214,6 +214,8 @@ class Models:
             DataError: the rows lack columns of a modality, or a cell cannot be read.
         """
         new = self.read(x, partial=partial, ids=ids)
+        for note in () if new is None else new.filled:
+            warn(note, PolyfedWarning, stacklevel=3)
         samples, there, names = (x, present, None) if new is None else (new.x, _both(new.present, present), new.ids)
         used = self.used(samples, client, present=there)
         return answers(self, samples, there, used, client, coverage, names)

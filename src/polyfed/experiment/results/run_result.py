@@ -237,11 +237,8 @@ def models_of(
         recipe: the recipe of the run.
         fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
-        class_names: the name of each class, if the data has names.
-        scaling: the shift and the scale of each scaled modality. None means that they are unknown.
         conformal: the entry `conformal` of result.json, for `predict_set`.
-        features: the columns of each modality with rules in [data.columns].
-        rows: how the rows of the run were read.
+        class_names, scaling, features, rows: see `Models`.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, NAMED), algorithm.own_models

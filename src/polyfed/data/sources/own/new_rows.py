@@ -1,7 +1,7 @@
 """Reads new rows, whose labels nobody knows, as the rows of a run were read, for predictions."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from polyfed.data.reading.array_files import Arrays
 from polyfed.data.reading.column_guess import IDS, MOST_NAMED, kind_of
 from polyfed.data.reading.frames import frame_of, values_of
 from polyfed.data.reading.given import Partial
-from polyfed.data.reading.values import array_of, as_in_training, tensor_of
+from polyfed.data.reading.values import array_of, as_in_training, is_missing, tensor_of
 from polyfed.data.sources.own.table_files import PLAIN, SUFFIXES, Dialect, read
 
 if TYPE_CHECKING:
@@ -103,11 +103,13 @@ class NewRows:
         x: modality -> samples (n, ...).
         present: modality -> which rows have it, bool (n,).
         ids: the columns that name the rows, with the index of the rows. None if there are none.
+        filled: sentences about empty cells that got a mean, as [data.columns] asks.
     """
 
     x: Tree
     present: Tree
     ids: "pd.DataFrame | None"
+    filled: tuple[str, ...] = ()
 
 
 def new_rows(
@@ -135,7 +137,7 @@ def new_rows(
     """
     table = rows.rename(columns=str) if hasattr(rows, "iloc") else None
     held = rows if table is None else table
-    problems, notes = Problems(), list[str]()
+    problems, notes, filled = Problems(), list[str](), list[str]()
     x: Tree = {}
     present: Tree = {}
     lacking = {name: [column for column in one.names if column not in held] for name, one in form.modalities.items()}
@@ -161,12 +163,13 @@ def new_rows(
                 held, one, form.partial, features.get(name), shapes[name], f"{where}: modality '{name}'"
             )
             x[name], present[name] = values, there
+            filled += _filled(held, features.get(name, ()), there)
             notes += [f"modality '{name}': {line}" for line in told]
     named = _ids(held, ids, form.ids, where, problems)
     problems.raise_all()
     for note in notes:
         warnings.warn(f"{where}: {note}", PolyfedWarning, stacklevel=4)
-    return NewRows(x, present, named)
+    return NewRows(x, present, named, tuple(filled))
 
 
 def _ids(held: Any, ids: Sequence[str], usual: str, where: str, problems: Problems) -> "pd.DataFrame | None":
@@ -209,17 +212,22 @@ def _read(
     there = torch.from_numpy(np.asarray(found.there))
     if features is not None:
         told += [line for f in features if f.of_words and (line := unseen(f, _words(frame[f.column], found.there)))]
-        told += [
-            f"{counted(empty, 'empty cell', 'empty cells')} of '{f.column}' get the mean of the training, {f.mean:g}"
-            for place, f in enumerate(features)
-            if f.imputes and (empty := int(values[there, place].isnan().sum()))
-        ]
         parts = [
             feature.expanded(values[:, place].numpy(), found.coded[place].words if feature.of_words else None)
             for place, feature in enumerate(features)
         ]
         values = torch.from_numpy(np.concatenate(parts, 1))
     return as_in_training(torch.where(there[:, None], values, 0.0), shape, form.layout), there, told
+
+
+def _filled(rows: Any, features: Features, there: Tensor) -> Iterator[str]:
+    """Yield a sentence for each column whose empty cells get a mean."""
+    for feature in features:
+        if feature.imputes:
+            column = np.array([is_missing(cell) for cell in np.asarray(rows[feature.column]).tolist()])
+            if empty := int((column & there.numpy()).sum()):
+                cells = counted(empty, "empty cell gets", "empty cells get")
+                yield f"'{feature.column}': {cells} {feature.mean:g}, the mean of the training"
 
 
 def _words(column: "pd.Series[Any]", there: NDArray[np.bool_]) -> list[str]:
