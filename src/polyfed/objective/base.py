@@ -122,6 +122,13 @@ class Objective(ABC):
     def measured(self, sums: Tensor) -> dict[str, float]:
         """Return the metrics of some rows, given the sums over these rows. Undefined metrics are left out."""
 
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return what each row adds to `SCORE`, float64 (B, 2, T), for T targets that have a score of their own.
+
+        With the sums a_t of [:, 0, t] and b_t of [:, 1, t], the score is the mean of a_t / b_t over the targets.
+        """
+        raise NotImplementedError
+
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sums that a client reports on its own test rows. The sums of all clients are added up."""
         return self.sums(outputs, batch)

@@ -92,6 +92,11 @@ class Classification(OfClasses):
         return sums[: size * size].view(size, size)
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        right = (outputs.argmax(-1) == batch.y).double()
+        return torch.stack([right, torch.ones_like(right)], 1).unsqueeze(-1)
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged

@@ -118,6 +118,12 @@ class MultiLabel(Objective):
         }
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        known, y = known_of(batch.y)
+        right = ((outputs.sigmoid() > self.threshold).to(y.dtype) == y).to(y.dtype) * known
+        return torch.stack([right.sum(-1), known.sum(-1)], 1).double().unsqueeze(-1)
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         known, y = known_of(batch.y)
         real = known.bool() if batch.ok is None else known.bool() & batch.ok.unsqueeze(-1)

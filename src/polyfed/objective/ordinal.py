@@ -102,6 +102,11 @@ class Ordinal(OfClasses):
         return sums[:-2].view(size, size)
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        gap = (self.decided(outputs) - batch.y).abs().double()
+        return torch.stack([gap, torch.ones_like(gap)], 1).unsqueeze(-1)
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))

@@ -50,7 +50,7 @@ from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import ONCE, Direction, Passes
-from polyfed.training.optimisers import Moments
+from polyfed.training.optimisers import Moments, Train
 
 
 @message
@@ -125,6 +125,8 @@ class Averaging(Algorithm[A]):
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
+    completes_private: ClassVar[bool] = False
+    """Whether a method that replaces the hooks with which the template keeps private blocks keeps them itself."""
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
@@ -209,6 +211,11 @@ class Averaging(Algorithm[A]):
         return context.loss(w, batch)
 
     @property
+    def local_train(self) -> Train:
+        """The options with which clients train the received model: by default, those of [train]."""
+        return self.train
+
+    @property
     def passes(self) -> Passes:
         """What `loss` computes in a step, for simulated time; override it if `loss` calls the model more than once."""
         return ONCE
@@ -290,7 +297,7 @@ class Averaging(Algorithm[A]):
 
         start, only = whole.params, None
         if kept and self.private_epochs:  # first the private parameters alone, then the others alone
-            train = private_blocks.epochs_of(self.train, self.private_epochs)
+            train = private_blocks.epochs_of(self.local_train, self.private_epochs)
             start = data.minimise(
                 loss,
                 start,
@@ -303,7 +310,7 @@ class Averaging(Algorithm[A]):
         directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
         fit = data.minimise(
-            loss, start, train=self.train, direction=direction, carry=carry, only=only, passes=self.passes
+            loss, start, train=self.local_train, direction=direction, carry=carry, only=only, passes=self.passes
         )
         if self.repair:
             fit = replace(fit, params=adapters.repaired(fit.params, whole.params, self.repair))

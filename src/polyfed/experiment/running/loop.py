@@ -287,6 +287,8 @@ class _Loop:
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
         if measured.confusion is not None and row["round"] == self._last:
             row["confusion"] = measured.confusion.to(torch.int64).tolist()
+        if row["round"] == self._last and any(measured.intervals.values()):
+            row["intervals"] = {group: known for group, known in measured.intervals.items() if known}
         if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
             row["conformal"] = sets.facts()
         if measured.personal:
@@ -407,6 +409,7 @@ class _Loop:
         result |= {"seed": self.recipe.seed, "rounds": self._last, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
+        result |= {"intervals": known} if self.rounds and (known := self.rounds[-1].get("intervals")) else {}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
         result |= {"conformal": sets} if (sets := self._conformal()) is not None else {}
         result |= facts_of_models(models, self.recipe, self.assembly.population)
