@@ -169,7 +169,9 @@ def care_for_certificate(credentials: Path) -> None:
         if until := renewed(credentials):
             logger.info("the server's certificate is renewed and valid until %s", f"{until:%Y-%m-%d %H:%M} UTC")
         elif (credentials / "server.pem").is_file() and 0 < (left := days_left(credentials)) <= WARNED_DAYS:
-            text = "the server's certificate ends in %.1f days, and then no device connects: docs/deploy-reference.md"
+            text = (
+                "the server's certificate ends in %.1f days, and then no device connects: polyfed docs deploy-reference"
+            )
             logger.warning(text, left)
     except (RecipeError, OSError) as error:
         logger.warning("%s", error)

@@ -139,7 +139,7 @@ def supernode(
     node_from(node_config)
     for path in (root_certificates, key):
         if not path.is_file():
-            raise RecipeError(f"{path} is not there; see docs/deploy-reference.md for the files that a device needs")
+            raise RecipeError(f"{path} is not there; `polyfed docs deploy-reference` has the files that a device needs")
     if metrics_port:
         require_prometheus()
     for number in (port, metrics_port):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ LARGEST_HEADER = 2**22
 KEPT_APPS = 8
 """Number of recipes that stay in the state folder, so that not every request fetches its recipe."""
 
-LOST = "the process that runs tasks was killed, for example because the device has too little memory"
+LOST = "the process of its task was killed twice, for example because the device has too little memory"
 
 LOGGER = logger_of("device", "stderr")
 
@@ -145,6 +146,10 @@ class Tasks:
             running.facts = told
             running.ended.set()
         process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what was not written to a process that has died
+                pipe.close()
         with self._lock:
             if self._process is not process and self._process is not None:
                 return
@@ -270,7 +275,7 @@ class Device:
             if not self.connection.is_open(offer.id):
                 return False
         try:
-            for why in (refusal, LOST, LOST):
+            for why in (refusal, refusal, LOST):  # once more, because the same task gives the same reply
                 task = {"folder": str(place), "app": str(self.state / "apps" / offer.app[0])}
                 running = self.tasks.begin(**task, config=self.config, refusal=why)
                 while not running.ended.wait(LOOK_SECONDS):

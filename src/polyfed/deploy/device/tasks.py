@@ -29,8 +29,6 @@ from polyfed.federation.wire_format import Packet, framed, header_of
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""
 
-KILLED = "the process of its task was killed, for example because the device has too little memory"
-
 MOST_TASKS = 200
 """A worker ends after so many tasks, so that what they leave in its memory does not grow."""
 
@@ -90,7 +88,6 @@ class Host:
                 continue
             for worker in self.workers.values():
                 if worker.task.get("task") == told["cancel"]:
-                    worker.task["cancelled"] = True
                     os.kill(worker.process, signal.SIGKILL)
         return bool(come)
 
@@ -107,16 +104,13 @@ class Host:
         os.write(worker.down, json.dumps(task).encode() + b"\n")
 
     def _heard(self, worker: Worker) -> None:
-        """Pass on what a worker says about its task, or answer the task if the worker has died."""
+        """Pass on what a worker says about its task: nothing if it has died, and then there is no reply."""
         said, task = os.read(worker.up, 2**12), worker.task
         worker.task = {}
         if not said:
             self._end(worker)
-        facts = json.loads(said or b"{}")
-        if not said and task and not task.get("cancelled"):
-            facts = answer({**task, "refusal": KILLED})
         if task:
-            self.lines.write(json.dumps({"task": task["task"], **facts}) + "\n")
+            self.lines.write(json.dumps({"task": task["task"], **json.loads(said or b"{}")}) + "\n")
 
     def _end(self, worker: Worker) -> None:
         del self.workers[worker.up]
