@@ -197,6 +197,7 @@ class Table(Source):
             test_share=self.test_share,
             seed=self.seed,
             columns=rules_of("[data.columns]", self.columns),
+            folder=Path(self.path).expanduser().parent,
             optional=tuple(role for role, may_be_missing in defaults if may_be_missing),
         )
 
@@ -229,7 +230,7 @@ class Table(Source):
 def word_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns whose cells are words according to [data.columns], even if they look like numbers."""
     rules = rules_of("[data.columns]", columns)
-    return tuple(column for column, rule in rules.items() if rule.of_words)
+    return tuple(column for column, rule in rules.items() if rule.of_words or rule.is_whole)
 
 
 def read(
