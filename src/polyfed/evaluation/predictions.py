@@ -13,7 +13,7 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.column_fitting import Features, samples_from
 from polyfed.data.reading.values import without_nan_rows
-from polyfed.evaluation.sample_forms import as_in_training, refuse_other_forms, refuse_unknown_ids, samples_of
+from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of, turned
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model
 from polyfed.objective import Objective
@@ -110,8 +110,8 @@ def _samples(
         given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
         if m in ids and (padding := int(((given[m] == 0).all(1) & there[m].to(given[m].device)).sum())):
             warn(
-                f"x['{m}']: {counted(padding, 'row holds', 'rows hold')} only padding, the id 0, and counts as present. "
-                f"If it lacks '{m}', mark it in present={{'{m}': ...}}, or give None in a list",
+                f"x['{m}']: {counted(padding, 'row holds', 'rows hold')} only padding, the id 0, and counts as "
+                f"present. If it lacks '{m}', mark it in present={{'{m}': ...}}, or give None in a list",
                 PolyfedWarning,
                 stacklevel=4,
             )
@@ -133,7 +133,7 @@ def _tensors(
             given[m] = samples_from(features[m], value, f"x['{m}']")
             continue
         given[m], held = samples_of(m, value, model.shapes.get(m, ()), tokens=m in ids)
-        given[m] = as_in_training(given[m], model.shapes.get(m, ()))
+        given[m] = turned(given[m], model.shapes.get(m, ()))
         if held is not None:
             there[m] = held if m not in there or len(there[m]) != len(held) else held & there[m]
     return given, there

@@ -70,7 +70,7 @@ def samples_of(name: str, value: Any, shape: Shape, *, tokens: bool) -> tuple[Te
         ) from None
 
 
-def as_in_training(value: Tensor, shape: Shape) -> Tensor:
+def turned(value: Tensor, shape: Shape) -> Tensor:
     """Return images in the order of axes of the training, (n, C, H, W), as training data is turned: see `laid_out`.
 
     Args:

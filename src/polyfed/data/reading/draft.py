@@ -60,6 +60,7 @@ class Draft:
         called: Part -> its name in error messages, where it is not the usual one.
         coded: Modality -> its columns, if [data.columns] speaks of one. The array of the modality then holds codes.
         whole: Modality -> its only column, if [data.columns] made images or token ids of it.
+        names: Modality -> the columns of the table, or the arrays, that hold it, in order.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Draft:
     called: Mapping[str, str] = field(default_factory=dict)
     coded: Mapping[str, tuple[Feature, ...]] = field(default_factory=dict)
     whole: Mapping[str, Feature] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def place(self, part: str) -> str:
         """Return the name of a modality or of another part for the beginning of an error message."""
@@ -127,7 +129,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         notes.append(drawn_note(given.test_share))
     columns = Columns(
         name=draft.name,
-        modalities={name: column for name, (column, _) in found.items()},
+        modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
         label=labels.values,
         num_classes=labels.num_classes,
         split=split,

@@ -86,6 +86,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "whole": whole}
+    told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
     return Draft(name=name, where=where, **(told | found | facts_of | more))
 
 
@@ -292,6 +293,7 @@ class Joined:
     coded: dict[str, tuple[Feature, ...]] = field(default_factory=dict)
     whole: dict[str, Feature] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Problems) -> Joined:
@@ -310,12 +312,13 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
     arrays = {**arrays, **{name: as_cells(arrays[name]) for name in whole}}
     made = Joined()
     for modality, group in groups.items():
+        made.names[modality] = tuple(group)
         if len(group) == 1 and group[0] not in given.columns:
             made.modalities[modality] = arrays[group[0]]
             continue
         with problems.noting():
             place = f"{where}: modality '{modality}'"
-            read = values_of(_frame_of(arrays, group, place), group, place, given)
+            read = values_of(frame_of(arrays, group, place), group, place, given)
             made.modalities[modality] = read.values
             made.whole |= {modality: read.whole} if read.whole else {}
             made.present |= {} if read.there.all() else {modality: read.there}
@@ -325,7 +328,7 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
     return made
 
 
-def _frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "pd.DataFrame":
+def frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "pd.DataFrame":
     """Return arrays (N,) as the columns of a table.
 
     Raises:

@@ -152,8 +152,8 @@ def told_of_whole(name: str, column: Column, spec: EncoderSpec) -> list[str]:
         cure = f'[model.encoders] {name} = {{ kind = "mlp", hidden = [64] }}'
         padding = int((column.raw(torch.arange(len(column))) == 0).all(1).sum())
         lacking = (
-            f"{counted(padding, 'row holds', 'rows hold')} only padding in '{name}', the id 0. If such a row lacks it, say so: "
-            f"the boolean array '{name}_present' in a file, present={{'{name}': ...}} in Python"
+            f"{counted(padding, 'row holds', 'rows hold')} only padding in '{name}', the id 0. If such a row lacks it, "
+            f"say so: the boolean array '{name}_present' in a file, present={{'{name}': ...}} in Python"
         )
         return [
             f"the whole numbers of '{name}' are taken as token ids; if they are quantities, write {cure}",
