@@ -177,7 +177,8 @@ def _of_table(
         if "ids" not in table and (ids := row_ids(frame, special)):
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", "")}, rules)
-        if (told := _rules_told(path, guess.rules, table)) and not guess.groups:
+        told = _rules_told(path, guess.rules, table)
+        if not guess.groups and any(rule in WHOLE for rule in guess.rules.values()):
             raise DataError(f"'{path}' has no column of numbers beside the labels. {told}")
         notes += [*guess.notes, *([told] if told else [])]
         remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]

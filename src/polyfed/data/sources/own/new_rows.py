@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,7 @@ def new_rows(
         DataError: a column of `ids` or of a modality is missing, or cells cannot be read. The message lists all faults.
     """
     table = rows.rename(columns=str) if hasattr(rows, "iloc") else None
-    held = rows if table is None else table
+    held, given = rows if table is None else table, Given(partial=form.partial, folder=folder)
     problems, notes, filled = Problems(), list[str](), list[str]()
     x: Tree = {}
     present: Tree = {}
@@ -161,11 +161,8 @@ def new_rows(
             )
             continue
         with problems.noting():
-            rules = {f.column: f.rule for f in features.get(name, ()) if f.rule is not None}
-            given = Given(partial=form.partial, columns=rules, folder=folder)
-            values, there, told = _read(
-                held, one, given, features.get(name), shapes[name], f"{where}: modality '{name}'"
-            )
+            place = f"{where}: modality '{name}'"
+            values, there, told = _read(held, one, given, features.get(name), shapes[name], place)
             x[name], present[name] = values, there
             filled += _filled(held, features.get(name, ()), there)
             notes += [f"modality '{name}': {line}" for line in told]
@@ -209,7 +206,8 @@ def _read(
     filled = bool(features) and all(feature.rule is not None and feature.rule.fills for feature in features or ())
     if not filled and bool(frame[group].isna().all(axis=None)):
         return torch.zeros(len(frame), *shape), nothing, ["its cells are empty in every row"]
-    found = values_of(frame, group, where, given)
+    rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
+    found = values_of(frame, group, where, replace(given, columns=rules))
     told = [found.note] if found.note else []
     if found.whole is not None:
         return torch.from_numpy(found.values), torch.from_numpy(found.there), told

@@ -93,8 +93,8 @@ class Table(Source):
         ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality. Else, or with "rows", row numbers are the ids.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
-        columns: Column -> how its words, empty cells or dates become numbers: "one-hot", "mean", or a table with a kind
-            and its options; see docs/data.md.
+        columns: Column -> how its words, empty cells, dates, image files or texts become numbers: "one-hot", "mean",
+            "image", "words", or a table with a kind and its options; see docs/data.md.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
