@@ -203,7 +203,8 @@ def test_a_modality_that_may_not_leave_gets_the_whole_recipe_at_once() -> None:
     refused = check(made)
     (told,) = [text for text in refused.why if "every client can keep and train its own" in text]
     assert told.endswith(
-        '[algorithm] private = ["a"], [egress.shared] server = ["parameters", "statistic"], [clients] personal_test = 0.2'
+        '[algorithm] private = ["a"], [egress.shared] server = ["parameters", "statistic"], '
+        "[clients] personal_test = 0.2"
     )
     cured = recipe(
         algorithm("fedavg", private=("a",)),
