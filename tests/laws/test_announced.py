@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check
-from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.privacy.egress.ledger import TO_CLIENT
@@ -46,11 +47,25 @@ def with_tests(made: Recipe) -> Recipe:
     return replace(made, rounds=2, clients=replace(made.clients, personal_test=0.3))
 
 
-def ledger(parts: Assembly) -> list[dict[str, Any]]:
-    """All that crosses in the rounds and in an evaluation after the last."""
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Any:
+    """The name of a case. All tests of a case follow each other, so that they can share its runs."""
+    return request.param
+
+
+@lru_cache(maxsize=2)
+def crossed(case: str, engine: Any = "sequential") -> tuple[Assembly, list[dict[str, Any]]]:
+    """The parts of a run, and all that crosses in its rounds and in an evaluation after the last."""
+    made = with_tests(CASES[case]())
+    parts = assemble(replace(made, engine=replace(made.engine, name=engine)))
     state = through(parts, parts.recipe.rounds)
     parts.algorithm.evaluate(state, parts.fed)
-    return list(parts.ledger.rows())
+    return parts, list(parts.ledger.rows())
+
+
+@lru_cache(maxsize=2)
+def checked(case: str) -> CheckResult:
+    return check(with_tests(CASES[case]()))
 
 
 def place(row: Any) -> tuple[str, ...]:
@@ -64,32 +79,28 @@ def test_every_algorithm_is_tried() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("case", CASES)
 def test_every_row_of_the_ledger_was_announced_for_its_client(case: str, engine: Any) -> None:
-    made = with_tests(CASES[case]())
-    parts = assemble(replace(made, engine=replace(made.engine, name=engine)))
+    parts, rows = crossed(case, engine)
     clients = parts.fed.clients
     announced = {
         client: {place(row) for row in parts.engine.announcement(clients.owned(client)).rows.values() if row.allowed}
         for client in clients
     }
-    told = {place(row) for row in check(made).planned if row.allowed}
+    told = {place(row) for row in checked(case).planned if row.allowed}
     assert set().union(*announced.values()) <= told
-    sent = [row for row in ledger(parts) if row["destination"] != TO_CLIENT]
+    sent = [row for row in rows if row["destination"] != TO_CLIENT]
     assert sent
     for row in sent:
         assert row["verdict"] == "allowed"
         assert place(row) in announced[row["client"]], row
 
 
-@pytest.mark.parametrize("case", CASES)
 def test_no_reply_is_larger_than_announced(case: str) -> None:
-    made = with_tests(CASES[case]())
     said: dict[tuple[str, ...], list[Planned]] = {}
-    for planned in check(made).planned:
+    for planned in checked(case).planned:
         said.setdefault(place(planned), []).append(planned)
-    parts = assemble(made)
-    for row in (row for row in ledger(parts) if row["destination"] != TO_CLIENT):
+    parts, rows = crossed(case)
+    for row in (row for row in rows if row["destination"] != TO_CLIENT):
         num_rows = max(int(parts.fed.clients.num_rows[row["client"]]), *(row["shape"] or [0]))
         sizes = [(p.bytes or 0) + p.bytes_per_row * num_rows for p in said[place(row)]]
         # a share of the rows is a whole number of them, so a size by rows may be short of one
@@ -97,12 +108,11 @@ def test_no_reply_is_larger_than_announced(case: str) -> None:
         assert row["bytes"] <= max(sizes) + one, row
 
 
-@pytest.mark.parametrize("case", CASES)
 def test_what_a_client_receives_is_as_its_message_declares(case: str) -> None:
     """`polyfed algorithms` lists it by the same words."""
-    parts = assemble(with_tests(CASES[case]()))
+    parts, rows = crossed(case)
     clients = parts.fed.clients
     got = {kind.__name__: kind for kind, _ in map(types_of, tasks_of(parts.algorithm).values())}
-    for row in (row for row in ledger(parts) if row["destination"] == TO_CLIENT):
+    for row in (row for row in rows if row["destination"] == TO_CLIENT):
         holder = parts.engine.announcement(clients.owned(row["client"])).holder
         assert row["block"] in holder.blocks(got[row["message"]].declared[row["field"]]), row

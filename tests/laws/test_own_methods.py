@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.laws import LAWS, Trial
-from polyfed.laws.__main__ import BROKEN, verdict
+from polyfed.laws.__main__ import BROKEN, main, verdict
 from polyfed.training.optimisers import Train
 
 METHOD = """
@@ -137,36 +137,48 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.remove(str(folder))
 
 
-def laws(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, in the folder."""
-    call = [sys.executable, "-m", "polyfed.laws", *words]
-    return subprocess.run(call, cwd=folder, capture_output=True, text=True)
+Laws = Callable[..., tuple[int, str, str]]
 
 
-def test_a_method_with_a_policy_and_options_keeps_the_laws(mine: Path) -> None:
+@pytest.fixture
+def laws(capsys: pytest.CaptureFixture[str]) -> Laws:
+    """Calls the command; gives exit code, standard output and standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_method_with_a_policy_and_options_keeps_the_laws(mine: Path, laws: Laws) -> None:
+    """In a process of its own, whose path has the folder; the other tests call the command in this one."""
     (mine / "mine.toml").write_text(RECIPE)
     few = ("--law", "announced", "--law", "dry-run")
-    done = laws(mine, "mine_on_trial:Sender", "--recipe", "mine.toml", *few)
+    words = [sys.executable, "-m", "polyfed.laws", "mine_on_trial:Sender", "--recipe", "mine.toml", *few]
+    done = subprocess.run(words, cwd=mine, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second, last = done.stdout.splitlines()
     assert re.fullmatch(r"kept     announced  +\d+\.\d s  nothing leaves a client that .*", first)
     assert second.startswith("kept     dry-run")
     assert last == "mine_on_trial:Sender: 2 laws kept, 0 broken, 0 skipped"
-    without = laws(mine, "mine_on_trial:Sender", *few)
-    assert without.returncode == 1
-    assert "BROKEN   announced" in without.stdout
-    assert without.stdout.splitlines()[-1] == "mine_on_trial:Sender: 0 laws kept, 2 broken, 0 skipped"
+    code, out, _ = laws("mine_on_trial:Sender", *few)
+    assert code == 1
+    assert "BROKEN   announced" in out
+    assert out.splitlines()[-1] == "mine_on_trial:Sender: 0 laws kept, 2 broken, 0 skipped"
 
 
-def test_a_wrong_call_is_a_sentence(mine: Path) -> None:
+def test_a_wrong_call_is_a_sentence(mine: Path, laws: Laws) -> None:
     (mine / "wrong.toml").write_text(RECIPE.replace('"*"', "audio").replace("scale", "skale"))
-    wrong = laws(mine, "mine_on_trial:Sender", "--recipe", "wrong.toml")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
+    code, out, err = laws("mine_on_trial:Sender", "--recipe", mine / "wrong.toml")
+    assert (code, out) == (2, "")
     for words in ("wrong.toml", "2 problems", "no option 'skale'; did you mean 'scale'", "no row 'audio'"):
-        assert words in wrong.stderr
-    wrong = laws(mine, "mine_on_trial:Sendre", "--law", "anounced")
-    assert "there is no such law; did you mean 'announced'" in wrong.stderr
-    assert "Traceback" not in wrong.stderr + laws(mine, "nowhere:Method").stderr + laws(mine, "fedavgg").stderr
+        assert words in err
+    assert "there is no such law; did you mean 'announced'" in laws("mine_on_trial:Sendre", "--law", "anounced")[2]
+    for name in ("nowhere:Method", "fedavgg"):
+        code, out, err = laws(name)
+        assert (code, out) == (2, "")
+        assert err.startswith("polyfed: ")
 
 
 BREAKS = {

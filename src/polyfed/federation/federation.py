@@ -199,13 +199,26 @@ class Federation:
         answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
-        missing = dict(answer.missing)
-        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
-        parts = self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing)
+        parts, missing = self.usable(request, answer, sent, accept)
         replies = Replies(parts, self._missing(request, missing, peak))
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    def usable(
+        self, request: Request, answer: Answer, sent: Send, accept: Accept | None = None
+    ) -> tuple[list[ReplyStack], dict[int, str]]:
+        """Return the replies of an answer that the server uses, and the other clients, each with the reason.
+
+        Args:
+            request: what the clients were asked.
+            answer: what came back.
+            sent: the messages that the clients received.
+            accept: see `ask`.
+        """
+        missing = dict(answer.missing)
+        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
+        return self._in_time(request, self._alike([s for s in stacks if s], sent, missing), missing), missing
 
     def _report(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> None:
         """Require the quorum, and show the replies to those who watch."""

@@ -79,29 +79,24 @@ def alike(one: tuple[Assembly, Any, list[Any]], many: tuple[Assembly, Any, list[
 
 def engines_agree(trial: Trial, encoders: Any) -> None:
     """Compare the engines."""
-    alike(
-        played(trial.recipe("sequential", encoders)),
-        played(trial.recipe("vectorised", encoders)),
-        trial.row.tolerance,
-    )
+    alike(trial.played("sequential", encoders), trial.played("vectorised", encoders), trial.row.tolerance)
 
 
 def announces(trial: Trial) -> None:
     """Compare the ledger with the announcement."""
-    made = trial.recipe()
-    planned = {(r.message, r.field, r.kind, r.block, r.destination) for r in plan(assemble(made))}
-    crossed = {(r["message"], r["field"], r["kind"], r["block"], r["destination"]) for r in played(made)[2]}
+    parts, _, rows = trial.played()
+    planned = {(r.message, r.field, r.kind, r.block, r.destination) for r in plan(parts)}
+    crossed = {(r["message"], r["field"], r["kind"], r["block"], r["destination"]) for r in rows}
     strange = {row for row in crossed if row[-1] != TO_CLIENT} - planned
     demand(not strange, f"these messages cross and are not announced: {sorted(strange)}")
 
 
 def announces_sizes(trial: Trial) -> None:
     """Compare the bytes in the ledger with those of the announcement."""
-    made = trial.recipe()
     said: dict[tuple[str, str, str], list[Planned]] = {}
-    for planned in check(made).planned:
+    for planned in check(trial.recipe()).planned:
         said.setdefault((planned.message, planned.field, planned.block), []).append(planned)
-    parts, _, rows = played(made)
+    parts, _, rows = trial.played()
     for row in (r for r in rows if r["destination"] != TO_CLIENT):
         num_rows = max(int(parts.fed.clients.num_rows[row["client"]]), *(row["shape"] or [0]))
         most = max(
@@ -121,15 +116,16 @@ def rehearses(trial: Trial) -> None:
 
 def repeats(trial: Trial) -> None:
     """Run one seed twice."""
-    first, second = (checkpoint.digest(played(trial.recipe("vectorised"))[1]) for _ in range(2))
+    runs = (trial.played("vectorised"), played(trial.recipe("vectorised")))
+    first, second = (checkpoint.digest(state) for _, state, _ in runs)
     demand(first == second, "two runs with one seed end with different states; take random numbers from `data.draw`")
 
 
 def resumes(trial: Trial, engine: str) -> None:
     """Save a run after round two, load it, and compare its third round with that of the uninterrupted run."""
     made = trial.recipe(engine)
-    _, whole, _ = played(made)
-    parts, state, _ = played(replace(made, rounds=2))
+    _, whole, _ = trial.played(engine)
+    parts, state, _ = trial.played(engine, rounds=2)
     modules = checkpoint.modules_of(made.algorithm)
     with tempfile.TemporaryDirectory(prefix="polyfed-") as folder:
         # the schedule and the stream of a run depend on its rounds, so the second half plays the long recipe
@@ -216,10 +212,9 @@ def learns(trial: Trial) -> None:
 
 def captions_its_numbers(trial: Trial) -> None:
     """Compare the logged numbers with the captions."""
-    made = replace(trial.recipe(), rounds=2)
-    _, state, _ = played(made)
-    families = {one.replace("/", ".").partition(".")[0] for one in made.algorithm.observe(state)}
-    without = sorted(families - made.algorithm.captions.keys())
+    parts, state, _ = trial.played(rounds=2)
+    families = {one.replace("/", ".").partition(".")[0] for one in parts.algorithm.observe(state)}
+    without = sorted(families - parts.algorithm.captions.keys())
     demand(not without, f"`observe` logs {', '.join(without)}; add an entry to the class variable `captions`")
 
 
@@ -290,7 +285,7 @@ def drops_modalities(trial: Trial) -> None:
         raise Broken("no row can lose a modality, and `[train] modality_dropout` is not refused")
     one, many = played(dropping("sequential", 0.4)), played(dropping("vectorised", {"a": 0.4, "b": 0.4}))
     alike(one, many, 10 * trial.row.tolerance)
-    plain = played(replace(trial.recipe("sequential", AWKWARD), rounds=2))
+    plain = trial.played("sequential", AWKWARD, rounds=2)
     none = played(dropping("sequential", {"a": 0.0}))
     demand(digests(*plain[:2]) == digests(*none[:2]), "a modality dropout of 0 changes the result")
     demand(digests(*none[:2]) != digests(*one[:2]), "modality dropout changes nothing of what is learnt")

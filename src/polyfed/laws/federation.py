@@ -80,12 +80,24 @@ class Row:
     idle: bool = True
 
 
+Played = tuple[Assembly, Any, list[dict[str, Any]]]
+"""The parts of a run, its last state and the rows of its ledger."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A method on trial: its class, and how the laws set it up."""
 
     method: type[Algorithm]
     row: Row = Row()
+    _runs: dict[str, Played] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def played(self, engine: str = "sequential", encoders: Any = PLAIN, rounds: int = 3) -> Played:
+        """Return a run that several laws look at, and that none may change."""
+        key = f"{engine} {encoders} {rounds}"
+        if key not in self._runs:
+            self._runs[key] = played(replace(self.recipe(engine, encoders), rounds=rounds))
+        return self._runs[key]
 
     def recipe(self, engine: str = "sequential", encoders: Any = None, **options: Any) -> Recipe:
         """Return the recipe of the federation; `options` replace those of the row."""
@@ -159,7 +171,7 @@ def federation(
     return replace(base, **changes)
 
 
-def played(made: Recipe) -> tuple[Assembly, Any, list[dict[str, Any]]]:
+def played(made: Recipe) -> Played:
     """Run all rounds of a recipe without files. Return its parts, the last state and the rows of the ledger."""
     parts = assemble(made)
     return parts, through(parts, made.rounds), list(parts.ledger.rows())

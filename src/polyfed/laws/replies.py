@@ -24,7 +24,7 @@ from polyfed.engines.workers.process import Unit
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
-from polyfed.federation.replies import Answer, stacked
+from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.laws.federation import through
 from polyfed.selection import Uniform
 
@@ -170,29 +170,38 @@ class Outcome:
     others: dict[int, str] = field(default_factory=dict)
 
 
-class Bending(Sequential):
-    """An engine that changes the replies of one client.
+Seen = Callable[[Request, Send, Answer], Answer]
+"""What happens to an answer on its way to the server."""
+
+
+class Watched(Sequential):
+    """An engine whose answers pass through a function before the server has them.
 
     Args:
-        bend: changes a reply of this client, given the name of the task.
+        seen: gets the request, what was sent and the answer, and returns the answer that the server gets.
         parts: what every engine gets.
         options: what every engine gets by name.
     """
 
-    def __init__(self, bend: Callable[[str, Message], Message], *parts: Any, **options: Any) -> None:
+    def __init__(self, seen: Seen, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._bend = bend
+        self._seen = seen
 
     @override
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        got, singly = super().answer(request, clients, send, units), dict[int, Message]()
-        for part in got.parts:
-            for at, client in enumerate(part.clients):
-                one = map_tensors(part.message, lambda t, at=at: t[at])
-                singly[client] = self._bend(request.name, one) if client == BAD else one
-        return replace(got, parts=list(stacked(singly)))  # what is not told apart by its form shares a stack
+        return self._seen(request, send, super().answer(request, clients, send, units))
+
+
+def bent(answer: Answer, bend: Callable[[Message], Message]) -> Answer:
+    """Return the answer with the reply of one client changed."""
+    singly = dict[int, Message]()
+    for part in answer.parts:
+        for at, client in enumerate(part.clients):
+            one = map_tensors(part.message, lambda t, at=at: t[at])
+            singly[client] = bend(one) if client == BAD else one
+    return replace(answer, parts=list(stacked(singly)))  # what is not told apart by its form shares a stack
 
 
 def run(made: Recipe, bend: Callable[[str, Message], Message]) -> Outcome:
@@ -205,24 +214,12 @@ def run(made: Recipe, bend: Callable[[str, Message], Message]) -> Outcome:
         elif event == "client-missing":
             found.reasons.setdefault(facts["task"], facts["reason"])
 
-    parts = assemble(made, emit=Emitter([listen]), engine=partial(Bending, bend))
+    def seen(request: Request, send: Send, answer: Answer) -> Answer:
+        return bent(answer, partial(bend, request.name))
+
+    parts = assemble(made, emit=Emitter([listen]), engine=partial(Watched, seen))
     parts.algorithm.evaluate(through(parts, 2), parts.fed)
     return found
-
-
-def sent(made: Recipe) -> dict[tuple[str, str], tuple[Tensor | Tree, Declared]]:
-    """Return what the client sends, by task and field, and how the field is declared."""
-    seen: dict[tuple[str, str], tuple[Tensor | Tree, Declared]] = {}
-
-    def note(task: str, msg: Message) -> Message:
-        for name, said in msg.declared.items():
-            value: Tensor | Tree = getattr(msg, name)
-            if isinstance(value, Tensor) or value:
-                seen.setdefault((task, name), (value, said))
-        return msg
-
-    run(made, note)
-    return seen
 
 
 def briefly(made: Recipe) -> Recipe:
@@ -240,37 +237,100 @@ def place_of(error: Exception) -> str:
     return f"{last.filename.rpartition('polyfed/')[-1]}:{last.lineno}"
 
 
-def fault(made: Recipe, task: str, name: str, change: Change, refused: bool) -> str:
-    """Return what the server does wrong if a field is changed so; `refused` says that the reply must be dropped."""
+@dataclass(frozen=True)
+class Bend:
+    """A change of one field of the replies to one task.
 
-    def bend(asked: str, msg: Message) -> Message:
-        value = getattr(msg, name, None)
-        bends = asked == task and (isinstance(value, Tensor) or value)
-        return replace(msg, **{name: change(value)}) if bends else msg  # type: ignore[type-var]
+    Attributes:
+        task: the task.
+        name: the field.
+        how: the change in words.
+        change: the change.
+        refused: whether a reply that is changed so must be dropped.
+    """
 
+    task: str
+    name: str
+    how: str
+    change: Change
+    refused: bool
+
+    def __call__(self, asked: str, msg: Message) -> Message:
+        """Return the reply, changed if it replies to the task and has the field."""
+        value = getattr(msg, self.name, None)
+        bends = asked == self.task and (isinstance(value, Tensor) or value)
+        return replace(msg, **{self.name: self.change(value)}) if bends else msg  # type: ignore[type-var]
+
+
+def bends(task: str, msg: Message) -> list[Bend]:
+    """Return the changes of a reply that make it another."""
+    found = []
+    for name, said in msg.declared.items():
+        value = getattr(msg, name)
+        if isinstance(value, Tensor) or value:
+            refused = corruptions(said, received=False)
+            changes = {how: change for how, change in (BENT | refused).items() if unlike(value, change(value))}
+            found += [Bend(task, name, how, change, how in refused) for how, change in changes.items()]
+    return found
+
+
+def sorted_out(made: Recipe) -> tuple[list[Bend], list[Bend]]:
+    """Try all changes at the first reply to each task.
+
+    Returns:
+        The changes after which the server drops this reply as it must, and no other; and all the rest.
+    """
+    dropped, others, tried = list[Bend](), list[Bend](), set[str]()
+
+    def drops(bend: Bend, request: Request, send: Send, answer: Answer) -> bool:
+        try:
+            missing = parts.fed.usable(request, bent(answer, partial(bend, request.name)), send)[1]
+        except Exception:  # a whole run shows it
+            return False
+        return missing.keys() - answer.missing == {BAD} and (not bend.refused or bend.name in missing[BAD])
+
+    def seen(request: Request, send: Send, answer: Answer) -> Answer:
+        found = Replies(answer.parts)
+        if request.name not in tried and BAD in found:
+            tried.add(request.name)
+            for bend in bends(request.name, found[BAD]):
+                (dropped if drops(bend, request, send, answer) else others).append(bend)
+        return answer
+
+    parts = assemble(made, engine=partial(Watched, seen))
+    parts.algorithm.evaluate(through(parts, 2), parts.fed)
+    assert tried, "the client was never asked"
+    return dropped, others
+
+
+def fault(made: Recipe, bend: Bend) -> str:
+    """Return what the server does wrong in a run in which a field is changed."""
     try:
         found = run(made, bend)
     except PolyfedError as error:
-        return f"the run ends: {error!s:.150}" if refused else ""
+        return f"the run ends: {error!s:.150}" if bend.refused else ""
     except Exception as error:
         return f"{type(error).__name__}: {error!s:.90} at {place_of(error)}"
     if found.others:
         return f"others are lost: {found.others}"
-    if refused and name not in found.reasons.get(task, ""):
+    if bend.refused and bend.name not in found.reasons.get(bend.task, ""):
         return f"it is not refused by the name of the field, but: {found.reasons}"
     return ""
 
 
 def faults(made: Recipe) -> list[str]:
-    """Bend every field that a client sends, in every way, and return what the server then does wrong."""
+    """Bend every field that a client sends, in every way, and return what the server then does wrong.
+
+    A method sees that a reply is missing, never why. One run for each task therefore shows that it goes on without
+    such a reply, and only changes that the server lets pass, or handles otherwise, have runs of their own.
+    """
     made = briefly(everybody(made))
-    found, wrong = sent(made), []
-    assert found, "the client was never asked"
-    for (task, name), (value, said) in found.items():
-        refused = corruptions(said, received=False)
-        for how, change in (BENT | refused).items():
-            if unlike(value, change(value)) and (words := fault(made, task, name, change, how in refused)):
-                if how == "huge" and words.startswith("others"):
-                    continue  # a form says nothing of how large numbers are, and silos compute on them
-                wrong.append(f"{task}.{name} {how}: {words}")
+    dropped, others = sorted_out(made)
+    first = {bend.task: bend for bend in reversed(dropped)}
+    wrong = []
+    for bend in (*first.values(), *others):
+        words = fault(made, bend)
+        if words and not (bend.how == "huge" and words.startswith("others")):
+            # a form says nothing of how large numbers are, and silos compute on them
+            wrong.append(f"{bend.task}.{bend.name} {bend.how}: {words}")
     return wrong
