@@ -1,7 +1,8 @@
-"""Corrupt messages in the variants of every method: private blocks, secure aggregation, and LoRA ranks of clients.
+"""Corrupt messages in the variants of every method: private blocks and secure aggregation.
 
-One honest round gives the messages of a variant; each is then corrupted by itself, in both directions. Whole runs
-under corrupt messages are in `test_malformed.py` and `tests/attacks/test_hostile_messages.py`.
+One honest round gives the messages of a variant; each is then corrupted by itself, in both directions. LoRA ranks of
+clients are in `tests/model/test_lora_ranks.py`, whole runs in `test_malformed.py` and
+`tests/attacks/test_hostile_messages.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -117,6 +118,11 @@ def faults_of_a_device(parts: Assembly, seen: Seen, folder: Path) -> Iterator[st
                 yield f"{task}.{field} with {how} is taken"
 
 
+def taken(parts: Assembly, seen: Seen, folder: Path) -> list[str]:
+    """Every corruption of a field of a message that the server or a device does not refuse."""
+    return [*faults_of_the_server(parts, seen), *faults_of_a_device(parts, seen, folder)]
+
+
 def test_the_law_knows_every_method() -> None:
     assert set(CASES) >= set(ROWS) == set(ALGORITHMS) >= set(NEWER)
 
@@ -129,28 +135,4 @@ def test_corrupt_messages_are_refused_in_every_variant(name: str, variant: str, 
     except RecipeError as why:
         pytest.skip(f"{why!s:.80}")
     assert seen
-    found = [*faults_of_the_server(parts, seen), *faults_of_a_device(parts, seen, tmp_path)]
-    assert not found, "\n".join(found)
-
-
-@pytest.fixture(scope="module")
-def backbones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    pytest.importorskip("peft", reason="the extra polyfed[lora] is not installed")
-    from model.test_lora_ranks import tiny_models
-
-    root = tmp_path_factory.mktemp("backbones")
-    return {"a": str(tiny_models.text_model(root / "a")), "b": str(tiny_models.two_towers(root / "b"))}
-
-
-@pytest.mark.parametrize("name", ["fedavg", "apfl", "ditto", "feddyn", "fednova", "pfedme"])
-def test_corrupt_messages_are_refused_under_ranks_of_clients(
-    name: str, backbones: dict[str, str], tmp_path: Path
-) -> None:
-    from model.test_lora_ranks import MIXED, made
-
-    try:
-        parts, seen = recorded(made(backbones, ranks=MIXED, method=name, **ROWS[name].options))
-    except RecipeError as why:
-        pytest.skip(f"{why!s:.80}")
-    found = [*faults_of_the_server(parts, seen), *faults_of_a_device(parts, seen, tmp_path)]
-    assert not found, "\n".join(found)
+    assert not (found := taken(parts, seen, tmp_path)), "\n".join(found)
