@@ -1,13 +1,31 @@
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # `world` and `oracles` are the tests' own modules
+from engines.flower_users import uses_flower
+
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out tests that a release of Flower cannot change, if `make check-flower` runs them on another one."""
+    asked = "FLOWER_RELEASE" in os.environ and collection_path.name.startswith("test_")
+    return True if asked and collection_path.suffix == ".py" and not uses_flower(collection_path) else None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def power() -> Iterator[None]:
+    """The power does not fail during tests, so none of them waits until the disk has what the system has."""
+    off = patch("polyfed.deploy.device.store.DURABLE", "PRAGMA synchronous = OFF")
+    with patch("os.fsync", lambda number: None), off:
+        yield
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

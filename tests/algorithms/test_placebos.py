@@ -39,6 +39,7 @@ CASES = [
     ("ditto", "initial"),
     ("apfl", "initial"),
     ("pfedme", "initial"),
+    ("fedcouncil", "random"),
     ("fedbn", "random"),
 ]
 

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import flwr
 
+from engines.flower_users import uses_flower
 from polyfed.core.errors import RecipeError
 from polyfed.deploy import launch
 from polyfed.deploy.credentials import write_credentials
@@ -46,6 +47,14 @@ def test_the_release_that_was_asked_for_is_the_one_that_runs() -> None:
         pytest.skip("`make check-flower` asks for a release")
     assert version("flwr") == release
     assert f"flower-{release}" in flwr.__file__
+
+
+def test_the_other_release_runs_every_test_that_depends_on_it_and_no_others() -> None:
+    files = [path for folder in ("engines", "attacks") for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    chosen = {path for path in files if uses_flower(path)}
+    for path in {path for path in files if "test_flower_" in path.name} - chosen:
+        assert "pytestmark = [pytest.mark.slow" in path.read_text(), f"{path.name} runs on one release only"
+    assert not {"test_device.py", "test_mixing_declared.py", "test_run_files.py"} & {path.name for path in chosen}
 
 
 @pytest.mark.filterwarnings("ignore:No path_separator:DeprecationWarning")  # Flower's configuration of Alembic

@@ -3,7 +3,10 @@
 import ast
 import inspect
 import runpy
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,11 @@ MOST_SIDE_BY_SIDE = 16
 """Files in one folder among which a reader finds theirs at a glance; more of them answer more than one question."""
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -68,10 +76,11 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in FILES}
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Modules of polyfed that a file imports, wherever in the file and for whatever, types included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "polyfed":
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in whole}
@@ -85,43 +94,47 @@ def test_the_top_of_the_package_is_read_at_one_glance() -> None:
     assert names == set(ROOMS), "a room has no place in ROOMS and in docs/architecture.md"
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_folder_answers_one_question(folder: Path) -> None:
-    files = {path.stem for path in folder.glob("*.py")} - DOORS
-    assert len(files) <= MOST_SIDE_BY_SIDE, f"{len(files)} files side by side: which questions do they answer?"
+def test_a_folder_answers_one_question() -> None:
+    files = Counter(path.parent for path in FILES if path.stem not in DOORS)
+    wide = {str(folder): count for folder, count in files.items() if count > MOST_SIDE_BY_SIDE}
+    assert not wide, "files side by side: which questions do they answer?"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_name_has_one_home(path: Path) -> None:
-    """Only the door of a package, its `__init__`, passes on names that other files define."""
-    if path.stem in DOORS:
-        return
-    tree = ast.parse(path.read_text())
-    defined, passed_on = set(), set()
+def passed_on(path: Path) -> set[str]:
+    """Names that a file passes on though another one defines them."""
+    tree = tree_of(path)
+    defined, passed = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            passed_on |= {alias.name for alias in node.names if alias.asname == alias.name}
+            passed |= {alias.name for alias in node.names if alias.asname == alias.name}
             defined |= {alias.asname or alias.name for alias in node.names}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            passed_on |= set(ast.literal_eval(node.value)) & defined
-    assert not passed_on, (
-        f"{path.name} passes on {', '.join(sorted(passed_on))}: import them from where they are defined"
-    )
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            passed |= set(ast.literal_eval(statement.value)) & defined
+    return passed
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_down(path: Path) -> None:
+def test_a_name_has_one_home() -> None:
+    """Only the door of a package, its `__init__`, passes on names that other files define."""
+    found = {str(path): names for path in FILES if path.stem not in DOORS and (names := passed_on(path))}
+    assert not found, "import these names from where they are defined"
+
+
+def wrong_imports(path: Path) -> Iterator[str]:
     own = room(path)
-    if own in DOORS:
-        return
-    for module in imported(path):
-        assert module in MODULES, f"{module} does not exist"
-        if module == "polyfed":
-            raise AssertionError(f"{path.name} imports the package's own front door")
-        other = module.split(".")[1]
-        assert ROOMS.index(other) <= ROOMS.index(own), f"{own} imports {module} from a higher room"
-        assert (own, other) not in NEVER, f"{own} imports {module}"
+    for module in sorted(imported(path)):
+        if module not in MODULES:
+            yield f"{path}: {module} does not exist"
+        elif module == "polyfed":
+            yield f"{path} imports the package's own front door"
+        elif ROOMS.index(module.split(".")[1]) > ROOMS.index(own):
+            yield f"{path} imports {module} from a higher room"
+        elif (own, module.split(".")[1]) in NEVER:
+            yield f"{own} imports {module}: {path}"
+
+
+def test_imports_go_down() -> None:
+    assert [fault for path in FILES if room(path) not in DOORS for fault in wrong_imports(path)] == []
 
 
 def test_no_files_import_each_other_in_circles() -> None:
@@ -209,27 +222,29 @@ def test_no_base_class_exists_for_the_sake_of_size() -> None:
     assert not parts, "; ".join(told)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_functions_stay_short(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            lines = node.end_lineno - node.lineno
-            assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+def test_functions_stay_short() -> None:
+    long = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno
+                long += [f"{path}:{node.lineno} {node.name} has {lines} lines"] * (lines > 60)
+    assert not long
 
 
 OURS = {"algorithm", "assembly", "clock", "engine", "fed", "federation", "gate", "ledger", "parts", "policy", "recipe"}
 """Names under which the objects of a run go from hand to hand: those of `Assembly`, and the `Assembly` itself."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_nobody_sets_attributes_of_a_run_from_outside(path: Path) -> None:
+def test_nobody_sets_attributes_of_a_run_from_outside() -> None:
     """What the objects of a run need is given when they are made, and only their own methods change it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for target in targets_of(node):
-            if isinstance(target, ast.Attribute):
-                holder = ast.unparse(target.value).rpartition(".")[2]
-                assert holder not in OURS, f"{path.name}:{target.lineno} sets {ast.unparse(target)} from outside"
+    found = []
+    for path in FILES:
+        for target in (target for node in ast.walk(tree_of(path)) for target in targets_of(node)):
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value).rpartition(".")[2] in OURS:
+                found.append(f"{path}:{target.lineno} sets {ast.unparse(target)} from outside")
+    assert not found
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
@@ -245,8 +260,8 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 
 def test_flower_and_ray_are_imported_in_one_place_each() -> None:
     for path in FILES:
-        names = {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+        names = {a.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in ast.walk(tree_of(path)) if isinstance(n, ast.ImportFrom)}
         roots, place = {name.split(".")[0] for name in names}, path.relative_to(SOURCE).as_posix()
         assert "flwr" not in roots or "flower" in place, f"{path} imports Flower"
         assert "ray" not in roots or "flower" in place or place == "engines/workers/cluster.py", f"{path} imports Ray"
@@ -254,7 +269,7 @@ def test_flower_and_ray_are_imported_in_one_place_each() -> None:
 
 def test_nothing_unpickles() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 assert not {"pickle", "dill", "joblib"} & {alias.name for alias in node.names}, path
             if isinstance(node, ast.Call):

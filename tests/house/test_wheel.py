@@ -82,14 +82,21 @@ class Environment:
         return done.returncode, done.stdout, done.stderr
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this clone."""
+    place = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", place, ROOT)
+    (built,) = place.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="module", params=["newest", "oldest"])
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The wheel of this clone in an empty environment."""
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """The wheel in an empty environment."""
     if request.param == "oldest" and sys.version_info[:2] != (3, 11):
         pytest.skip("the oldest releases of the packages have wheels for Python 3.11 only")
     place = tmp_path_factory.mktemp(request.param)
-    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", place, ROOT)
-    (wheel,) = place.glob("*.whl")
     environment = Environment(place / "environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.home], check=True)
     environment.folder.mkdir()
@@ -143,3 +150,12 @@ def test_the_laws_try_a_method_of_the_users_own(installed: Environment) -> None:
     few = ("--law", "engines", "--law", "learns")
     done = installed.run(installed.python, "-m", "polyfed.laws", "mine:Own", *few)
     assert (done[0], done[1].splitlines()[-1]) == (0, "mine:Own: 2 laws kept, 0 broken, 0 skipped"), done[2]
+
+
+def test_the_wheel_holds_the_documentation(installed: Environment) -> None:
+    code, out, _ = installed.polyfed("docs", "--json")
+    assert code == 0
+    assert {row["name"] for row in json.loads(out)} == {
+        str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert installed.polyfed("docs", "threat-model")[1].startswith("# ")

@@ -16,6 +16,15 @@ INSIDE = {
 }
 """What devices of a silo show their edge: embeddings and sample ids beside what the default allows."""
 
+VALIDATED = {
+    "partition": "dirichlet",
+    "num": 6,
+    "alpha": 1.0,
+    "holdings": [["a", "b"], ["a"], ["a", "b"], ["b"]],
+    "validation": 0.2,
+}
+"""The clients of the federation, with validation rows of their own."""
+
 SHARED = {"server": ["parameters", "statistic"]}
 """What the head and the row counts need, where a row of a modality allows less."""
 
@@ -40,6 +49,7 @@ ROWS: dict[str, Row] = {
     "ditto": Row(),
     "apfl": Row(),
     "pfedme": Row({"lam": 5.0, "inner_steps": 2}),
+    "fedcouncil": Row({"modality_loss": 0.5, "modulation": 0.5, "dropout": 0.2}, clients=VALIDATED),
     "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),
     "fedogm": Row({"scale_params": "all_weights"}),

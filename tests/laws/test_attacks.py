@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -177,26 +178,25 @@ def test_one_liar_ends_no_run_and_drops_no_honest_client(name: str, rule: Any, l
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@pytest.mark.parametrize("lies", [(a, b) for a in LIES for b in LIES], ids="+".join)
-def test_the_result_of_a_rule_lies_near_the_honest_replies_whatever_two_of_ten_send(
-    rule: str, lies: tuple[str, str]
-) -> None:
+def test_the_result_of_a_rule_lies_near_the_honest_replies_whatever_two_of_ten_send(rule: str) -> None:
     """The rules alone, without the check of sizes before them.
 
     Median and trimmed mean stay between the smallest and the largest honest value of each entry. Every rule stays
     within 1.5 times the largest distance of an honest reply from the honest mean.
     """
     draws = torch.Generator().manual_seed(1)
-    values = 1.0 + 0.01 * torch.randn(10, 300, generator=draws)
-    honest = values[1:9].clone()
-    values[0], values[9] = LIES[lies[0]](values[0]), LIES[lies[1]](values[9])
-    group = Group("shared", values, torch.full((10,), 0.1), torch.ones(300))
-    found = RULES[rule](group, ServerOptimiser(aggregate=rule, lying=0.2))  # type: ignore[arg-type]
-    if rule in ("median", "trimmed-mean"):
-        assert bool((found >= honest.amin(0) - 1e-6).all())
-        assert bool((found <= honest.amax(0) + 1e-6).all())
+    replies = 1.0 + 0.01 * torch.randn(10, 300, generator=draws)
+    honest = replies[1:9]
     radius = float((honest - honest.mean(0)).norm(dim=1).max())
-    assert float((found - honest.mean(0)).norm()) <= 1.5 * radius
+    for one, other in product(LIES, LIES):
+        values = replies.clone()
+        values[0], values[9] = LIES[one](values[0]), LIES[other](values[9])
+        group = Group("shared", values, torch.full((10,), 0.1), torch.ones(300))
+        found = RULES[rule](group, ServerOptimiser(aggregate=rule, lying=0.2))  # type: ignore[arg-type]
+        if rule in ("median", "trimmed-mean"):
+            assert bool((found >= honest.amin(0) - 1e-6).all()), (one, other)
+            assert bool((found <= honest.amax(0) + 1e-6).all()), (one, other)
+        assert float((found - honest.mean(0)).norm()) <= 1.5 * radius, (one, other)
 
 
 CENTRE = {"a.w": torch.ones(40), "a.b": torch.ones(8), "shared.w": torch.ones(25)}

@@ -10,6 +10,7 @@ import torch
 from laws.rows import ROWS
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.option_checks import not_searched, ranges, search_ranges
+from polyfed.data import ClientsSpec
 from polyfed.experiment.recipes.sections import PARTS
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.selection import SELECTORS
@@ -83,14 +84,15 @@ def at_fedavg(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if at_fedavg(name)])
 def test_with_the_declared_values_the_method_is_fedavg(name: str) -> None:
     row = ROWS[name]
-    theirs = played(recipe(algorithm("fedavg"), "vectorised", egress=row.egress))[1]
+    others = {"egress": row.egress} | ({"clients": ClientsSpec(**row.clients)} if row.clients else {})
+    theirs = played(recipe(algorithm("fedavg"), "vectorised", **others))[1]
     options = {option: value for option, value in row.options.items() if option not in at_fedavg(name)}
-    ours = played(recipe(algorithm(name, **options | at_fedavg(name)), "vectorised", egress=row.egress))[1]
+    ours = played(recipe(algorithm(name, **options | at_fedavg(name)), "vectorised", **others))[1]
     params = ours.params
     assert all(torch.equal(theirs.params[n], params[n]) for n in theirs.params)
     away = {o: next(v for v in search_ranges(ALGORITHMS[name])[o].values if v != x) for o, x in at_fedavg(name).items()}
     if name != "apfl":  # its global model is that of FedAvg in any case
-        other = played(recipe(algorithm(name, **options | away), "vectorised", egress=row.egress))[1]
+        other = played(recipe(algorithm(name, **options | away), "vectorised", **others))[1]
         assert not all(torch.equal(theirs.params[n], other.params[n]) for n in theirs.params)
 
 

@@ -41,7 +41,7 @@ from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe, same, through
 
 pytest.importorskip("peft", reason="the extra polyfed[lora] is not installed")
-WAYS = ["mean", "hetlora", "flexlora"]
+WAYS = ["mean", "hetlora", "flexlora", "fedilora"]
 TEXT = {"r": 4, "alpha": 8.0, "target_modules": ["query", "value", "word_embeddings"]}
 IMAGE = {"r": 3, "alpha": 6.0, "target_modules": ["q_proj", "v_proj", "patch_embedding"]}
 SHAPES = {"a": (6,), "b": (3, 32, 32)}
@@ -116,8 +116,11 @@ def test_every_round_equals_the_papers_as_plain_loops(way: str, folders: dict[st
                     best = oracle.flexlora(form, counts, r)
                     np.testing.assert_allclose(new_b[:, :r] @ new_a[:r], best, atol=1e-6 + 1e-5 * abs(best).max())
                 continue
-            shares = [n / sum(counts) for n in counts]
-            expected = oracle.hetlora(form, rank) if way == "hetlora" else oracle.zero_padded(form, shares, rank)
+            if way == "fedilora":
+                expected = oracle.fedilora(form, counts, rank)
+            else:
+                shares = [n / sum(counts) for n in counts]
+                expected = oracle.hetlora(form, rank) if way == "hetlora" else oracle.zero_padded(form, shares, rank)
             for found, wanted in zip((new_a, new_b), expected, strict=True):
                 np.testing.assert_allclose(found, wanted, atol=1e-6)
         mean = sum(rows[c] * tree["shared.bias"] for c, tree in replies.items()) / sum(rows.values())
@@ -132,7 +135,9 @@ def test_engines_agree_and_only_the_ranks_of_a_client_cross(way: str, folders: d
     assert furthest(one.params, many.params) < 1e-4
     assert ledger_one == ledger_many
     moved = [name for name in one.params if not torch.equal(one.params[name], parts.initial[name])]
-    assert moved == list(one.params)
+    # the gradient of one A is too small for float32; the other rules dilute or factorise it, which moves it too
+    still = [a for a, _ in pairs(one.params) if "0.attention.self.query" in a] if way == "fedilora" else []
+    assert moved == [name for name in one.params if name not in still]
     for client in range(6):
         for block, width in (("a", 4), ("b", 3)):
             rank = min(MIXED[client % 3], width)
@@ -209,19 +214,77 @@ def test_ranks_that_no_client_of_a_round_has_stay_and_train_later(folders: dict[
 def test_the_rules_where_nothing_has_been_learnt() -> None:
     a, b = torch.randn(2, 3, 5), torch.zeros(2, 4, 3)
     weights, before = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.randn(3, 5)
+    layer = adapters.Adapted(a, b, weights, torch.tensor([3, 3]), before)
     kept = before.clone()
-    mean, zero = adapters.hetlora(a, b, weights, before)
-    torch.testing.assert_close(mean, 0.25 * a[0] + 0.75 * a[1])
-    assert not zero.any()
-    same_a, zero = adapters.flexlora(a, b, weights, before)
+    for rule in (adapters.hetlora, adapters.fedilora):
+        mean, zero = rule(layer)
+        torch.testing.assert_close(mean, 0.25 * a[0] + 0.75 * a[1])
+        assert not zero.any()
+    same_a, zero = adapters.flexlora(layer)
     assert torch.equal(same_a, kept)
     assert not zero.any()
     b[0, :, 0] = 1.0  # one product of rank one
-    new_a, new_b = adapters.flexlora(a, b, weights, before)
+    new_a, new_b = adapters.flexlora(layer)
     assert torch.equal(new_a[1:], kept[1:])
     assert not new_b[:, 1:].any()
     torch.testing.assert_close(new_b @ new_a, 0.25 * b[0] @ a[0])
     assert torch.equal(before, kept)
+
+
+def test_flexlora_by_small_triangles_equals_the_whole_decomposition() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ranks = [3, 1, 2]
+    adapted = [
+        (
+            torch.randn(r, 40, generator=generator).double().numpy(),
+            torch.randn(30, r, generator=generator).double().numpy(),
+        )
+        for r in ranks
+    ]
+    a, b = torch.zeros(3, 3, 40, dtype=torch.float64), torch.zeros(3, 30, 3, dtype=torch.float64)
+    for client, (own_a, own_b) in enumerate(adapted):
+        a[client, : ranks[client]], b[client, :, : ranks[client]] = torch.tensor(own_a), torch.tensor(own_b)
+    weights = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    new_a, new_b = adapters.flexlora(adapters.Adapted(a, b, weights, torch.tensor(ranks), torch.zeros(3, 40)))
+    for r in (1, 2, 3):
+        np.testing.assert_allclose(new_b[:, :r] @ new_a[:r], oracle.flexlora(adapted, [5, 3, 2], r), atol=1e-10)
+
+
+def repaired_parts(folders: dict[str, str], **options: Any) -> tuple[list[dict[int, Tree]], list[Tree]]:
+    return recorded(assemble(made(folders, "fedilora", MIXED, **options)), 2)
+
+
+def test_repair_pulls_back_the_matrix_that_turned_furthest(folders: dict[str, str]) -> None:
+    far = Train(lr=0.5, epochs=2, batch_size=8)
+    plain, states = repaired_parts(folders, train=far)
+    edited, _ = repaired_parts(folders, train=far, repair=0.99999)
+    counts = []
+    for client, tree in plain[0].items():
+        form = {a: tree[a].double().numpy() for a, _ in pairs(tree)}
+        start = {a: states[0][a][: len(value)].double().numpy() for a, value in form.items()}
+        wanted = oracle.repaired(form, start, 0.99999)
+        changed = [name for name in tree if not torch.equal(tree[name], edited[0][client][name])]
+        assert changed == [a for a, value in wanted.items() if value is not form[a]]
+        counts.append(len(changed))
+        for name in changed:
+            np.testing.assert_allclose(edited[0][client][name], wanted[name], atol=1e-6)
+    assert set(counts) <= {0, 1}
+    assert sum(counts) > 3
+
+
+def test_repair_is_the_same_on_both_engines_and_nothing_when_all_is_alike(folders: dict[str, str]) -> None:
+    ends = [
+        through(assemble(made(folders, "fedilora", MIXED, engine, repair=0.9999999)), 2).params
+        for engine in ("sequential", "vectorised")
+    ]
+    assert furthest(*ends) < 1e-4
+    alike = [through(assemble(made(folders, "mean", repair=repair)), 1).params for repair in (0.0, 1e-9)]
+    assert same(*alike)
+
+
+def test_repair_without_adapters_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"repair.*the model has no LoRA adapters"):
+        assemble(recipe(algorithm("fedavg", repair=0.95)))
 
 
 def test_a_reply_of_another_rank_is_dropped_and_its_neighbours_are_not(folders: dict[str, str]) -> None:
@@ -300,7 +363,10 @@ def test_clients_evaluate_the_model_of_their_own_rank(folders: dict[str, str]) -
         ({"ranks": [8, 2]}, r"the largest adapter has r = 4. Raise r in the option lora, or lower the ranks"),
         ({"ranks": [2, 1]}, r"no client would train the ranks above 2 of the adapters. Set r = 2 in lora"),
         ({"ranks": [4] * 7}, r"there are 6 clients, so only the first 6 entries count"),
-        ({"ranks": MIXED, "way": "median"}, r"'median' compares whole replies. Use 'mean', 'hetlora' or 'flexlora'"),
+        (
+            {"ranks": MIXED, "way": "median"},
+            r"'median' compares whole replies. Use 'mean', 'hetlora', 'flexlora' or 'fedilora'",
+        ),
         ({"ranks": MIXED, "method": "scaffold"}, r"'scaffold' replaces \w+ of the averaging template"),
         ({"method": "scaffold", "way": "hetlora"}, r"\[server\] aggregate = 'hetlora': algorithm 'scaffold' combines"),
         ({"way": "flexlora", "server": ServerOptimiser(aggregate="flexlora", lr=0.5)}, r"Remove optimiser and lr, or"),

@@ -141,3 +141,16 @@ def test_different_models_in_one_table_are_said(made_run):
     assert "fedprox" in note
     again = run_of(made_run, "again", algorithm={"name": "fedprox"}, model={"embedding": 8})
     assert not [text for text in compare([one, again]).warnings if "[model]" in text]
+
+
+def test_chosen_columns_and_no_others_are_in_every_form(made_run):
+    comparison = compare([made_run("a", mu=0.1), made_run("b", mu=0.01)]).with_columns(["bytes_up", "global.acc*"])
+    assert [column.name for column in comparison.columns] == ["bytes_up", "metrics.global.accuracy"]
+    assert [column.heading for column in comparison.columns] == ["up", "accuracy %"]
+    named = {"label", "n", "seeds", "bytes_up", "bytes_up.spread"}
+    assert set(comparison.rows()[0]) == named | {"metrics.global.accuracy", "metrics.global.accuracy.spread"}
+
+
+def test_a_column_that_no_run_has_suggests_similar_ones(made_run):
+    with pytest.raises(RecipeError, match=r"'bytes_upp' or 'nothing'.*bytes_up"):
+        compare([made_run()]).with_columns(["bytes_upp", "rounds", "nothing"])

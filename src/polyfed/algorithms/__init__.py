@@ -41,6 +41,7 @@ from polyfed.algorithms.personal.ditto import Ditto
 from polyfed.algorithms.personal.fedamp import FedAmp
 from polyfed.algorithms.personal.fedavg_ft import FedAvgFt
 from polyfed.algorithms.personal.fedbn import FedBn
+from polyfed.algorithms.personal.fedcouncil import Council, FedCouncil
 from polyfed.algorithms.personal.fedfomo import FedFomo
 from polyfed.algorithms.personal.fedrep import FedRep
 from polyfed.algorithms.personal.lg_fedavg import LgFedAvg
@@ -54,6 +55,7 @@ __all__ = ["ALGORITHMS", "JOBS", "NAMED", "PREDICTORS", "Algorithm", "Averaging"
 
 PREDICTORS: dict[str, type[Predictor]] = {
     "logits": Predictor,
+    "council": Council,
     "nearest-prototype": NearestPrototype,
     "server-on-top": ServerOnTop,
 }
@@ -74,6 +76,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ditto": Ditto,
     "apfl": Apfl,
     "pfedme": PFedMe,
+    "fedcouncil": FedCouncil,
     "cmsfed": CmsFed,
     "fedmsplit": FedMSplit,
     "fedogm": FedOgm,

@@ -5,7 +5,7 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `application`: the entry point of the command, errors as text or JSON, and exit codes.
 - `commands`: the verbs `run`, `demo`, `check`, `report`. `comparison`: the verb `compare`.
 - `sweep`: the verbs `sweep` and `recommend`.
-- `descriptions`: the verbs `algorithms`, `data`, `recipes` and `init`.
+- `descriptions`: the verbs `algorithms`, `data`, `recipes`, `docs` and `init`.
 - `federation`: the verbs `app`, `submit`, `superlink`, `supernode`, `status`. `audit_log`: the verb `audit-log`.
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`. `cluster`: job scripts for Slurm and Kubernetes.
@@ -19,7 +19,7 @@ file is imported only when a verb that needs it runs:
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device. `preparation`: `polyfed data prepare`.
 - `doctor`: what is installed on this machine, and whether it works.
-- `contribution`: what each client and modality added to a run. `evaluate`: scores of a saved model.
+- `contribution`: what each client and modality added to a run. `evaluate`: the verbs `evaluate` and `predict`.
 - `output`: printing tables, lines, JSON and errors.
 - `__main__`: `python -m polyfed.cli`.
 

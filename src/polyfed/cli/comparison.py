@@ -38,6 +38,16 @@ class PairedTest(StrEnum):
     wilcoxon = "wilcoxon"
 
 
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Only these numbers of result.json, separated by commas, as 'global.uar,bytes_up'; * is any text.",
+        show_default=False,
+    ),
+]
+
+
 @app.command("compare")
 def compare_runs(
     dirs: Annotated[
@@ -57,6 +67,7 @@ def compare_runs(
             show_default=False,
         ),
     ] = None,
+    columns: Columns = None,
     as_json: AsJson = False,
     form: Annotated[
         Format, typer.Option("--format", help="How to print; csv and json hold numbers at full precision.")
@@ -84,6 +95,8 @@ def compare_runs(
         raise RecipeError(f"--json and --format {form.value} both say what to print; keep one of them")
     targets = [path for path in dirs if html and path.suffix == ".html"]
     comparison = compare((path for path in dirs if path not in targets), reach)
+    if columns is not None:
+        comparison = comparison.with_columns(name.strip() for name in columns.split(","))
     proof = evidence(comparison, metric, baseline, test.value)
     written = []
     if html:

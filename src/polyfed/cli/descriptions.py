@@ -1,5 +1,6 @@
-"""The verbs `algorithms`, `data`, `recipes`, `init`: methods, data sources, recipes, a recipe for your own data."""
+"""The verbs `algorithms`, `data`, `recipes`, `docs` and `init`: what comes with polyfed, and a recipe for your data."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError, command
+from polyfed.core.errors import RecipeError, command, did_you_mean
 
 
 class OnCorrupt(StrEnum):
@@ -100,6 +101,27 @@ def recipes(
         answer(rows, catalogue_pages.recipe_list(rows), as_json=as_json)
 
 
+@app.command()
+def docs(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the pages of the documentation, or print one, such as data or algorithms/cmsfed."""
+    from polyfed.cli.printing import catalogue_pages
+
+    folder = pages_folder()
+    pages = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.md"))}
+    if name is None:
+        rows = [{"name": each, "about": title_of(path), "path": str(path)} for each, path in pages.items()]
+        answer(rows, catalogue_pages.page_list(rows), as_json=as_json)
+        return
+    plain = name.removeprefix("docs/").removesuffix(".md")
+    if plain not in pages:
+        raise RecipeError(f"the documentation has no page '{plain}'; {did_you_mean(plain, pages)}")
+    text = pages[plain].read_text(encoding="utf-8")
+    answer({"page": text, "path": str(pages[plain])}, *text.splitlines(), as_json=as_json)
+
+
 @app.command(context_settings={"allow_extra_args": True})  # so that the error for several files can name the cure
 def init(
     context: typer.Context,
@@ -117,7 +139,7 @@ def init(
     column: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=RULE", help="Make numbers of a column: one-hot, mean, or a table in TOML; docs/data.md."
+            metavar="NAME=RULE", help="Make numbers of a column: one-hot, mean, or a table in TOML; polyfed docs data."
         ),
     ] = None,
     split: Annotated[
@@ -147,3 +169,16 @@ def init(
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)
+
+
+def pages_folder() -> Path:
+    """The folder of the pages."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "docs"  # in the wheel; a clone has them beside `src`
+    return inside if inside.is_dir() else package.parents[1] / "docs"
+
+
+def title_of(page: Path) -> str:
+    """The first heading of a page."""
+    found = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return page.stem if found is None else found[1]

@@ -50,7 +50,7 @@ def write_flower_app(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Flower app for a recipe. `polyfed submit` runs the app; see docs/deploy.md."""
+    """Write a Flower app for a recipe. `polyfed submit` runs the app; see `polyfed docs deploy`."""
     from polyfed.cli.printing import deployment
 
     if not local:

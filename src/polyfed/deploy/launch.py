@@ -90,7 +90,9 @@ def care_for_certificate(credentials: Path) -> None:
         if until := renewed(credentials):
             logger.info("the server's certificate is renewed and valid until %s", f"{until:%Y-%m-%d %H:%M} UTC")
         elif (credentials / "server.pem").is_file() and 0 < (left := days_left(credentials)) <= WARNED_DAYS:
-            text = "the server's certificate ends in %.1f days, and then no device connects: docs/deploy-reference.md"
+            text = (
+                "the server's certificate ends in %.1f days, and then no device connects: polyfed docs deploy-reference"
+            )
             logger.warning(text, left)
     except (RecipeError, OSError) as error:
         logger.warning("%s", error)
@@ -153,7 +155,7 @@ def supernode(
     node_from(node_config)
     for path in (root_certificates, key):
         if not path.is_file():
-            raise RecipeError(f"{path} is not there; see docs/deploy-reference.md for the files that a device needs")
+            raise RecipeError(f"{path} is not there; `polyfed docs deploy-reference` has the files that a device needs")
     if metrics_port:
         require_prometheus()
     for number in (port, metrics_port):

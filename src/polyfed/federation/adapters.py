@@ -6,10 +6,12 @@ largest rank, `I` the inputs and `O` the outputs of a layer.
 
 Sources: Cho, Liu, Xu, Fahrezi, Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
 EMNLP 2024 (HetLoRA). Bai, Chen, Qian, Yao, Li, "Federated Fine-tuning of Large Language Models under Heterogeneous
-Tasks and Client Resources", NeurIPS 2024 (FlexLoRA).
+Tasks and Client Resources", NeurIPS 2024 (FlexLoRA). Yang, Zhang, Nguygen, Hu, Shu, Chen, Sim, "FediLoRA: Heterogeneous
+LoRA for Federated Multimodal Fine-tuning under Missing Modalities", arXiv:2509.06984, 2025 (FediLoRA).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from polyfed.core.messages import map_fields
 from polyfed.core.tree import Tree
 from polyfed.federation.replies import Replies, ReplyStack
+from polyfed.model.encoders.lora import pairs
 
 Sent = dict[str, tuple[int, ...]]
 """Map from the names of parameters to the shape of the largest part that a client sent. It contains only parameters of
@@ -82,27 +85,70 @@ def with_unsent(combined: Tree, sent: Sent, centre: Mapping[str, Tensor]) -> Tre
     return found
 
 
-def hetlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means of A and of B, with the weights ||B_k A_k|| / sum_j ||B_j A_j|| (Frobenius norms).
+@dataclass(frozen=True)
+class Adapted:
+    """What the clients of a cohort replied for one adapted layer, padded with zeros to the server's shapes.
 
-    Source: Cho et al., 2024, "sparsity-weighted aggregation". If all products are zero, the function uses `weights`
-    instead.
-
-    Args:
-        a: the padded matrices A of the clients, (K, R, I, ...).
-        b: the padded matrices B of the clients, (K, O, R, ...).
+    Attributes:
+        a: the matrices A, (K, R, I, ...).
+        b: the matrices B, (K, O, R, ...).
         weights: the weights of the clients, float64 (K,), which add up to 1.
+        ranks: the rank of each client's matrices, int64 (K,).
         before: the server's A before the round, (R, I, ...).
     """
-    left, right = b.flatten(2).double(), a.flatten(2).double()
+
+    a: Tensor
+    b: Tensor
+    weights: Tensor
+    ranks: Tensor
+    before: Tensor
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return all B (K, O, R) and all A (K, R, I) in float64, a kernel's axes joined to the inputs."""
+        return self.b.flatten(2).double(), self.a.flatten(2).double()
+
+
+def ranks_sent(replies: Replies, name: str) -> dict[str, dict[int, int]]:
+    """Return, for every matrix A and every client that sent it, its rank: its rows before `padded`."""
+    found: dict[str, dict[int, int]] = {}
+    for part in replies.parts:
+        tree = getattr(part.message, name)
+        for a, _ in pairs(tree):
+            found.setdefault(a, {}).update(dict.fromkeys(part.clients, tree[a].shape[1]))
+    return found
+
+
+def hetlora(layer: Adapted) -> tuple[Tensor, Tensor]:
+    """Return the means of A and of B, with the weights ||B_k A_k|| / sum_j ||B_j A_j|| (Frobenius norms).
+
+    Source: Cho et al., 2024, "sparsity-weighted aggregation". If all products are zero, the weights stay as they are.
+    """
+    left, right = layer.factors
     # ||B A||^2 is the sum of (B^T B) * (A A^T), which needs R x R instead of O x I numbers
     squares = ((left.mT @ left) * (right @ right.mT)).sum((1, 2))
     norms = squares.clamp(min=0.0).sqrt()
-    share = norms / norms.sum() if bool(norms.sum() > 0) else weights
+    share = norms / norms.sum() if bool(norms.sum() > 0) else layer.weights
+    a, b = layer.a, layer.b
     return torch.tensordot(share, a.double(), 1).to(a), torch.tensordot(share, b.double(), 1).to(b)
 
 
-def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def fedilora(layer: Adapted) -> tuple[Tensor, Tensor]:
+    """Return the means of A and of B in which each row of A, and column of B, counts only the clients that have it.
+
+    The weights of those clients are scaled to add up to 1, so that the zeros with which small ranks are padded dilute
+    nothing. Source: Yang et al., 2025, "dimension-wise aggregation". A row that no client has is zero here, and
+    `with_unsent` gives it the server's value.
+    """
+    left, right = layer.factors
+    has = torch.arange(len(layer.before), device=layer.ranks.device) < layer.ranks[:, None]
+    share = layer.weights[:, None] * has
+    share = share / share.sum(0).clamp(min=torch.finfo(share.dtype).tiny)
+    a, b = torch.einsum("kr,kri->ri", share, right), torch.einsum("kr,kor->or", share, left)
+    return a.view_as(layer.before).to(layer.a), b.view_as(layer.b[0]).to(layer.b)
+
+
+def flexlora(layer: Adapted) -> tuple[Tensor, Tensor]:
     """Average the products B_k A_k over the clients, and factorise this mean into a new B and A of rank R.
 
     A singular value decomposition gives U S V^T, of which the R largest singular values are kept. B is U S, and A is
@@ -112,26 +158,66 @@ def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Ten
     Source: Bai et al., 2024. Their released code multiplies B by S as well. If the mean has a lower rank than R, the
     remaining rows of A keep their values, and the remaining columns of B become zero. The released code draws these
     rows and columns at random.
-
-    Args:
-        a: the padded matrices A of the clients, (K, R, I, ...).
-        b: the padded matrices B of the clients, (K, O, R, ...).
-        weights: the weights of the clients, float64 (K,), which add up to 1.
-        before: the server's A before the round, (R, I, ...).
     """
-    left, right = b.flatten(2).double(), a.flatten(2).double()
-    mean = torch.einsum("k,kor,kri->oi", weights, left, right)
-    u, s, v = torch.linalg.svd(mean, full_matrices=False)
-    rank = min(int((s > s.amax() * max(mean.shape) * torch.finfo(torch.float32).eps).sum()), len(before))
+    u, s, v = _decomposed(layer)
+    rows = layer.before.flatten(1).double().clone()
+    rank = min(int((s > s.amax() * max(len(u), v.shape[1]) * torch.finfo(torch.float32).eps).sum()), len(rows))
     u, s, v = u[:, :rank], s[:rank], v[:rank]
     sign = v.gather(1, v.abs().argmax(1, keepdim=True)).sign()
-    new_a, new_b = before.flatten(1).double().clone(), torch.zeros_like(left[0])
-    new_a[:rank], new_b[:, :rank] = v * sign, u * s * sign.T
-    return new_a.view_as(before).to(a), new_b.view_as(b[0]).to(b)
+    columns = rows.new_zeros(len(u), len(rows))
+    rows[:rank], columns[:, :rank] = v * sign, u * s * sign.T
+    return rows.view_as(layer.before).to(layer.a), columns.view_as(layer.b[0]).to(layer.b)
 
 
-RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+def _decomposed(layer: Adapted) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the singular value decomposition of the weighted mean of the products B_k A_k: U, S and V^T.
+
+    The mean is the product of all weighted B side by side, (O, K R), and all A below each other, (K R, I). If K R is
+    small, both are factorised by QR and only the product of the triangles, at most (K R, K R), is decomposed: for 4,096
+    inputs and outputs and ten clients of rank 8, 0.1 s in place of 40 s.
+    """
+    left, right = layer.factors
+    tall = (layer.weights[:, None, None] * left).permute(1, 0, 2).flatten(1)
+    wide = right.flatten(0, 1)
+    if tall.shape[1] >= min(len(tall), wide.shape[1]):
+        return torch.linalg.svd(tall @ wide, full_matrices=False)  # type: ignore[no-any-return]
+    (q_left, r_left), (q_right, r_right) = torch.linalg.qr(tall), torch.linalg.qr(wide.mT)
+    u, s, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
+    return q_left @ u, s, v @ q_right.mT
+
+
+RULES: Mapping[str, Callable[[Adapted], tuple[Tensor, Tensor]]] = {
     "hetlora": hetlora,
     "flexlora": flexlora,
+    "fedilora": fedilora,
 }
 """The rules for adapters that `[server] aggregate` can name. Each rule returns the server's new A and B of a layer."""
+
+
+def repaired(trained: Mapping[str, Tensor], received: Mapping[str, Tensor], enough: float) -> Tree:
+    """Pull the matrix A that local training has turned furthest from the received one back towards it.
+
+    Of all adapters, the A with the smallest cosine similarity s to the received A becomes s * trained + (1 - s) *
+    received, unless s is at least `enough`. Source: Yang et al., 2025, "layer-wise editing"; their code has 0.95. An A
+    of zeros, with which `peft` begins for an embedding, has no direction and counts as alike.
+
+    Args:
+        trained: the parameters after local training.
+        received: the parameters before.
+        enough: the similarity from which on nothing is changed.
+    """
+    names = [a for a, _ in pairs(trained)]
+    if not names:  # a client without the modalities that have adapters
+        return dict(trained)
+    likeness = torch.stack([_likeness(trained[a].flatten(), received[a].flatten()) for a in names])
+    least = likeness.argmin()
+    found = dict(trained)
+    for place, a in enumerate(names):
+        s = likeness[place]
+        edited = s * trained[a] + (1 - s) * received[a]
+        found[a] = torch.where((least == place) & (s < enough), edited, trained[a])
+    return found
+
+
+def _likeness(one: Tensor, two: Tensor) -> Tensor:
+    return torch.where(one.any() & two.any(), torch.cosine_similarity(one, two, 0), torch.ones_like(one[0]))

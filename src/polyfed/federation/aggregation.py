@@ -62,8 +62,8 @@ class ServerOptimiser:
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment (Reddi et al. use 1e-3). The second moment starts at tau^2.
         aggregate: how the replies are combined, block by block: `mean`; `median`, `trimmed-mean`, `krum`, `multi-krum`,
-            `geometric-median` or `norm-clip`, which limit the influence of a minority of lying clients; or `hetlora` or
-            `flexlora`, rules for LoRA adapters (docs/models.md).
+            `geometric-median` or `norm-clip`, which limit the influence of a minority of lying clients; or `hetlora`,
+            `flexlora` or `fedilora`, rules for LoRA adapters (docs/models.md).
         lying: largest share of false replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand.
         max_norm: largest distance, block by block, that `norm-clip` allows between a reply and the model that was sent;
             0 uses the median distance of the replies.
@@ -99,6 +99,7 @@ class ServerOptimiser:
             "norm-clip",
             "hetlora",
             "flexlora",
+            "fedilora",
         ],
         IN_RECIPE,
     ] = "mean"
@@ -227,15 +228,16 @@ def aggregate(
     """
     if private is not None:
         return private.of(replies, name, centre)
-    replies, sent = adapters.padded(replies, name, weights, centre)
+    full, sent = adapters.padded(replies, name, weights, centre)
     if server.aggregate == "mean" or server.aggregate in adapters.RULES:
-        mean = replies.mean(name, weights)
+        mean = full.mean(name, weights)
         if server.aggregate in adapters.RULES:
-            mean |= _adapters(replies, name, weights, centre, server.aggregate)
+            ranks = adapters.ranks_sent(replies, name)
+            mean |= _adapters(full, name, weights, centre, adapters.RULES[server.aggregate], ranks)
         return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
     found: Tree = {}
-    for (block, clients), stacks in _groups(replies, name, weights).items():
+    for (block, clients), stacks in _groups(full, name, weights).items():
         one = {key: stack[0] for key, stack in stacks.items()}
         counters = {key: stack.median(0).values for key, stack in stacks.items() if not one[key].is_floating_point()}
         real = [key for key in stacks if key not in counters]
@@ -252,14 +254,21 @@ def aggregate(
 
 
 def _adapters(
-    replies: Replies, name: str, weights: Mapping[int, float], centre: Mapping[str, Tensor], way: str
+    replies: Replies,
+    name: str,
+    weights: Mapping[int, float],
+    centre: Mapping[str, Tensor],
+    rule: Callable[[adapters.Adapted], tuple[Tensor, Tensor]],
+    ranks: Mapping[str, Mapping[int, int]],
 ) -> Tree:
-    """Return the combined LoRA adapters of the replies, block by block."""
-    rule, found = adapters.RULES[way], Tree()
+    """Return the combined LoRA adapters of the padded replies, block by block."""
+    found = Tree()
     for (_, clients), stacks in _groups(replies, name, weights).items():
         for a, b in pairs(stacks):
-            share = torch.tensor([weights[client] for client in clients], dtype=torch.float64, device=stacks[a].device)
-            found[a], found[b] = rule(stacks[a], stacks[b], share / share.sum(), centre[a])
+            device = stacks[a].device
+            share = torch.tensor([weights[client] for client in clients], dtype=torch.float64, device=device)
+            rank = torch.tensor([ranks[a][client] for client in clients], device=device)
+            found[a], found[b] = rule(adapters.Adapted(stacks[a], stacks[b], share / share.sum(), rank, centre[a]))
     return found
 
 

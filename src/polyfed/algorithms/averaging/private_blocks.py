@@ -49,6 +49,8 @@ def check(method: Any, template: type) -> None:
     if not (method.private or method.fine_tune):
         return
     kind = type(method)
+    if kind.completes_private and not method.fine_tune:
+        return
     if replaced := [name for name in _TEMPLATE if getattr(kind, name) is not getattr(template, name)]:
         raise RecipeError(
             f"[algorithm] private and fine_tune: {kind.__name__} replaces {replaced[0]} of the averaging template, "

@@ -34,12 +34,13 @@ from polyfed.algorithms.averaging import private_blocks
 from polyfed.algorithms.base import NO_GLOBAL, Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.option_checks import COST, IN_RECIPE, NOT_NEGATIVE, NotSearched
+from polyfed.core.option_checks import COST, IN_RECIPE, NOT_NEGATIVE, PROBABILITY, NotSearched
 from polyfed.core.problems import Conflict
 from polyfed.core.request import Send
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
+from polyfed.federation import adapters
 from polyfed.federation.aggregation import ServerOptimiser, aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -49,7 +50,7 @@ from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import ONCE, Direction, Passes
-from polyfed.training.optimisers import Moments
+from polyfed.training.optimisers import Moments, Train
 
 
 @message
@@ -109,6 +110,9 @@ class Averaging(Algorithm[A]):
             FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
             personal evaluation; 0 for none.
+        repair: with LoRA, FediLoRA's layer-wise editing after local training: the matrix A that is least like the
+            received one is pulled back to it, unless their cosine similarity is at least this; 0 for none (0.95 in the
+            released code).
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"
@@ -117,9 +121,12 @@ class Averaging(Algorithm[A]):
     private: tuple[str, ...] = ()
     private_epochs: Annotated[int, NOT_NEGATIVE, NotSearched("needs private blocks")] = 0
     fine_tune: Annotated[int, NOT_NEGATIVE, COST] = 0
+    repair: Annotated[float, PROBABILITY, NotSearched("needs LoRA adapters")] = 0.0
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
+    completes_private: ClassVar[bool] = False
+    """Whether a method that replaces the hooks with which the template keeps private blocks keeps them itself."""
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
@@ -204,6 +211,11 @@ class Averaging(Algorithm[A]):
         return context.loss(w, batch)
 
     @property
+    def local_train(self) -> Train:
+        """The options with which clients train the received model: by default, those of [train]."""
+        return self.train
+
+    @property
     def passes(self) -> Passes:
         """What `loss` computes in a step, for simulated time; override it if `loss` calls the model more than once."""
         return ONCE
@@ -285,7 +297,7 @@ class Averaging(Algorithm[A]):
 
         start, only = whole.params, None
         if kept and self.private_epochs:  # first the private parameters alone, then the others alone
-            train = private_blocks.epochs_of(self.train, self.private_epochs)
+            train = private_blocks.epochs_of(self.local_train, self.private_epochs)
             start = data.minimise(
                 loss,
                 start,
@@ -298,8 +310,10 @@ class Averaging(Algorithm[A]):
         directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
         fit = data.minimise(
-            loss, start, train=self.train, direction=direction, carry=carry, only=only, passes=self.passes
+            loss, start, train=self.local_train, direction=direction, carry=carry, only=only, passes=self.passes
         )
+        if self.repair:
+            fit = replace(fit, params=adapters.repaired(fit.params, whole.params, self.repair))
         if not kept:
             return self.reply(context, data, fit, whole, own)
         reply, after = self.reply(context, data, fit, whole, own)

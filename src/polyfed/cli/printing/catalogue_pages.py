@@ -59,6 +59,14 @@ def recipe_list(rows: Sequence[Mapping[str, str]]) -> Group:
     return stacked(titled("Recipes that come with polyfed", table), hint)
 
 
+def page_list(rows: Sequence[Mapping[str, str]]) -> Group:
+    """Every page of the documentation, and how to read one."""
+    table = plain_table("", "", left=2)
+    for row in rows:
+        table.add_row(row["name"], Text(row["about"]))
+    return stacked(titled("Pages of the documentation", table), Text("polyfed docs NAME prints one", "dim"))
+
+
 def source_page(name: str) -> Group:
     """One data source: its modalities, its licence, how to obtain it, and its options."""
     cls = catalogue.source_named(name)

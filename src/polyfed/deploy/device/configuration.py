@@ -242,6 +242,7 @@ def check_held(node: NodeConfig, recipe: Recipe) -> None:
     """
     for name in node.held:
         if name not in recipe.model.modalities:
-            hint = did_you_mean(name, recipe.model.modalities)
+            known = recipe.model.modalities
+            hint = did_you_mean(name, known) if known else "a recipe for devices names its encoders, [model.encoders]"
             raise DataError(f"{WHERE} modalities: the recipe has no '{name}'; {hint}")
     check_arrays(recipe, (*node.held, *node.rules.egress))

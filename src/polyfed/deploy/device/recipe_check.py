@@ -13,7 +13,7 @@ from typing import Any
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
-from polyfed.deploy.device.allowed_arrays import ELSEWHERE
+from polyfed.deploy.device.allowed_arrays import ELSEWHERE, check_arrays
 from polyfed.deploy.device.configuration import (
     NodeConfig,
     check_held,
@@ -28,8 +28,9 @@ from polyfed.experiment.checks.check import plan
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.requirement_checks import release_of, scores_of, unmet
+from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.running.assembly import assemble
+from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.privacy.egress.announcement import Holder
 from polyfed.privacy.egress.mixing import Mixing
 from polyfed.privacy.egress.policy import Policy
@@ -113,17 +114,21 @@ def _cached_in(recipe: Recipe, folder: str) -> Recipe:
 
 
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
-    if not node.data:
-        node = replace(node, modalities=",".join(recipe.model.modalities))
-    policy = policy_on(node, recipe, node.held)
-    check_held(node, recipe)
-    population = population_on(node, recipe, None) if node.data else None
-    required = node.rules.required
-    policy, planned, unchecked = _planned(recipe, node, policy, population, required)
+    unread = ""
+    if node.data:
+        check_held(node, recipe)
+        population: Population | None = population_on(node, recipe, None)
+    else:
+        recipe, population, unread = _of_the_recipe(recipe)
+        known = recipe.model.modalities if population is None else (*population.columns.modalities,)
+        node = replace(node, modalities=",".join(known))
+        check_arrays(recipe, (*node.held, *node.rules.egress))
+    policy, required = policy_on(node, recipe, node.held), node.rules.required
+    policy, planned, unchecked = _planned(recipe, node, policy, population, unread)
     limits, train = node.rules.limits.stricter(recipe.limits), recipe.algorithm.train
     lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
-    if population is None:
+    if population is None or not node.data:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
         return Inspection(node, policy, None, {}, 0, planned, breaches, **told)
     own = population.test
@@ -131,6 +136,20 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _of_the_recipe(recipe: Recipe) -> tuple[Recipe, Population | None, str]:
+    """Return the recipe with all of its encoders, its clients, and "", or the reason why its data cannot be read.
+
+    A recipe need not name encoders. Only its data tell which modalities it has, and so what would leave a device.
+    """
+    if recipe.data == ELSEWHERE:
+        return recipe, None, "the recipe's data source is code, which a device does not run"
+    try:
+        population = population_of(recipe)
+        return with_encoders(recipe, population.columns), population, ""
+    except DataError as error:
+        return recipe, None, f"the recipe's data cannot be read here ({error})"
 
 
 def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
@@ -154,12 +173,14 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
 def _of_policy(path: str) -> NodeConfig:
     """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
     if not Path(path).is_file():
-        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy-reference.md")
+        raise RecipeError(
+            f"--node '{path}' is neither a policy file nor key=value pairs; see `polyfed docs deploy-reference`"
+        )
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
 def _planned(
-    recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
+    recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, unread: str
 ) -> tuple[Policy, tuple[Planned, ...], str]:
     """Return the policy, the parts of replies that tasks would send, and "".
 
@@ -170,24 +191,25 @@ def _planned(
     federation whose clients have only the modalities of this device.
     """
     everyone = recipe.model.modalities
+    held = [name for name in node.held if name in everyone]  # a whole module names its modalities itself
     # the device builds its model with the recipe's policy
     told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
-    mine = replace(recipe.untimed(), model=recipe.model.reading(node.held), egress=told.table(node.held))
+    mine = replace(recipe.untimed(), model=recipe.model.reading(held), egress=told.table(node.held))
     unbuilt = policy.for_model(
         node.held, lambda own: Mixing(frozenset(own), "the built model alone shows that it does not")
     )
-    if population is None and recipe.data == ELSEWHERE:
-        return unbuilt, (), "the recipe's data source is code, which a device does not run"
+    if population is None:
+        return unbuilt, (), unread
     try:
         assembly = assemble(mine, population=population, one_device=True)
     except DataError as error:
-        if population is not None:
+        if node.data:
             raise
         return unbuilt, (), f"the recipe's data cannot be read here ({error})"
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
     policy = assembly.engine.announcer.with_model(policy)
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
-    listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
+    listed = replace(listed, required=node.rules.required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
+from polyfed.algorithms import NAMED
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.experiment.checks.sum_checks import refuse_single_replies, refuse_small_blocks
 from polyfed.experiment.recipes.cross_checks import refuse_breaches
@@ -21,7 +23,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     Raises:
         DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_single_replies`, `refuse_dropout`, `refuse_subsets`,
-            `refuse_conformal`, `refuse_small_blocks`.
+            `refuse_conformal`, `refuse_no_validation`, `refuse_small_blocks`.
     """
     refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
@@ -29,6 +31,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_dropout(recipe, population, one_device=one_device)
     refuse_subsets(recipe, population, one_device=one_device)
     refuse_conformal(recipe, population, one_device=one_device)
+    refuse_no_validation(recipe, population, one_device=one_device)
     if not one_device:
         refuse_small_blocks(recipe, population)
 
@@ -87,11 +90,27 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
     if wanted != "none" and not one_device and (rows is None or not len(rows.rows)):
         raise RecipeError(
             f"[evaluate] conformal = '{wanted}': no client has validation rows, on which the promise rests. Set "
-            "[clients] validation, as in validation = 0.2; on a device, mark rows with split 2",
+            "[clients] personal_validation, as in personal_validation = 0.2; on a device, mark rows with split 2",
             ("evaluate", "conformal"),
         )
     if wanted != "none":
         _refuse_shrinkage(recipe, population)
+
+
+def refuse_no_validation(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse a method whose clients choose by their own validation rows if no client has any.
+
+    Raises:
+        RecipeError: no client has any.
+    """
+    rows = population.own_validation
+    if recipe.algorithm.needs_own_validation and not one_device and (rows is None or not len(rows.rows)):
+        raise RecipeError(
+            f"[algorithm] name = '{name_of(recipe.algorithm, NAMED)}': no client has validation rows of its own, by "
+            "which it weighs its models. Set [clients] validation, as in validation = 0.2; on a device, mark rows with "
+            "split 2",
+            ("clients", "validation"),
+        )
 
 
 def _refuse_shrinkage(recipe: Recipe, population: Population) -> None:

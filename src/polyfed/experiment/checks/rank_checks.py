@@ -42,6 +42,8 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int | None) -> Clien
     way = server.aggregate
     if way in RULES and (why := _unfit_way(recipe, server, bool(adapters))):
         raise RecipeError(f"[server] aggregate = '{way}': {why}", ("server", "aggregate"))
+    if getattr(recipe.algorithm, "repair", 0.0) and (why := _unfit_repair(recipe, bool(adapters))):
+        raise RecipeError(f"[algorithm] repair: {why}", ("algorithm", "repair"))
     if ranks is None:
         return ClientRanks()
     why = _unfit(recipe, model, way) or _unfit_values(ranks, [len(template[a]) for a, _ in adapters], num_clients)
@@ -61,8 +63,18 @@ def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> s
     if server.aggregate == "flexlora" and (server.optimiser != "none" or server.lr != 1.0):
         return (
             "it replaces the adapters by the factors of a matrix in every round, so a step from the old factors has no "
-            "meaning. Remove optimiser and lr, or take 'hetlora'"
+            "meaning. Remove optimiser and lr, or take 'hetlora' or 'fedilora'"
         )
+    return ""
+
+
+def _unfit_repair(recipe: Recipe, has_adapters: bool) -> str:
+    """Return why clients cannot repair adapters after local training, or "" if they can."""
+    if not has_adapters:
+        return _NEEDS_ADAPTERS
+    if getattr(type(recipe.algorithm), "update", None) is not Averaging.update:
+        name = name_of(recipe.algorithm, NAMED)
+        return f"algorithm '{name}' trains in its own way. Take fedavg or fedprox, or remove repair"
     return ""
 
 
@@ -93,7 +105,7 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
             "that all clients must have in the same shape. Take fedavg or fedprox, or remove ranks"
         )
     if way != "mean" and way not in RULES:
-        return f"[server] aggregate = '{way}' compares whole replies. Use 'mean', 'hetlora' or 'flexlora'"
+        return f"[server] aggregate = '{way}' compares whole replies. Use 'mean', 'hetlora', 'flexlora' or 'fedilora'"
     if type(method.selector) is not Uniform:
         return "the selector compares the updates of clients, whose shapes then differ. Remove [selection]"
     if kept := {block_of(a) for a, _ in pairs(method.private_names(model))}:

@@ -1,6 +1,6 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
+from polyfed.core.errors import counted
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
@@ -310,8 +311,27 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         **({"init": {"sha256": digest(assembly.given)}} if assembly.given else {}),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
+        "not_in_ledger": [*not_in_ledger(assembly)],
         "captions": dict(assembly.algorithm.captions),
     }
+
+
+def not_in_ledger(assembly: Assembly) -> Iterator[str]:
+    """Yield what the server of a simulation reads of the data although no message carries it."""
+    population, clients = assembly.population, assembly.recipe.clients
+    counts = {"validation": len(population.validation_rows), "test": len(population.test_rows)}
+    listed = " and ".join(counted(count, f"{name} row", f"{name} rows") for name, count in counts.items() if count)
+    if not listed or assembly.deployed:
+        return
+    yield (
+        f"{listed}, samples and labels: the server of a simulation reads them, no message carries them and no ledger "
+        "books them. Devices keep theirs"
+    )
+    if clients.validation and assembly.fed.clients.validated:
+        yield (
+            f"[clients] personal_validation = {clients.validation} in place of validation leaves the validation rows "
+            "with their clients"
+        )
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:

@@ -3,14 +3,16 @@
 For each group, the comparison shows the mean and the spread over its runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
 from polyfed.report.comparison.cells import Cell, Column
 from polyfed.report.comparison.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.comparison.labels import flat, labels_of, method_of, parts_of
@@ -18,7 +20,7 @@ from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run,
 from polyfed.report.formatting import MISSING
 from polyfed.report.reading.run_folder import Folder, finished
 from polyfed.report.reading.study_folder import Absent, NamedRun, absent_of, runs_of
-from polyfed.report.scores import TITLES, subset_title, subsets_in, title_of, unit_of
+from polyfed.report.scores import TITLES, lacks_in, lacks_title, subset_title, subsets_in, title_of, unit_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,12 +102,43 @@ class Comparison:
         columns: the columns.
         modalities: the modalities of all runs.
         absent: the methods of the studies of which some or all runs are not finished, so that they are not compared.
+        chosen: whether `with_columns` chose the columns; `rows` then has no other numbers.
     """
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
     modalities: tuple[str, ...]
     absent: tuple[Absent, ...] = ()
+    chosen: bool = False
+
+    def with_columns(self, patterns: Iterable[str]) -> "Comparison":
+        """Return the comparison with the columns that `patterns` name, in this order.
+
+        Args:
+            patterns: names of numbers of `result.json`, such as `metrics.global.uar` or `bytes_up`, in which `*` stands
+                for any text. `metrics.` at the beginning can be left out.
+
+        Raises:
+            RecipeError: no run has a number of this name.
+        """
+        shown = {column.name: column for column in self.columns}
+        names = list(dict.fromkeys([*shown, *(name for group in self.groups for name in group.cells)]))
+        found: dict[str, Column] = {}
+        unknown = []
+        for pattern in patterns:
+            matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"metrics.{pattern}")]
+            unknown += [] if matched else [pattern]
+            for name in matched:
+                plain = Column(name, name.removeprefix("metrics."), unit_of(name.rpartition(".")[2]))
+                found[name] = shown.get(name, plain)
+        if unknown:
+            near = dict.fromkeys(name for pattern in unknown for name in get_close_matches(pattern, names, cutoff=0.3))
+            wrong = " or ".join(map(repr, unknown))
+            raise RecipeError(
+                f"--columns: no run has a number {wrong}. Similar: {', '.join(near) or 'none'}; "
+                "`polyfed compare DIR --format csv` has all of them"
+            )
+        return replace(self, columns=tuple(found.values()), chosen=True)
 
     @property
     def not_compared(self) -> tuple[str, ...]:
@@ -166,11 +199,16 @@ class Comparison:
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}
             | ({"folds": list(group.folds)} if group.num_folds > 1 else {})
             | ({"settings_of": group.settings_of} if group.settings_of else {})
-            | {f"{name}.n": cell.n for name, cell in group.cells.items() if name == REACHED}
-            | {name: cell.mean for name, cell in group.cells.items()}
-            | {f"{name}.spread": cell.spread for name, cell in group.cells.items()}
-            for group in self.groups
+            | {f"{name}.n": cell.n for name, cell in cells.items() if name == REACHED}
+            | {name: cell.mean for name, cell in cells.items()}
+            | {f"{name}.spread": cell.spread for name, cell in cells.items()}
+            for group, cells in ((group, self._cells(group)) for group in self.groups)
         ]
+
+    def _cells(self, group: Group) -> dict[str, Cell]:
+        if not self.chosen:
+            return group.cells
+        return {column.name: group.cells[column.name] for column in self.columns if column.name in group.cells}
 
     def absent_rows(self) -> list[dict[str, Any]]:
         """Return a row with `label`, `n` = 0 and the reason `not_compared` for each method without a finished run."""
@@ -261,10 +299,19 @@ def _group(label: str, folders: list[Folder], reach: float | None) -> Group:
         first = [rounds_to(folder, reach) for folder in folders]
         samples[REACHED] = [float(number) for number in first if number is not None]
     cells = {name: Cell(*mean_and_spread(v), len(v), len(folders)) for name, v in samples.items() if v}
+    if len(folders) == 1:
+        cells |= {name: replace(cell, interval=_interval(samples, name)) for name, cell in cells.items()}
     seeds = tuple(int(folder.result.get("seed", 0)) for folder in folders)
     if pooled := pooled_uars(folders):
         cells[POOLED] = Cell(*mean_and_spread(pooled), len(pooled), len(set(seeds)))
     return Group(label, tuple(folders), seeds, tuple(fold_of(folder) for folder in folders), cells)
+
+
+def _interval(samples: Mapping[str, list[float]], name: str) -> tuple[float, float] | None:
+    """Return the interval of a metric of a single run, if its result.json has one."""
+    ends = [samples.get(f"{name.replace('metrics.', 'intervals.', 1)}.{end}") for end in ("low", "high")]
+    low, high = ends
+    return None if low is None or high is None else (low[0], high[0])
 
 
 def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | None) -> tuple[Column, ...]:
@@ -279,6 +326,9 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | 
             Column(of + SUBSET + name, f"from {subset_title(name)}{whose}", unit) for name in subsets_in(scored, of)
         ]
         wanted.append(Column(of + WORST, f"worst subset{whose}", unit))
+        wanted += [
+            Column(of + LACKS + name, lacks_title(name) + whose, unit) for name in lacks_in(dict.fromkeys(scored), of)
+        ]
     wanted += [
         Column("metrics.personal.mean", "personal", unit),
         Column("metrics.personal.worst", "worst client", unit),

@@ -122,7 +122,7 @@ def scores(history: History) -> Chart:
     """All scores of the global model except the headline score, which the chart `accuracy` shows."""
     names = [name for name in TITLES if name != history.headline.score and f"global.{name}" in history.columns]
     series = _present(history, [(title_of(name), f"global.{name}", n, False) for n, name in enumerate(names, 1)])
-    caption = "The global model on the test set; docs/evaluation.md defines the scores."
+    caption = "The global model on the test set; `polyfed docs evaluation` defines the scores."
     unit: Unit = "number" if any(unit_of(name) == "number" for name in names) else "share"
     return Chart("scores", "Other scores", caption, unit, history.rounds, series)
 
