@@ -24,7 +24,7 @@ from world import algorithm, on_device, recipe, through
 
 LEAST = 8
 OF_ROWS = {"embeddings", "raw"}
-BY_LOSS = ("mfedmc", "fedfomo")
+BY_LOSS = ("fedcouncil", "fedfomo", "mfedmc")
 """Methods whose clients choose blocks or models by losses on rows: a loss tells as much as a score (docs/egress.md)."""
 
 SILENT = [
