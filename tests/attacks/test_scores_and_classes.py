@@ -290,6 +290,23 @@ def test_every_subset_of_the_modalities_counts_as_an_evaluation(budget: int, eno
     assert "max_evaluations_per_day" in str(device.score(1)), "the budget is spent either way"
 
 
+def test_a_subset_that_few_rows_have_or_lack_is_not_told(tmp_path: Path) -> None:
+    """The sums of the rows with both modalities, and those of all rows, would tell of the one row that lacks one."""
+    device = Device(tmp_path, f"{SOME}[limits]\nmin_test_rows = 3\n")
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nsubsets = "all"\n')
+    with np.load(tmp_path / "data.npz") as arrays:
+        data = dict(arrays)
+    tested = (data["split"] == 1).nonzero()[0]
+    for lacking, told in ((1, [0, len(tested), 0]), (4, [len(tested) - 4, len(tested), len(tested) - 4])):
+        data["gray_present"] = ~np.isin(np.arange(len(data["label"])), tested[:lacking])
+        np.savez(tmp_path / "data.npz", **data)
+        device.handler = Deployed(device.handler.recipe_path)
+        answer = device.ask("score_subsets", Broadcast(device.params), lacking)
+        assert answer.num_rows.tolist() == told
+        assert (answer.sums != 0).tolist() <= [bool(rows) for rows in told]
+
+
 def test_counts_for_conformal_sets_leave_out_small_classes_and_small_devices(tmp_path: Path) -> None:
     device = Device(tmp_path, f"{SOME}[limits]\nmin_rows_per_class = 2\nmin_test_rows = 5\n")
     with np.load(tmp_path / "data.npz") as arrays:

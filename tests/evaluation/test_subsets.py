@@ -1,17 +1,21 @@
 """`[evaluate] subsets`: which subsets are scored, that the scores are those of `predict`, and where they are shown."""
 
+import io
 import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import polyfed
 from laws.rows import ROWS
 from laws.test_laws import NAMES, world
+from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import PolyfedError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
@@ -23,9 +27,10 @@ from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.dry_run import metrics_of
 from polyfed.experiment.study.metric_checks import metric_fault
 from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.objective.report import moments, of_moments
 from polyfed.report.comparison.compare import compare
 from polyfed.report.pages.page import write_report
-from polyfed.report.scores import Metric
+from polyfed.report.scores import Metric, interval_of, with_interval
 from polyfed.selection import Uniform
 from world import algorithm, played, recipe
 
@@ -77,45 +82,68 @@ def test_every_score_is_the_accuracy_of_predict_on_that_subset(method: str) -> N
     population = played(replace(made, rounds=0))[0].population
     columns, label = population.columns, population.columns.label
 
-    def accuracy(rows: torch.Tensor, subset: str, client: int | None) -> float:
-        x = {m: columns.modalities[m].raw(rows) for m in subset.split("+")}
-        there = {m: mask[rows] for m, mask in columns.present.items() if m in x}
-        return float((run.predict(x, client, present=there).argmax(1) == label[rows]).double().mean())
+    def with_all(rows: torch.Tensor, subset: str) -> torch.Tensor:
+        masks = [mask[rows] for m, mask in columns.present.items() if m in subset.split("+")]
+        return rows[torch.stack(masks).all(0)] if masks else rows
 
+    def accuracy(rows: torch.Tensor, subset: str, client: int | None) -> float:
+        there = with_all(rows, subset)
+        x = {m: columns.modalities[m].raw(there) for m in subset.split("+")}
+        return float((run.predict(x, client).argmax(1) == label[there]).double().mean())
+
+    known = run.result["intervals"]
     names = ["a", "b", "c", "a+b", "a+c", "b+c", "a+b+c"]
     if method == "fedavg":
         found = run.result["metrics"]["global"]
         expected = {name: accuracy(population.test_rows, name, None) for name in names}
         assert {name: found[f"subset.{name}"] for name in names} == pytest.approx(expected)
         assert found["worst_subset"] == pytest.approx(min(expected.values()))
-        assert found["subset.a+b+c"] == pytest.approx(found["accuracy"])
+        for name in names:
+            told = known["global"][f"subset.{name}"]
+            assert told["rows"] == len(with_all(population.test_rows, name))
+            assert told["low"] <= expected[name] <= told["high"]
+        rows = population.test_rows
+        x = {m: columns.modalities[m].raw(rows) for m in "abc"}
+        right = run.predict(x, present={"a": columns.present["a"][rows]}).argmax(1) == label[rows]
+        lacks = ~columns.present["a"][rows]
+        assert found["lacks.a"] == pytest.approx(float(right[lacks].double().mean()))
+        assert found["lacks.nothing"] == pytest.approx(float(right[~lacks].double().mean()))
+        assert {name for name in found if "lacks" in name} == {"lacks.a", "lacks.nothing"}
+        assert known["global"]["lacks.a"]["rows"] == int(lacks.sum())
+        assert known["global"]["accuracy"]["rows"] == len(rows)
     own = run.result["metrics"]["personal"]
     for name in names:
-        holders = [k for k in range(5) if set(name.split("+")) & set(population.modalities(k))]
+        holders = [k for k in range(5) if set(name.split("+")) <= set(population.modalities(k))]
         each = [accuracy(population.test[k], name, k) for k in holders]  # type: ignore[index]
         assert own[f"subset.{name}"] == pytest.approx(sum(each) / len(each)), name
-    assert own["subset.a+b+c"] == pytest.approx(own["mean"])
+        assert known["personal"][f"subset.{name}"]["clients"] == len(holders)
+        total = sum(len(with_all(population.test[k], name)) for k in holders)  # type: ignore[index]
+        assert known["personal"][f"subset.{name}"]["rows"] == total
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not ROWS[name].stack])
 def test_every_method_scores_subsets_alike_on_both_engines(name: str) -> None:
-    found = []
+    measured = []
     for engine in ("sequential", "vectorised"):
         made = world(name, engine, evaluation=Evaluation(every=0, subsets="each"))
         clients = made.clients if made.clients.partition == "silos" else replace(made.clients, personal_test=0.2)
         parts, state, _ = played(replace(made, clients=clients, rounds=1))
         assert {row.task for row in plan(parts)} >= {"score_subsets"} or not parts.fed.clients.tested
         parts.fed.begin(1)
-        found.append(parts.algorithm.evaluate(state, parts.fed).metrics)
-    one, many = found
+        measured.append(parts.algorithm.evaluate(state, parts.fed))
+    one, many = (both.metrics for both in measured)
+    assert measured[0].intervals.keys() == measured[1].intervals.keys() >= {"global"} & one.keys()
     scored = {f"{group}.{key}": value for group, own in one.items() for key, value in own.items() if "subset" in key}
     assert scored, "no subset was scored"
     for key, value in scored.items():
         group, _, word = key.partition(".")
         assert many[group][word] == pytest.approx(value, abs=0.035), key  # a row at the border may fall on either side
-    for group, whole in (("global", "accuracy"), ("personal", "mean")):
-        if "subset.a+b" in one.get(group, {}) and name != "local":
-            assert one[group]["subset.a+b"] == pytest.approx(one[group][whole], abs=1e-6)
+    if "subset.a+b" in one.get("global", {}) and name != "local":  # the rows with everything, from everything
+        complete = one["global"].get("lacks.nothing", one["global"]["accuracy"])
+        assert one["global"]["subset.a+b"] == pytest.approx(complete, abs=1e-6)
+    for group, known in measured[0].intervals.items():
+        for key in (key for key in one[group] if key.startswith(("subset.", "lacks."))):
+            assert known[key]["rows"] > 0, key
 
 
 def test_regression_scores_errors() -> None:
@@ -190,8 +218,76 @@ def test_the_report_the_table_and_the_comparison_name_the_worst_subset(tmp_path:
     page = Path(write_report(tmp_path / "run")).read_text()
     assert f"Worst: <b>{worst}</b>" in page
     assert all(f'<th scope="row">{name.replace("+", " + ")}</th>' in page for name in names)
-    titles = [column.title for column in compare([tmp_path / "run"]).columns]
-    assert {"from a + c", "worst subset", "worst subset, personal", "from a + c, personal"} <= set(titles)
+    comparison = compare([tmp_path / "run"])
+    columns = {column.title: column for column in comparison.columns}
+    assert {"from a + c", "worst subset", "worst subset, personal", "from a + c, personal"} <= columns.keys()
+    told = run.result["intervals"]["global"]["lacks.a"]
+    printed = "".join(words for words in printed_result(run.result).split("\n") if "rows that lack a " in words)
+    for text in (f"{100 * told['low']:.1f} % to {100 * told['high']:.1f} %", f"{told['rows']} rows"):
+        assert text in page
+        assert text in printed
+    assert f"({100 * told['low']:.1f} to" in comparison.cell(comparison.groups[0], columns["rows that lack a"])
+    assert "rows as they come" in page
+    assert "rows as they come" in printed_result(run.result)
+    assert "alone" not in printed_result(run.result), "two scores of one modality would look the same"
+
+
+def printed_result(result: dict[str, Any]) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(result_table(result))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_few_rows_are_said() -> None:
+    assert with_interval(0.5, "share", {"rows": 7, "low": 0.2, "high": 0.8}) == (
+        "50.0 % (20.0 % to 80.0 %, 7 rows, too few to tell)"
+    )
+    words = interval_of({"rows": 400, "low": 0.2, "high": 0.8, "clients": 6}, "share")
+    assert words == "20.0 % to 80.0 %, 400 rows of 6 clients"
+
+
+def test_a_subset_that_no_row_has_is_said() -> None:
+    draw = np.random.default_rng(0)
+    label = np.arange(200) % 2
+    x = {m: draw.normal(size=(200, 3)).astype("float32") + label[:, None] for m in "ab"}
+    x["a"][::2], x["b"][1::2] = np.nan, np.nan
+    run = polyfed.run(data=x, labels=label, rounds=1, clients=2, evaluate={"subsets": "all"})
+    assert "subset.a+b" not in run.result["metrics"]["global"]
+    assert "no test row has all of these" in printed_result(run.result)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_interval_over_clients_is_that_of_their_bootstrap(share: bool) -> None:
+    draw = np.random.default_rng(3)
+    sizes, clients = draw.integers(20, 60, 40), 40
+    level = draw.uniform(0.4, 0.95, clients)
+    rows = [draw.random(n) < p if share else draw.gamma(2.0, p, n) for n, p in zip(sizes, level, strict=True)]
+    values = torch.tensor([[len(one), one.sum(), len(one)] for one in rows], dtype=torch.float64)
+    found = of_moments(moments(values).tolist(), share=share, clusters=True)
+    picks = draw.integers(0, clients, (4000, clients))
+    above, below = values[:, 1].numpy()[picks].sum(1), values[:, 2].numpy()[picks].sum(1)
+    low, high = np.quantile(above / below, [0.025, 0.975])
+    assert found is not None
+    assert found.value == pytest.approx(np.concatenate(rows).mean())
+    assert found.low == pytest.approx(low, abs=0.25 * (high - low))
+    assert found.high == pytest.approx(high, abs=0.25 * (high - low))
+    of_rows = [torch.tensor([[1.0, float(v), 1.0] for one in rows for v in one], dtype=torch.float64)]
+    by_rows = of_moments(moments(of_rows[0]).tolist(), share=share, clusters=False)
+    assert by_rows is not None
+    assert by_rows.high - by_rows.low < 0.7 * (high - low), "rows of one client are alike"
+
+
+def test_rows_of_natural_clients_have_an_interval_over_clients_too() -> None:
+    draw = np.random.default_rng(0)
+    person = np.repeat(np.arange(12), 100)
+    label = draw.integers(0, 2, 1200)
+    weak = (person % 2).astype(bool)
+    x = {m: (draw.normal(size=(1200, 3)) + np.where(weak, 0, 4 * label)[:, None]).astype("float32") for m in "ab"}
+    run = polyfed.run(data=x, labels=label, clients=person, rounds=4)
+    told = run.result["intervals"]["global"]["accuracy"]
+    assert told["clients"] == 12
+    assert told["high"] - told["low"] > 1.5 * (told["high_by_rows"] - told["low_by_rows"])
 
 
 def test_used_tells_which_modalities_a_prediction_reads() -> None:
@@ -220,7 +316,6 @@ def test_silos_are_scored_from_the_embeddings_of_each_subset(name: str) -> None:
         found.append(parts.algorithm.evaluate(state, parts.fed).metrics["personal"])
     one, many = found
     assert {key for key in one if "subset" in key} == {"subset.a", "subset.b", "subset.a+b", "worst_subset"}
-    assert one["subset.a+b"] == pytest.approx(one["mean"], abs=1e-6)
     assert one["worst_subset"] == min(one[f"subset.{subset}"] for subset in ("a", "b", "a+b"))
     assert one["subset.a"] != one["subset.a+b"]
     assert many == pytest.approx(one, abs=0.035)

@@ -73,6 +73,7 @@ from polyfed.evaluation.scores import (
 )
 from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import (
+    Interval,
     SubsetScores,
     global_metrics,
     own_subset_scores,
@@ -531,39 +532,45 @@ class Algorithm(ABC, Generic[S]):
         params = self.global_params(state) if fed.evaluation_clients else None
         found = Measured({}) if params is None else self.evaluate_globally(params, fed)
         own: dict[str, dict[str, float]] = {}
+        intervals = dict(found.intervals)
         accuracies: dict[int, float] = {}
         if self.evaluation.personal and fed.clients.tested:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
             own["personal"], accuracies = self.evaluate_personally(fed, send)
-            own["personal"] |= self.evaluate_subsets(fed, send)
+            subsets, intervals["personal"] = self.evaluate_subsets(fed, send)
+            own["personal"] |= subsets
         if self.evaluation.own_validation and fed.clients.validated:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
             own["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
-        return replace(found, metrics=found.metrics | own, personal=accuracies)
+        return replace(found, metrics=found.metrics | own, personal=accuracies, intervals=intervals)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> Measured:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
         measured: dict[str, dict[str, float]] = {}
+        intervals: dict[str, dict[str, Interval]] = {}
         near = self.class_prototypes(params, fed) if TEST in fed.evaluation_clients else {}
         send = ModelToEvaluate(params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
         replies = fed.ask(self.score, fed.evaluation_clients, send)
         for evaluation_client, group in ((TEST, "global"), (VALIDATION, "validation")):
             if evaluation_client in replies:
-                measured[group] = self.measured(replies[evaluation_client], fed)
+                measured[group], intervals[group] = self.measured(replies[evaluation_client], fed)
         if TEST not in replies:
-            return Measured(measured)
+            return Measured(measured, intervals=intervals)
         objective = fed.context.objective
         alone = {m: objective.measured(sums) for m, sums in replies[TEST].unimodal.items()}
         if not objective.BY_MODALITY:
             measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
-        return Measured(measured, confusion=objective.confusion(replies[TEST].sums))
+        confusion = objective.confusion(replies[TEST].sums)
+        return Measured(measured, confusion=confusion, intervals=intervals)
 
-    def measured(self, scores: Scores, fed: Federation) -> dict[str, float]:
-        """Compute the metrics from the scores of an evaluation client."""
+    def measured(self, scores: Scores, fed: Federation) -> tuple[dict[str, float], dict[str, Interval]]:
+        """Compute the metrics from the scores of an evaluation client, and their rows and intervals."""
         objective = fed.context.objective
         exact = zip(objective.exact, scores.exact.tolist(), strict=True)
         found = objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
-        return found | global_metrics(self.evaluation.subsets, fed.context.model, objective, scores.subsets)
+        model = fed.context.model
+        parts, known = global_metrics(self.evaluation.subsets, model, objective, scores.parts, scores.clusters)
+        return found | parts, known
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""
@@ -577,11 +584,11 @@ class Algorithm(ABC, Generic[S]):
         replies = fed.ask(self.score_own, asked, send, accept=possible(fed), held_out=held_out)
         return self.over_clients(replies, fed)
 
-    def evaluate_subsets(self, fed: Federation, send: Send) -> dict[str, float]:
+    def evaluate_subsets(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[str, Interval]]:
         """Evaluate clients' models on their own test rows, from the subsets that `[evaluate] subsets` names."""
         which = self.evaluation.subsets
         if which == "none":
-            return {}
+            return {}, {}
         replies = fed.ask(self.score_subsets, self.evaluation.asked(fed), send, accept=possible_subsets(fed))
         return personal_metrics(which, replies, fed)
 

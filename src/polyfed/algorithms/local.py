@@ -11,7 +11,7 @@ Page: docs/algorithms/local.md.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
@@ -25,7 +25,8 @@ from polyfed.core.option_checks import NOT_NEGATIVE, NotSearched
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores, total
+from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores, joined, rows_alone, total
+from polyfed.evaluation.subsets import Interval
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -128,21 +129,23 @@ class Local(Algorithm[State]):
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
         found = self._evaluate_on_server(fed) if now and possible else Measured({})
         own = super().evaluate(state, fed)
-        return replace(found, metrics=found.metrics | own.metrics, personal=own.personal)
+        return joined(found, own)
 
     def _evaluate_on_server(self, fed: Federation) -> Measured:
         """Evaluate, on the server's test rows, the model of every client that answers; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         matrices: list[Tensor | None] = []
+        known: list[Mapping[str, Interval]] = []
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):
             uploads = fed.ask(self.upload, everyone[first : first + MODELS_AT_ONCE], Start(), quorum=False)
             for client, upload in uploads.items():
                 sums: Scores = fed.ask(self.score, [TEST], ModelToEvaluate(upload.params, {}, {}))[TEST]
-                scores[client] = self.measured(sums, fed)
+                scores[client], intervals = self.measured(sums, fed)
+                known.append(intervals)
                 matrices.append(fed.context.objective.confusion(sums.sums))
         groups = over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
-        return Measured(groups, confusion=total(matrices))
+        return Measured(groups, confusion=total(matrices), intervals={"global": rows_alone(known)} if known else {})
 
     @override
     def own_params(self, got: Broadcast, local: Tree) -> Tree:

@@ -327,7 +327,7 @@ class Conformal:
         whose = "" if group == EVERYBODY else f" of the clients in group '{group}'"
         largest = 0.0 if self.noise.get(group) else math.floor(1000 * have / (have + 1)) / 1000
         cures = [f"ask for coverage = {largest:g} at most"] if largest else []
-        cures += ["use more validation rows ([clients] validation)"]
+        cures += ["use more validation rows ([clients] personal_validation)"]
         cures += [] if group == EVERYBODY else ["leave `client` out to use the rows of all clients"]
         text = ", or ".join(cures)
         return (

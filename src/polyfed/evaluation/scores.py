@@ -20,11 +20,13 @@ from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_
 from polyfed.core.request import Accept, HeldOut
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.evaluation.conformal import GroupBy, Kind
-from polyfed.evaluation.subsets import Which, global_sums
+from polyfed.evaluation.subsets import Interval, Which, part_values
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
+from polyfed.objective import Objective
+from polyfed.objective.report import moments
 from polyfed.training import ClientData
 from polyfed.training.prototypes import Prototypes
 
@@ -62,14 +64,16 @@ class Scores(Message):
     """Sums over the rows of an evaluation client, from which the objective computes its metrics (`polyfed.objective`).
 
     `sums` (S,) is for predictions from all modalities. `exact` (E,) holds the metrics that need all rows at once.
-    `unimodal` holds, for each modality, the sums for predictions from only this modality. `subsets` holds the sums for
-    each scored subset of the modalities, in the order of `subsets_of`.
+    `unimodal` holds, for each modality, the sums for predictions from only this modality. `parts` (P, F) holds the
+    `moments` of the main score for each part of the rows (`part_values`), and `clusters` those over natural clients
+    instead of rows, if the rows belong to several.
     """
 
     sums: Tensor = carries("statistic", dtype="sums", shape=(None,))
     exact: Tensor = carries("statistic", dtype="sums", shape=(None,))
     unimodal: Tree = carries("statistic", dtype="sums", shape=(None,))
-    subsets: Tensor = carries("statistic", dtype="sums", shape=(None, None))
+    parts: Tensor = carries("statistic", dtype="sums", shape=(None, None))
+    clusters: Tensor = carries("statistic", dtype="sums", shape=(None, None))
 
 
 SCORED = "how well a model that the server chooses predicts the test rows: each request can tell about a bit of any row"
@@ -98,7 +102,8 @@ class Evaluation:
         clients: number of clients that evaluate on their own test rows, drawn anew each time without replacement. None
             is every client with test rows, which takes long for hundreds of thousands.
         own_validation: whether clients also score the model on their own validation rows (rows of split 2 of a device),
-            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it.
+            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
+            personal_validation` without `conformal`.
         unimodal: how to predict from a single modality: `head` by the modality's slice of a linear head (OGM-GE),
             `zero` with the features of all others at zero, or `prototype` by the nearest class mean of the modality's
             features, for which every client sends its means (kind `prototypes`) before each evaluation; only for
@@ -165,6 +170,7 @@ class Measured:
     Attributes:
         metrics: group -> metric -> value, as in result.json.
         personal: client -> the objective's `SCORE`, such as accuracy, on the client's own test rows.
+        intervals: group -> metric -> its rows and its interval of 95 %, as in result.json.
         confusion: the confusion matrix (C, C) of the server's test rows, or None. A method that evaluates several
             models there adds their matrices.
     """
@@ -172,6 +178,29 @@ class Measured:
     metrics: dict[str, dict[str, float]]
     personal: dict[int, float] = field(default_factory=dict)
     confusion: Tensor | None = None
+    intervals: dict[str, dict[str, Interval]] = field(default_factory=dict)
+
+
+def _exact(objective: Objective, rows: Sequence[Tree]) -> list[float]:
+    """Return the metrics that need all rows at once, from the outputs and labels of each batch."""
+    outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
+    return objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+
+
+def joined(on_server: Measured, on_clients: Measured) -> Measured:
+    """Join what was measured on the server's rows with what was measured on the clients' own."""
+    return replace(
+        on_server,
+        metrics=on_server.metrics | on_clients.metrics,
+        personal=on_clients.personal,
+        intervals=on_server.intervals | on_clients.intervals,
+    )
+
+
+def rows_alone(each: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
+    """Return how many rows stand behind the mean of a metric over several models on the same rows: no interval."""
+    most = {name: max(known[name]["rows"] for known in each if name in known) for known in each for name in known}
+    return {name: {"rows": rows, "models": len(each)} for name, rows in most.items()}
 
 
 def total(matrices: Iterable[Tensor | None]) -> Tensor | None:
@@ -231,29 +260,32 @@ def scores(
     if objective.WHOLE:
         whole = all_rows(data, lambda batch: outputs_of(batch)[0])
         assert whole is not None, "an evaluation client has rows"
-        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {}, none)
+        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {}, none, none)
+
+    codes, size = data.clusters, 0 if data.clusters is None else int(data.clusters.max()) + 1
 
     def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
         total, rows = carry
         outputs, features = outputs_of(batch)
         found = {ALL: objective.sums(outputs, batch)}
         found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
-        if (parts := global_sums(subsets, model, objective, w, features, batch)) is not None:
-            found[SUBSETS] = parts
+        values = part_values(subsets, model, objective, w, features, batch, outputs)
+        found[PARTS] = moments(values)
+        if codes is not None:
+            table = values.new_zeros(len(values), size, values.shape[-1])
+            found[CLUSTERS] = table.index_add_(1, codes[batch.rows], values)
         kept = [*rows, {"outputs": outputs, "y": batch.y}] if objective.exact else rows
         return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
 
     sums, rows = data.fold(step, ({}, []))
-    exact: list[float] = []
-    if objective.exact:
-        outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
-        exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
-    parts = sums.pop(SUBSETS, none)
-    return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums, parts)
+    exact = _exact(objective, rows) if objective.exact else []
+    parts = sums.pop(PARTS)
+    clusters = moments(sums.pop(CLUSTERS)) if codes is not None else none
+    return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums, parts, clusters)
 
 
-ALL, SUBSETS = "all modalities", "subsets of modalities"
-"""Keys of the sums from all modalities and from subsets, next to single modalities, whose names have no space."""
+ALL, PARTS, CLUSTERS = "all modalities", "parts of the rows", "parts of the clients"
+"""Keys of the sums from all modalities and of the parts, next to single modalities, whose names have no space."""
 
 
 def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:

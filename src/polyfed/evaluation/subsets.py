@@ -22,6 +22,7 @@ from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import Model
 from polyfed.objective import Objective
+from polyfed.objective.report import Estimate, around, of_moments, t_quantile
 from polyfed.training import ClientData
 
 Which = Literal["none", "all", "sizes", "each"]
@@ -35,6 +36,9 @@ PER_SIZE = 10
 SUBSET, WORST = "subset.", "worst_subset"
 """The names of the metrics: `subset.audio+text`, or `subset.size2`, and the worst of all subsets."""
 
+LACKS, NOTHING = "lacks.", "nothing"
+"""The names of the metrics of the rows that lack modalities: `lacks.nothing`, `lacks.audio`, or `lacks.size2`."""
+
 TELLS = (
     "how well a model that the server chooses predicts the test rows from each subset of the modalities: each subset "
     "can tell about a bit of any row"
@@ -46,8 +50,8 @@ TELLS = (
 class SubsetScores(Message):
     """A client's report on its own test rows, for S subsets of the modalities.
 
-    `sums` has the objective's sums for each subset, and `num_rows` (S,) the number of rows. Both are 0 for a subset
-    with none of the client's modalities.
+    `sums` has the objective's sums for each subset, over the rows that have all of it, and `num_rows` (S,) the number
+    of these rows. Both are 0 for a subset with a modality that the client lacks.
     """
 
     sums: Tensor = carries(
@@ -106,38 +110,180 @@ def summary(
     return found | {WORST: min(scores.values()) if rising else max(scores.values())}
 
 
-def global_sums(
-    which: Which, model: Model, objective: Objective, w: Tree, features: Mapping[str, Tensor], batch: Batch
-) -> Tensor | None:
-    """Return the sums of a batch for each of S subsets, (S, ...), or None if no subset is scored.
+def patterns_of(modalities: Sequence[str]) -> tuple[str, ...]:
+    """Return a name for what a row may lack, in the order of `lacking`: "nothing", "audio", "audio+text", or "size2".
 
-    A row is predicted from those modalities of the subset that it has. The sums are 0 for a subset with a modality that
-    is not in `features`, because the model has no block for it.
+    With more than `MOST` modalities, only their number counts.
     """
-    found: list[Tensor | None] = []
+    num = len(modalities)
+    if num > MOST:
+        return (NOTHING, *(f"size{size}" for size in range(1, num + 1)))
+    found = (named([m for place, m in enumerate(modalities) if code >> place & 1]) for code in range(1 << num))
+    return tuple(name or NOTHING for name in found)
+
+
+def lacking(modalities: Sequence[str], batch: Batch) -> Tensor:
+    """Return the place in `patterns_of` of what each row lacks, int64 (B,)."""
+    found = torch.zeros_like(batch.rows)
+    for place, modality in enumerate(modalities):
+        if modality in batch.present:
+            found = found + (~batch.present[modality]).long() * (1 if len(modalities) > MOST else 1 << place)
+    return found
+
+
+def with_all(subset: Sequence[str], batch: Batch) -> Tensor:
+    """Return which real rows have all modalities of a subset, bool (B,)."""
+    found = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
+    for modality in subset:
+        found = found & batch.present[modality] if modality in batch.present else found
+    return found
+
+
+def names_of_parts(which: Which, modalities: tuple[str, ...], present: Mapping[str, Tensor], rows: Tensor) -> set[str]:
+    """Return the names of the metrics that some rows of a table have, as `global_metrics` returns them.
+
+    Args:
+        which: the option `[evaluate] subsets`.
+        modalities: those of the model.
+        present: by modality, whether each row of the table has it, bool (N,); all have it without an entry.
+        rows: positions in the table, int64 (n,).
+    """
+    batch = Batch({}, rows, rows, present={m: mask.cpu()[rows] for m, mask in present.items() if m in modalities})
+    scored = {subset for subset in subsets_of(which, modalities) if bool(with_all(subset, batch).any())}
+    found = set(summary(which, modalities, dict.fromkeys(scored, 0.0), rising=True))
+    names = patterns_of(modalities)
+    lacks = {names[place] for place in lacking(modalities, batch).tolist()}
+    return found | (set() if lacks == {NOTHING} else {LACKS + name for name in lacks})
+
+
+def part_values(
+    which: Which,
+    model: Model,
+    objective: Objective,
+    w: Tree,
+    features: Mapping[str, Tensor],
+    batch: Batch,
+    outputs: Tensor,
+) -> Tensor:
+    """Return what each row adds to each part of the rows, (P, B, 1 + W): 1 if it counts, and its `row_scores`.
+
+    The parts are all rows as they come; for each subset, the rows that have all of it, predicted from it alone; and for
+    each of `patterns_of`, the rows that lack exactly this, as they come.
+
+    Args:
+        which: the option `[evaluate] subsets`.
+        model: the model.
+        objective: the task.
+        w: the parameters.
+        features: the features of the rows. A subset with another modality has no rows.
+        batch: the rows.
+        outputs: the outputs for the rows as they come.
+    """
+    everyone = with_all((), batch)
+
+    def of(outputs: Tensor, counted: Tensor) -> Tensor:
+        scores = objective.row_scores(outputs, batch).flatten(1)
+        values = torch.cat([torch.ones_like(scores[:, :1]), scores], 1)
+        return torch.where(counted.unsqueeze(-1), values, 0.0)
+
+    found = [of(outputs, everyone)]
     for subset in subsets_of(which, model.modalities):
         if all(m in features for m in subset):
-            outputs = objective.outputs(model, w, batch, {m: features[m] for m in subset})
-            found.append(objective.sums(outputs, batch, brief=True))
+            part = objective.outputs(model, w, batch, {m: features[m] for m in subset})
+            found.append(of(part, with_all(subset, batch)))
         else:
-            found.append(None)
-    like = next((sums for sums in found if sums is not None), None)
-    return None if like is None else torch.stack([torch.zeros_like(like) if s is None else s for s in found])
+            found.append(torch.zeros_like(found[0]))
+    lacks = lacking(model.modalities, batch)
+    found += [of(outputs, everyone & (lacks == place)) for place in range(len(patterns_of(model.modalities)))]
+    return torch.stack(found)
 
 
-def global_metrics(which: Which, model: Model, objective: Objective, sums: Tensor) -> dict[str, float]:
-    """Return the metrics of the subsets, from their sums over all rows, (S, ...), which may be empty."""
-    scores: dict[tuple[str, ...], float] = {}
-    for subset, own in zip(subsets_of(which, model.modalities), sums, strict=False):
-        score = objective.measured(own).get(objective.SCORE) if bool(own.any()) else None
-        scores |= {} if score is None else {subset: score}
-    return summary(which, model.modalities, scores, rising=objective.RISING)
+Interval = dict[str, float]
+"""An entry of `intervals` in result.json: `rows`, `low` and `high`. If the rows belong to natural clients, `low` and
+`high` are those by client, with the number of `clients`; the interval by rows is `low_by_rows` and `high_by_rows`."""
+
+
+def global_metrics(
+    which: Which, model: Model, objective: Objective, parts: Tensor, clusters: Tensor
+) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the metrics of the parts of the rows, with their intervals; `SCORE` itself has only an interval.
+
+    Args:
+        which: the option `[evaluate] subsets`.
+        model: the model.
+        objective: the task.
+        parts: the `moments` of the values of each part over rows, (P, F), which may be empty.
+        clusters: the same over natural clients, or empty.
+    """
+    if not parts.numel():
+        return {}, {}
+    values: list[float | None] = []
+    intervals: list[Interval] = []
+    for place, told in enumerate(parts.tolist()):
+        value, interval = _interval(objective, told, clusters[place].tolist() if clusters.numel() else None)
+        values.append(value)
+        intervals.append(interval)
+    subsets = subsets_of(which, model.modalities)
+    of_subsets = dict(zip(subsets, values[1:], strict=False))
+    scores = {subset: value for subset, value in of_subsets.items() if value is not None}
+    found = summary(which, model.modalities, scores, rising=objective.RISING)
+    known = {SUBSET + named(subset): one for subset, one in zip(subsets, intervals[1:], strict=False)}
+    if scores:
+        worst = next(subset for subset, value in scores.items() if value == found[WORST])
+        known[WORST] = known[SUBSET + named(worst)]
+    first = 1 + len(subsets)
+    patterns = dict(
+        zip(patterns_of(model.modalities), zip(values[first:], intervals[first:], strict=True), strict=True)
+    )
+    there = {LACKS + name: one for name, one in patterns.items() if one[0] is not None}
+    if set(there) > {LACKS + NOTHING} or (there and LACKS + NOTHING not in there):
+        found |= {name: value for name, (value, _) in there.items() if value is not None}
+        known |= {name: interval for name, (_, interval) in there.items()}
+    told = {name: one for name, one in known.items() if name in found or not (one["rows"] or which == "sizes")}
+    return found, {objective.SCORE: intervals[0]} | told
+
+
+def _interval(
+    objective: Objective, told: Sequence[float], of_clients: Sequence[float] | None
+) -> tuple[float | None, Interval]:
+    share = is_share_score(objective)
+    rows = of_moments(told, share=share, clusters=False)
+    found: Interval = {"rows": round(told[0])}
+    if rows is None:
+        return None, found
+    by_client = None if of_clients is None else of_moments(of_clients, share=share, clusters=True)
+    found |= _ends(rows, "")
+    if by_client is not None and by_client.low is not None and of_clients is not None:
+        found |= _ends(rows, "_by_rows") | _ends(by_client, "") | {"clients": round(of_clients[0])}
+    return rows.value, found
+
+
+def _ends(one: Estimate, by: str) -> Interval:
+    return {} if one.low is None or one.high is None else {f"low{by}": one.low, f"high{by}": one.high}
+
+
+def is_share_score(objective: Objective) -> bool:
+    """Return whether the main score is a share, as the accuracy."""
+    return objective.SCORE == "accuracy"
+
+
+def over_clients(scores: Sequence[float], rows: float, *, share: bool) -> Interval:
+    """Return the interval of a mean of clients' scores: Student's t, which takes the clients as a sample of others."""
+    found: Interval = {"rows": round(rows), "clients": len(scores)}
+    if len(scores) < 2:
+        return found
+    values = torch.tensor(scores, dtype=torch.float64)
+    half, mean = t_quantile(len(scores)) * float(values.std()) / math.sqrt(len(scores)), float(values.mean())
+    return found | _ends(around(mean, half, 0.0, 0.0, 1.0 if share else math.inf), "")
 
 
 def own_subset_scores(
     context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor], which: Which
 ) -> SubsetScores:
-    """Compute a client's report on its own test rows, for each subset of the modalities that its model reads.
+    """Compute a client's report on its own test rows, for each subset of the modalities that it holds.
+
+    A subset of which fewer than `data.min_test_rows` rows have all, or lack some, has no rows in the report: together
+    with the score of all rows, it would tell of few rows.
 
     Args:
         w: the client's own model.
@@ -148,17 +294,28 @@ def own_subset_scores(
     model, objective = context.model, context.objective
     kind = torch.float32 if objective.OF_CLASSES else torch.float64
     shape, device = objective.own_shape(context.num_classes), data.num_rows.device
+    zero, none = torch.zeros(shape, dtype=kind, device=device), torch.zeros_like(data.num_rows)
+    sizes = data.fold(lambda total, batch: total + objective.group_sizes(batch), torch.zeros((), device=device))
     found, rows = [], []
     for subset in subsets_of(which, model.modalities):
-        zero = torch.zeros(shape, dtype=kind, device=device)
-        own = [m for m in subset if m in context.modalities]
+        if not set(subset) <= set(context.modalities):
+            found.append(zero)
+            rows.append(none)
+            continue
 
-        def step(total: Tensor, batch: Batch, own: Sequence[str] = tuple(own)) -> Tensor:
-            part = replace(batch, x={m: batch.x[m] for m in own})
-            return total + objective.own_sums(logits(model, w, part), part)
+        def step(
+            carry: tuple[Tensor, Tensor, Tensor], batch: Batch, subset: Sequence[str] = subset
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            part = replace(batch, x={m: batch.x[m] for m in subset}, ok=with_all(subset, batch))
+            sums = objective.own_sums(logits(model, w, part), part), part.sum(torch.ones_like(part.rows))
+            total = zip(carry, (*sums, objective.group_sizes(part)), strict=True)
+            return tuple(before + now for before, now in total)  # type: ignore[return-value]
 
-        found.append(data.fold(step, zero) if own else zero)
-        rows.append(data.num_rows if own else torch.zeros_like(data.num_rows))
+        sums, count, held = data.fold(step, (zero, none, torch.zeros_like(sizes)))
+        few = [(part > 0) & (part < data.min_test_rows) for part in (held, sizes - held)]
+        shown = ~torch.stack(few).any()
+        found.append(torch.where(shown, sums, zero))
+        rows.append(torch.where(shown, count, none))
     return SubsetScores(torch.stack(found), torch.stack(rows))
 
 
@@ -174,22 +331,44 @@ def possible_subsets(fed: Federation) -> Accept:
     return flaw
 
 
-def personal_metrics(which: Which, replies: Replies, fed: Federation) -> dict[str, float]:
-    """Return the metrics of the subsets over clients: means of the clients' scores.
+def personal_metrics(which: Which, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the metrics of the subsets over clients, which are means of the clients' scores, with their intervals.
 
-    A client counts in the subsets that have some of its modalities. Under secure aggregation, the scores are those of
-    all rows together.
+    A client counts in the subsets of which it has all modalities, in some of its rows. Under secure aggregation, the
+    scores are those of all rows together.
     """
-    model, objective = fed.context.model, fed.context.objective
+    objective = fed.context.objective
     told: list[SubsetScores] = []
     if isinstance(replies, SummedReplies):
         told = [SubsetScores(replies.total("sums"), replies.total("num_rows"))]
     else:
         told = list(replies.values())
-    scores = {}
-    for place, subset in enumerate(subsets_of(which, model.modalities)):
+    parts = {}
+    for place, subset in enumerate(subsets_of(which, fed.context.model.modalities)):
         rows = [float(one.num_rows[place]) for one in told]
-        each = [objective.own_score(one.sums[place], n) for one, n in zip(told, rows, strict=True) if n > 0]
-        if known := [score for score in each if score is not None]:
-            scores[subset] = sum(known) / len(known)
-    return summary(which, model.modalities, scores, rising=objective.RISING)
+        parts[subset] = [(objective.own_score(one.sums[place], n), n) for one, n in zip(told, rows, strict=True) if n]
+    return metrics_over_clients(which, parts, fed)
+
+
+def metrics_over_clients(
+    which: Which, parts: Mapping[tuple[str, ...], Sequence[tuple[float | None, float]]], fed: Federation
+) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the metrics of the subsets, with their intervals, from the scores of clients or silos.
+
+    Args:
+        which: the option `[evaluate] subsets`.
+        parts: subset -> (score, rows) of each client that has such rows; None is an undefined score.
+        fed: the federation.
+    """
+    objective, scores, known = fed.context.objective, {}, dict[str, Interval]()
+    for subset, each in parts.items():
+        there = [(score, rows) for score, rows in each if score is not None and rows > 0]
+        if there:
+            scores[subset] = sum(score for score, _ in there) / len(there)
+            total = sum(rows for _, rows in there)
+            known[SUBSET + named(subset)] = over_clients([s for s, _ in there], total, share=is_share_score(objective))
+    found = summary(which, fed.context.model.modalities, scores, rising=objective.RISING)
+    if scores:
+        worst = next(subset for subset, value in scores.items() if value == found[WORST])
+        known[WORST] = known[SUBSET + named(worst)]
+    return found, {name: one for name, one in known.items() if name in found}

@@ -92,6 +92,11 @@ class Classification(OfClasses):
         return sums[: size * size].view(size, size)
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        right = (outputs.argmax(-1) == batch.y).double()
+        return torch.stack([right, torch.ones_like(right)], 1).unsqueeze(-1)
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
@@ -170,6 +175,10 @@ class Classification(OfClasses):
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the class with the largest logit, int64 (n,)."""
         return predicted.argmax(-1)
+
+    @override
+    def probabilities(self, predicted: Tensor) -> Tensor:
+        return predicted.double().softmax(-1)
 
 
 def _classes_in(length: int) -> int:

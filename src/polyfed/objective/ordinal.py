@@ -102,6 +102,11 @@ class Ordinal(OfClasses):
         return sums[:-2].view(size, size)
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        gap = (self.decided(outputs) - batch.y).abs().double()
+        return torch.stack([gap, torch.ones_like(gap)], 1).unsqueeze(-1)
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
@@ -150,3 +155,10 @@ class Ordinal(OfClasses):
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the predicted level, int64 (n,)."""
         return (predicted > 0).sum(-1)
+
+    @override
+    def probabilities(self, predicted: Tensor) -> Tensor:
+        # "above k" cannot be more probable than "above k - 1", which the model does not ensure
+        above = predicted.double().sigmoid().cummin(-1).values
+        edges = torch.cat([torch.ones_like(above[:, :1]), above, torch.zeros_like(above[:, :1])], 1)
+        return edges[:, :-1] - edges[:, 1:]

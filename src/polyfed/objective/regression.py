@@ -149,6 +149,11 @@ class Regression(Objective):
         return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
 
     @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        known, y = (part.to(torch.float64) for part in known_of(batch.y))
+        return torch.stack([(self.predicted(outputs.double()) - y).abs() * known, known], 1)
+
+    @override
     def group_sizes(self, batch: Batch) -> Tensor:
         return batch.sum((~batch.y.isnan()).reshape(len(batch.y), -1).to(torch.float32))
 

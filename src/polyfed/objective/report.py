@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import digamma
+from scipy.special import digamma, stdtrit
 from torch import Tensor
 
 Z = 1.959963984540054
@@ -53,12 +53,12 @@ def around(value: float, half: float, error: float = 0.0, low: float = -math.inf
     return Estimate(value, max(value - half - error, low), min(value + half + error, high), error)
 
 
-def wilson(hits: float, n: float) -> Estimate:
+def wilson(hits: float, n: float, quantile: float = Z) -> Estimate:
     """Return a share with Wilson's score interval (Journal of the American Statistical Association 22, 1927)."""
-    share, square = hits / n, Z * Z / n
+    share, square = hits / n, quantile * quantile / n
     middle = (share + square / 2) / (1 + square)
-    half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n)) / (1 + square)
-    return Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
+    half = quantile * math.sqrt(share * (1 - share) / n + square / (4 * n)) / (1 + square)
+    return Estimate(share, min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share))
 
 
 def mean_of(each: Sequence[Estimate]) -> Estimate | None:
@@ -71,6 +71,59 @@ def mean_of(each: Sequence[Estimate]) -> Estimate | None:
     below = math.fsum(one.value - (one.low or 0.0) for one in each) / len(each)
     above = math.fsum((one.high or 0.0) - one.value for one in each) / len(each)
     return Estimate(value, value - below, value + above, error)
+
+
+def t_quantile(clusters: int) -> float:
+    """Return the 97.5 % quantile of Student's t for this number of clusters."""
+    return float(stdtrit(clusters - 1, 0.975))
+
+
+def moments(values: Tensor) -> Tensor:
+    """Return the number of units, their sums, and the sums of their products, float64 (..., 1 + W + W * W).
+
+    Args:
+        values: (..., U, 1 + W), for U units, which are rows or clusters of rows: the number of rows of the unit, by
+            which units without rows do not count, and W sums over these rows.
+    """
+    rows, sums = values[..., 0], values[..., 1:]
+    products = sums.mT @ sums
+    return torch.cat([(rows > 0).sum(-1, keepdim=True).double(), sums.sum(-2), products.flatten(-2)], -1)
+
+
+def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool) -> Estimate | None:
+    """Return a score with its interval from `moments` of `Objective.row_scores`; None if the score is undefined.
+
+    The variance of a mean of ratios a_t / b_t is that of its linear part, the sum over units of
+    (a_tu - a_t / b_t * b_tu) / b_t / T. For clusters it is multiplied by C / (C - 1), with Student's t of C - 1 degrees
+    of freedom (Cameron and Miller, Journal of Human Resources 50, 2015). The interval of a share is Wilson's at the
+    number of independent rows that have the same variance, or the number of units if all units are equal (Korn and
+    Graubard, Survey Methodology 24, 1998).
+
+    Args:
+        numbers: the moments, 1 + W + W * W.
+        share: whether the score is a share.
+        clusters: whether the units are clusters of rows.
+    """
+    told = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    width = round((math.sqrt(4 * len(told) - 3) - 1) / 2)
+    units, (above, below) = float(told[0]), told[1 : 1 + width].view(2, -1)
+    known = below > 0
+    if not bool(known.any()):
+        return None
+    ratio = torch.where(known, above / below.where(known, torch.ones_like(below)), 0.0)
+    value, weight = float(ratio[known].mean()), torch.where(known, 1 / below, 0.0) / int(known.sum())
+    slope = torch.cat([weight, -ratio * weight])
+    spread = max(float(slope @ told[1 + width :].view(width, width) @ slope), 0.0)
+    if units < 2:
+        return Estimate(value)
+    quantile = Z
+    if clusters:
+        spread, quantile = spread * units / (units - 1), t_quantile(round(units))
+    if not share:
+        return around(value, quantile * math.sqrt(spread), low=0.0)
+    independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else units
+    found = wilson(value * independent, independent, quantile)
+    return Estimate(value, found.low, found.high)
 
 
 def drawn(cells: Tensor, metric: Callable[[Tensor], float | None]) -> Estimate | None:

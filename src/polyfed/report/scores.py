@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, NOTHING, SUBSET, WORST
+from polyfed.report.formatting import counted, number_of
 
 TITLES = {
     "accuracy": "accuracy",
@@ -62,7 +63,7 @@ OF_MAIN_SCORE = ("personal", "unimodal")
 def of_main_score(metric: str) -> bool:
     """Return whether a metric holds values of the run's main metric, as `personal.mean` and `global.worst_subset`."""
     group, _, name = metric.partition(".")
-    subset = name.startswith(SUBSET) or name == WORST
+    subset = name.startswith((SUBSET, LACKS)) or name == WORST
     return subset or (group.removesuffix("_validation") in OF_MAIN_SCORE and not name.startswith(POOLED))
 
 
@@ -83,6 +84,52 @@ def subset_title(name: str) -> str:
     if size != name and size.isdigit():
         return "1 modality, mean" if size == "1" else f"{size} modalities, mean"
     return name.replace("+", " + ")
+
+
+def lacks_in(metrics: Iterable[str], group: str = "global.") -> list[str]:
+    """Return what the rows lack that are scored apart: `nothing`, `audio`, `audio+text`, or `size2`."""
+    return [name.removeprefix(group + LACKS) for name in metrics if name.startswith(group + LACKS)]
+
+
+def lacks_title(name: str) -> str:
+    """Return the heading of such rows: `rows that lack audio + text`, or `rows that lack 2 modalities`."""
+    return f"rows that lack {NOTHING if name == NOTHING else subset_title(name).removesuffix(', mean')}"
+
+
+AS_THEY_COME = "rows as they come"
+"""What the main score is about if some rows lack modalities."""
+
+FEW = 30
+"""With fewer rows, a score is marked as one of few rows."""
+
+
+def scored_rows(metrics: Iterable[str]) -> str:
+    """Return what the main score on the server's rows is about."""
+    return AS_THEY_COME if lacks_in(metrics, "") else "all modalities"
+
+
+def interval_of(known: Mapping[str, Any] | None, unit: str) -> str:
+    """Return the interval and the rows of a score in words, as in `48.1 % to 61.7 %, 200 rows`; empty without both.
+
+    Args:
+        known: an entry of `intervals` in result.json.
+        unit: how the score is written.
+    """
+    if not known:
+        return ""
+    found = []
+    if (low := known.get("low")) is not None:
+        found.append(f"{number_of(low, unit)} to {number_of(known.get('high'), unit)}")
+    rows, clients = int(known.get("rows") or 0), known.get("clients")
+    few = ", too few to tell" if rows < FEW else ""
+    found.append(counted(rows, "row") + (f" of {counted(int(clients), 'client')}" if clients else "") + few)
+    return ", ".join(found)
+
+
+def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | None) -> str:
+    """Return a score with its interval and rows, as in `55.0 % (48.1 % to 61.7 %, 200 rows)`."""
+    words = interval_of(known, unit)
+    return number_of(value, unit) + (f" ({words})" if words else "")
 
 
 def is_error(metric: str) -> bool:

@@ -166,10 +166,12 @@ class ClientData(ABC):
         rounds: number of rounds of the run.
         min_rows_per_class: least number of rows of a class of which the client may tell; 0 without such a limit.
         min_group: least number of rows of a class or group that an evaluation job may show; 0 without such a limit.
+        min_test_rows: least number of test rows in a score; 0 without such a limit.
     """
 
     min_rows_per_class: int = 0
     min_group: int = 0
+    min_test_rows: int = 0
     num_rows: Tensor
     key: int | Tensor
     round: int
@@ -300,6 +302,11 @@ class ClientData(ABC):
     def groups(self) -> Mapping[str, Tensor]:
         """Column -> the group of each row, int64 (n,): see `Columns.groups`. A stack of clients has none."""
         return {}
+
+    @property
+    def clusters(self) -> Tensor | None:
+        """The natural client of each row, int64 (n,) from 0, if the rows belong to several; a stack has none."""
+        return None
 
     @property
     @abstractmethod

@@ -87,6 +87,14 @@ class SingleClientData(ClientData):
 
     @property
     @override
+    def clusters(self) -> Tensor | None:
+        if self.columns.client is None or not len(self.index):
+            return None
+        names, codes = torch.unique(self.columns.client.to(self.index.device)[self.index], return_inverse=True)
+        return codes if 1 < len(names) < len(codes) else None
+
+    @property
+    @override
     def test(self) -> "SingleClientData":
         index = self.index[:0] if self.test_index is None else self.test_index
         return replace(self, index=index, test_index=None)

@@ -7,7 +7,7 @@ encoders and heads over the silos, weighted by rows (Eq. 3). See docs/algorithms
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, nested, select, under
-from polyfed.evaluation.scores import Measured
+from polyfed.evaluation.scores import Measured, joined
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -124,8 +124,7 @@ class Hfm(Vertical):
         head = set(fed.context.model.head())
         encoders = {name: value for name, value in state.params.items() if name not in head}
         heads = {silo: self._head(fed, members, state.params) for silo, members in self.devices(fed).items()}
-        group, scores = self.evaluated_in_silos(fed, heads, encoders)
-        return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=scores)
+        return joined(found, self.evaluated_in_silos(fed, heads, encoders))
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

@@ -75,8 +75,8 @@ from polyfed.core.problems import Conflict
 from polyfed.core.request import Task, names_as_sent
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
-from polyfed.evaluation.scores import OwnScore, Predictor, own_score, possible
-from polyfed.evaluation.subsets import subsets_of, summary
+from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score, possible
+from polyfed.evaluation.subsets import Interval, metrics_over_clients, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -608,10 +608,10 @@ class Vertical(Algorithm[SiloState]):
         held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 
-    def evaluated_in_silos(
-        self, fed: Federation, heads: Mapping[int, Tree], encoders: Tree
-    ) -> tuple[dict[str, float], dict[int, float]]:
-        """Score every silo on its own test rows. The score is listed under the number of the silo's first device.
+    def evaluated_in_silos(self, fed: Federation, heads: Mapping[int, Tree], encoders: Tree) -> Measured:
+        """Score every silo on its own test rows, for the group `personal`.
+
+        The score is listed under the number of the silo's first device.
 
         A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
 
@@ -644,26 +644,38 @@ class Vertical(Algorithm[SiloState]):
             send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))
         told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
         group, scores = self.over_clients(told, fed)
-        group |= self._subsets_in_silos(fed, send) if group else {}
-        return group, {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
+        if not group:
+            return Measured({})
+        subsets, intervals = self._subsets_in_silos(fed, send)
+        each = {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
+        return Measured({"personal": group | subsets}, each, intervals={"personal": intervals})
 
-    def _subsets_in_silos(self, fed: Federation, send: Mapping[int, Exchange]) -> dict[str, float]:
+    def _subsets_in_silos(
+        self, fed: Federation, send: Mapping[int, Exchange]
+    ) -> tuple[dict[str, float], dict[str, Interval]]:
         """Score every silo from the embeddings of each subset that `[evaluate] subsets` names, in a request for each.
+
+        A silo sees a row that lacks a modality as a zero embedding, and such rows do not count.
 
         Args:
             fed: the federation.
             send: the device that scores its silo -> what it received for the score from all modalities.
         """
-        which, model, objective = self.evaluation.subsets, fed.context.model, fed.context.objective
-        scores: dict[tuple[str, ...], float] = {}
-        for subset in subsets_of(which, model.modalities):
-            own = {c: {m: h for m, h in got.embeddings.items() if m in subset} for c, got in send.items()}
-            parts = {c: replace(send[c], embeddings=some) for c, some in own.items() if some}
+        which, objective = self.evaluation.subsets, fed.context.objective
+        found: dict[tuple[str, ...], list[tuple[float | None, float]]] = {}
+        for subset in subsets_of(which, fed.context.model.modalities):
+            parts = {}
+            for client, got in send.items():
+                own = {m: h for m, h in got.embeddings.items() if m in subset}
+                if len(own) == len(subset):
+                    there = torch.stack([(h != 0).flatten(1).any(1).cpu() for h in own.values()]).all(0)
+                    some = {m: h[there.to(h.device)] for m, h in own.items()}
+                    if bool(there.any()):
+                        parts[client] = replace(got, embeddings=some, rows=got.rows[there.to(got.rows.device)])
             told = fed.ask(self.score_silo, list(parts), parts, quorum=False, accept=possible(fed))
-            each = [objective.own_score(reply.sums, float(reply.num_rows)) for reply in told.values()]
-            if known := [score for score in each if score is not None]:
-                scores[subset] = sum(known) / len(known)
-        return summary(which, model.modalities, scores, rising=objective.RISING)
+            rows = {client: float(reply.num_rows) for client, reply in told.items()}
+            found[subset] = [(objective.own_score(reply.sums, rows[c]), rows[c]) for c, reply in told.items()]
+        return metrics_over_clients(which, found, fed)
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:

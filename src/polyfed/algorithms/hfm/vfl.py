@@ -7,7 +7,7 @@ it towards the head that the edge sent last. See docs/algorithms/vfl.md.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -19,7 +19,7 @@ from polyfed.algorithms.hfm.state import SiloState
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured, total
+from polyfed.evaluation.scores import Measured, joined, rows_alone, total
 from polyfed.federation.federation import Federation
 from polyfed.privacy.egress.policy import Policy
 
@@ -73,8 +73,7 @@ class Vfl(Vertical):
         found = self._evaluated_by_server(state, fed) if possible else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(policy)):
             return found
-        group, accuracies = self.evaluated_in_silos(fed, state.heads, {})
-        return replace(found, metrics=found.metrics | ({"personal": group} if group else {}), personal=accuracies)
+        return joined(found, self.evaluated_in_silos(fed, state.heads, {}))
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -113,4 +112,7 @@ class Vfl(Vertical):
             own = {name: value for client in members for name, value in uploads[client].params.items()}
             measured.append(self.evaluate_globally(own, fed))
         groups = client_statistics.mean_groups([one.metrics for one in measured])
-        return Measured(groups, confusion=total(one.confusion for one in measured))
+        known = {
+            group: rows_alone([one.intervals[group] for one in measured if group in one.intervals]) for group in groups
+        }
+        return Measured(groups, confusion=total(one.confusion for one in measured), intervals=known)

@@ -7,12 +7,23 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
 from polyfed.privacy.differential.guarantee import number
 from polyfed.report.comparison.cells import Column
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
-from polyfed.report.scores import TITLES, Headline, subset_title, subsets_in, title_of, unit_of
+from polyfed.report.scores import (
+    TITLES,
+    Headline,
+    lacks_in,
+    lacks_title,
+    scored_rows,
+    subset_title,
+    subsets_in,
+    title_of,
+    unit_of,
+    with_interval,
+)
 from polyfed.report.text_layout import plain_table, stacked, titled
 
 
@@ -21,7 +32,7 @@ def result_table(result: dict[str, Any]) -> Group:
     title = f"{result['algorithm']} on {result['dataset']}, {counted(result['rounds'], 'round')}, seed {result['seed']}"
     table = plain_table("", "")
     head = Headline.of(result.get("task"))
-    for name, value in _scores(result["metrics"], head):
+    for name, value in _scores(result, head):
         table.add_row(Text(name), value)
     if best := result.get("best"):
         groups = best["metrics"]
@@ -46,13 +57,18 @@ def result_table(result: dict[str, Any]) -> Group:
     return titled(title, table)
 
 
-def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tuple[str, str]]:
-    reached = metrics.get("global", {})
+def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:
+    metrics, known = result["metrics"], result.get("intervals", {})
+    reached, of_rows = metrics.get("global", {}), known.get("global", {})
     if head.score in reached:
-        yield f"{head.title}, all modalities", number_of(reached[head.score], head.unit)
+        words = with_interval(reached[head.score], head.unit, of_rows.get(head.score))
+        yield f"{head.title}, {scored_rows(reached)}", words
+    for name in lacks_in(reached, ""):
+        yield f"- {lacks_title(name)}", with_interval(reached[LACKS + name], head.unit, of_rows.get(LACKS + name))
+    yield from _subsets(reached, of_rows, head)
     for modality, value in metrics.get("unimodal", {}).items():
-        yield f"{head.title}, {modality} alone", number_of(value, head.unit)
-    yield from _subsets(reached, head)
+        if SUBSET + modality not in reached:  # which reads as the same, and differs by the share of the bias
+            yield f"{head.title}, {modality} alone", number_of(value, head.unit)
     for name in TITLES:
         if name in reached and name not in (head.score, "top5"):
             yield title_of(name), number_of(reached[name], unit_of(name))
@@ -64,16 +80,20 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
         yield f"personal {head.title}, mean", words
 
 
-def _subsets(reached: dict[str, float], head: Headline) -> Iterator[tuple[str, str]]:
+def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:
     """The score of each subset of the modalities, or only the worst of them if there are many."""
     names = subsets_in(reached, "")
     if WORST not in reached:
         return
     if len(names) <= MOST_SUBSETS:
         for name in names:
-            yield f"{head.title} from {subset_title(name)}", number_of(reached[SUBSET + name], head.unit)
+            words = with_interval(reached[SUBSET + name], head.unit, known.get(SUBSET + name))
+            yield f"{head.title} from {subset_title(name)}", words
+        for name in subsets_in(known, ""):
+            if not known[SUBSET + name]["rows"]:
+                yield f"{head.title} from {subset_title(name)}", "no test row has all of these"
     worst = next((f" ({subset_title(n)})" for n in names if reached[SUBSET + n] == reached[WORST]), "")
-    yield f"worst subset{worst}", number_of(reached[WORST], head.unit)
+    yield f"worst subset{worst}", with_interval(reached[WORST], head.unit, known.get(WORST))
 
 
 MOST_SUBSETS = 7

@@ -24,6 +24,7 @@ from polyfed.data import Population
 from polyfed.engines import Sequential
 from polyfed.engines.workers.process import Unit
 from polyfed.evaluation.scores import Measured
+from polyfed.evaluation.subsets import names_of_parts
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter, Listener
@@ -201,6 +202,8 @@ def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
     found = {group: set(values) for group, values in _evaluated(parts, rounds=0).metrics.items()}
     if "global" in found:
         found["global"] |= set(parts.fed.context.objective.exact)
+        which, rows = recipe.algorithm.evaluation.subsets, population.test_rows
+        found["global"] |= names_of_parts(which, parts.model.modalities, population.columns.present, rows)
     return found
 
 
@@ -223,14 +226,16 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
 
 
 def _evaluated(parts: Assembly, rounds: int) -> Measured:
-    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round."""
+    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round, with what `predict_set` needs."""
     fed, algorithm = parts.fed, parts.algorithm
     state = parts.start()
     fed.begin(1)
     for _ in range(rounds):
         state = checked_state(algorithm, algorithm.round(state, fed))
     fed.begin(max(fed.rounds, 1))  # so that requests after the last round are sent here as well
-    return algorithm.evaluate(state, fed)
+    measured = algorithm.evaluate(state, fed)
+    algorithm.calibrate(state, fed)
+    return measured
 
 
 def _shortened(population: Population, most: int) -> Population:

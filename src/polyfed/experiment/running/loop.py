@@ -16,6 +16,7 @@ from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.data.column_fitting import features_of
+from polyfed.data.sources.own.new_rows import RowForm
 from polyfed.engines.base import Engine
 from polyfed.evaluation.scores import Measured
 from polyfed.experiment.checks.check import check_before_run
@@ -115,7 +116,7 @@ class _Loop:
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         self.updates = ClientUpdates()
-        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
+        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns, self._row_form()))
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.choice = Choice.of(self.recipe.stop, assembly.fed.context.objective)
@@ -147,6 +148,7 @@ class _Loop:
             scaling_of(columns),
             self._conformal(),
             features_of(columns),
+            self._row_form(),
         )
         result, folder = self._result(state, models), None
         if self.records is not None:
@@ -158,9 +160,13 @@ class _Loop:
         best = None
         if self.best is not None:
             own = self.best["locals"] if engine.keeps_locals else None
-            facts = columns.class_names, scaling_of(columns), None, features_of(columns)
+            facts = columns.class_names, scaling_of(columns), None, features_of(columns), self._row_form()
             best = models_of(self.recipe, self.fed, self.best["state"], own, *facts)
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
+
+    def _row_form(self) -> RowForm:
+        """How the rows of this run were read, for rows that come later."""
+        return RowForm.of(self.assembly.population.columns, self.recipe.data)
 
     def _conformal(self) -> dict[str, Any] | None:
         """The counts of conformal prediction from the last round, if there are any."""
@@ -281,6 +287,8 @@ class _Loop:
         # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
         if measured.confusion is not None and row["round"] == self._last:
             row["confusion"] = measured.confusion.to(torch.int64).tolist()
+        if row["round"] == self._last and any(measured.intervals.values()):
+            row["intervals"] = {group: known for group, known in measured.intervals.items() if known}
         if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
             row["conformal"] = sets.facts()
         if measured.personal:
@@ -401,6 +409,7 @@ class _Loop:
         result |= {"seed": self.recipe.seed, "rounds": self._last, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
+        result |= {"intervals": known} if self.rounds and (known := self.rounds[-1].get("intervals")) else {}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
         result |= {"conformal": sets} if (sets := self._conformal()) is not None else {}
         result |= facts_of_models(models, self.recipe, self.assembly.population)

@@ -229,6 +229,7 @@ class LimitedClientData(ClientData):
         self._whole, self._tests = whole, tests
         self.min_rows_per_class = guard.limits.value("min_rows_per_class") or 0
         self.min_group = guard.limits.value("min_group") or 0
+        self.min_test_rows = guard.limits.value("min_test_rows") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     @override

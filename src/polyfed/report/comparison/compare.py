@@ -3,7 +3,7 @@
 For each group, the comparison shows the mean and the spread over its runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
 from polyfed.report.comparison.cells import Cell, Column
 from polyfed.report.comparison.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.comparison.labels import flat, labels_of, method_of, parts_of
@@ -20,7 +20,7 @@ from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run,
 from polyfed.report.formatting import MISSING
 from polyfed.report.reading.run_folder import Folder, finished
 from polyfed.report.reading.study_folder import Absent, NamedRun, absent_of, runs_of
-from polyfed.report.scores import TITLES, subset_title, subsets_in, title_of, unit_of
+from polyfed.report.scores import TITLES, lacks_in, lacks_title, subset_title, subsets_in, title_of, unit_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -299,10 +299,19 @@ def _group(label: str, folders: list[Folder], reach: float | None) -> Group:
         first = [rounds_to(folder, reach) for folder in folders]
         samples[REACHED] = [float(number) for number in first if number is not None]
     cells = {name: Cell(*mean_and_spread(v), len(v), len(folders)) for name, v in samples.items() if v}
+    if len(folders) == 1:
+        cells |= {name: replace(cell, interval=_interval(samples, name)) for name, cell in cells.items()}
     seeds = tuple(int(folder.result.get("seed", 0)) for folder in folders)
     if pooled := pooled_uars(folders):
         cells[POOLED] = Cell(*mean_and_spread(pooled), len(pooled), len(set(seeds)))
     return Group(label, tuple(folders), seeds, tuple(fold_of(folder) for folder in folders), cells)
+
+
+def _interval(samples: Mapping[str, list[float]], name: str) -> tuple[float, float] | None:
+    """Return the interval of a metric of a single run, if its result.json has one."""
+    ends = [samples.get(f"{name.replace('metrics.', 'intervals.', 1)}.{end}") for end in ("low", "high")]
+    low, high = ends
+    return None if low is None or high is None else (low[0], high[0])
 
 
 def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | None) -> tuple[Column, ...]:
@@ -317,6 +326,9 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | 
             Column(of + SUBSET + name, f"from {subset_title(name)}{whose}", unit) for name in subsets_in(scored, of)
         ]
         wanted.append(Column(of + WORST, f"worst subset{whose}", unit))
+        wanted += [
+            Column(of + LACKS + name, lacks_title(name) + whose, unit) for name in lacks_in(dict.fromkeys(scored), of)
+        ]
     wanted += [
         Column("metrics.personal.mean", "personal", unit),
         Column("metrics.personal.worst", "worst client", unit),

@@ -8,8 +8,9 @@ the scripts whose hashes it lists.
 import base64
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.messages import KINDS, LABELS
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
-from polyfed.evaluation.subsets import SUBSET, WORST
+from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
+from polyfed.privacy.egress.policy import Policy
 from polyfed.report import formatting as words
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.comparison.curves import curves_of
@@ -34,7 +36,16 @@ from polyfed.report.pages.leakage import leakage_of
 from polyfed.report.reading import egress, history
 from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
-from polyfed.report.scores import subset_title, subsets_in, title_of, unit_of
+from polyfed.report.scores import (
+    AS_THEY_COME,
+    interval_of,
+    lacks_in,
+    lacks_title,
+    subset_title,
+    subsets_in,
+    title_of,
+    unit_of,
+)
 
 REPORT = "report.html"
 
@@ -80,7 +91,8 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         sections=numbered(sections),
         grids={grid.name: grid for grid in grids},
         classes=class_scores(past, folder),
-        subsets=subset_scores(past, modalities),
+        subsets=subset_scores(past, modalities, folder.result.get("intervals", {})),
+        lacks=scores_by_lack(past, folder.result.get("intervals", {}).get("global", {})),
         num_classes=len(past.confusion or ()),
         traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
         apart=crossed.evaluation is not None,
@@ -161,13 +173,19 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
             found.append((title, words.number_of(value, unit), remark))
 
     head = past.headline
-    add(head.title, past.last(f"global.{head.score}"), head.unit, "all modalities, test set")
+    about = AS_THEY_COME if lacks_in(past.columns) else "all modalities"
+    known = folder.result.get("intervals", {}).get("global", {})
+    words_of = partial(interval_of, unit=head.unit)
+    remark = f"{about}: {words_of(known[head.score])}" if head.score in known else f"{about}, test set"
+    add(head.title, past.last(f"global.{head.score}"), head.unit, remark)
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
-        add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+        if f"global.{SUBSET}{modality}" not in past.columns:  # the table of subsets answers this better
+            add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, ALONE)
     if (worst_subset := past.last(f"global.{WORST}")) is not None:
-        found_subsets = subset_scores(past, modalities)
-        add("worst subset", worst_subset, head.unit, "" if found_subsets is None else found_subsets["worst"])
+        found_subsets = subset_scores(past, modalities, {})
+        which = "" if found_subsets is None else f"{found_subsets['worst']}: "
+        add("worst subset", worst_subset, head.unit, which + words_of(known.get(WORST)))
     for metric in SHOWN:
         add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
     worst = past.last("personal.worst")
@@ -193,11 +211,37 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     return found
 
 
-def subset_scores(past: history.History, modalities: Sequence[str]) -> dict[str, Any] | None:
+ALONE = "this model with the others at zero, not a model of its own"
+"""The remark on the score from one modality alone."""
+
+
+def scores_by_lack(past: history.History, known: Mapping[str, Any]) -> list[tuple[str, float | None, str]]:
+    """Return the last score of the rows that lack the same modalities: (title, score, interval and rows).
+
+    Args:
+        past: the rounds.
+        known: the intervals of the group `global` in result.json.
+    """
+    unit = past.headline.unit
+    names = lacks_in(past.columns)
+    found = [(lacks_title(n), past.last(f"global.{LACKS}{n}"), interval_of(known.get(LACKS + n), unit)) for n in names]
+    whole = past.headline.score
+    everyone = (AS_THEY_COME, past.last(f"global.{whole}"), interval_of(known.get(whole), unit))
+    return [everyone, *found] if found else []
+
+
+def subset_scores(
+    past: history.History, modalities: Sequence[str], intervals: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the last scores of the subsets of the modalities, the best first, or None if none was scored.
 
     Each row has a title, the modalities of the subset (None for a mean over subsets of one size), and the scores of the
-    global model and of the clients' models. `worst` is the title of the worst row.
+    global model and of the clients' models, with the rows behind them. `worst` is the title of the worst row.
+
+    Args:
+        past: the rounds.
+        modalities: the modalities.
+        intervals: the entry `intervals` of result.json.
     """
     names = subsets_in([*past.columns]) or subsets_in([*past.columns], "personal.")
     rows: list[dict[str, Any]] = []
@@ -205,7 +249,10 @@ def subset_scores(past: history.History, modalities: Sequence[str]) -> dict[str,
         scores = [past.last(f"{group}.{SUBSET}{name}") for group in ("global", "personal")]
         parts = name.split("+")
         known = parts if set(parts) <= set(modalities) else None
-        rows.append({"title": subset_title(name), "parts": known, "score": scores[0], "personal": scores[1]})
+        row: dict[str, Any] = {"title": subset_title(name), "parts": known}
+        row |= {"score": scores[0], "personal": scores[1]}
+        told = [intervals.get(group, {}).get(SUBSET + name) for group in ("global", "personal")]
+        rows.append(row | {"told": interval_of(told[0] if scores[0] is not None else told[1], past.headline.unit)})
     if not rows:
         return None
     main = "score" if any(row["score"] is not None for row in rows) else "personal"
@@ -228,14 +275,19 @@ def _kept(folder: Folder) -> str:
 
 
 def holdings(folder: Folder) -> list[dict[str, Any]]:
-    """How many clients hold which set of modalities, the most frequent set first."""
+    """How many clients hold which set of modalities, the most frequent set first, and rows that lack one of them."""
     groups: dict[tuple[str, ...], list[int]] = {}
+    lacking: dict[tuple[str, ...], Counter[str]] = {}
     for client in folder.facts.get("clients", []):
-        groups.setdefault(tuple(client["modalities"]), []).append(int(client["rows"]))
+        held, rows = tuple(client["modalities"]), int(client["rows"])
+        groups.setdefault(held, []).append(rows)
+        gone = {name: round(share * rows) for name, share in client.get("missing_rows", {}).items()}
+        lacking.setdefault(held, Counter()).update(gone)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [
-        {"modalities": held, "clients": len(rows), "rows": sum(rows), "least": min(rows), "most": max(rows)}
-        for held, rows in ordered
+        {"modalities": held, "clients": len(own), "rows": sum(own), "least": min(own), "most": max(own)}
+        | {"lacking": dict(lacking[held])}
+        for held, own in ordered
     ]
 
 
@@ -252,6 +304,9 @@ def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation |
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
     """Return a table (blocks x kinds) for each destination. A cell holds bytes, refusals and the policy's verdict."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
+    lines = {(block, way): frozenset(kinds) for block, row in policy.items() for way, kinds in row.items()}
+    rules = Policy(lines).for_client(modalities)
+    ways = [way for way in DESTINATIONS if way == "server" or any(place[2] == way for place in sums.places)]
     found = []
     for way, title in WAYS.items():
         places = [place for place in sums.places if place[2] == way]
@@ -264,7 +319,9 @@ def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> 
         rows = []
         for block in blocks:
             allowed = policy.get(block, {}).get(way, [])
-            cells = [_cell(sums, (block, kind, way), kind in allowed or way == "client", most) for kind in kinds]
+            if way == "client":
+                allowed = [kind for kind in kinds if any(rules.accepts(kind, block, to) for to in ways)]
+            cells = [_cell(sums, (block, kind, way), kind in allowed, most) for kind in kinds]
             rows.append((block, cells))
         found.append({"title": title, "kinds": kinds, "rows": rows, "is_gated": way != "client"})
     return found

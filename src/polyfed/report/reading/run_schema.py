@@ -21,6 +21,9 @@ Number = float | None
 
 Scores = dict[str, dict[str, Number]]
 
+Intervals = dict[str, dict[str, dict[str, Number]]]
+"""Group -> metric -> the rows behind it, and its interval of 95 %."""
+
 ANY_KEYS = ConfigDict(extra="allow", strict=True)
 
 
@@ -74,6 +77,7 @@ class RoundRow(TypedDict, total=False):
     simulated_seconds: Number
     seconds: dict[str, Number]
     metrics: Scores
+    intervals: Intervals
     confusion: list[list[Count]]
     training_requests: Count
     evaluation: dict[str, Count]
@@ -135,6 +139,7 @@ class RunFacts(TypedDict, total=False):
     clients: list[ClientFacts]
     blocks: dict[str, Count]
     egress: dict[str, dict[str, list[str]]]
+    not_in_ledger: list[str]
     captions: dict[str, str]
     audited: bool
 
@@ -222,6 +227,7 @@ class RunResult(TypedDict, total=False):
     backdoor: Backdoor
     task: TaskFacts
     metrics: Scores
+    intervals: Intervals
     best: BestRound
     stopped: EndOfRun
     bytes_up: Count
