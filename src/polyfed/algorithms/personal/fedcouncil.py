@@ -547,7 +547,7 @@ class FedCouncil(Averaging[CouncilState]):
         found: list[float] = []
         for tree in (state.anchor, state.params):
             replies = fed.ask(self.score, [VALIDATION], ModelToEvaluate(tree, {}, {}), quorum=False)
-            known = self.measured(replies[VALIDATION], fed) if VALIDATION in replies else {}
+            known = self.measured(replies[VALIDATION], fed)[0] if VALIDATION in replies else {}
             found.append(known.get(fed.context.objective.BEST, -math.inf))
         return found[0] > found[1]
 
