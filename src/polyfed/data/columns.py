@@ -47,6 +47,8 @@ class Column:
         coded: the columns of a table of which [data.columns] speaks, before their fit: `values` (N, columns) are then
             codes, in which NaN is an empty cell; see `column_rules.py`. Otherwise None.
         features: these columns after the fit. None if `values` are the numbers that the data holds.
+        names: the columns of the table, or the arrays, that hold the modality, in order. Empty if they have no names.
+        layout: the axes of a sample in the data, where `values` have others; see `values.laid_out`.
     """
 
     values: Tensor
@@ -56,6 +58,8 @@ class Column:
     blank: Tensor | None = None
     coded: tuple[Feature, ...] | None = None
     features: tuple[Feature, ...] | None = None
+    names: tuple[str, ...] = ()
+    layout: str = ""
 
     def __len__(self) -> int:
         return len(self.values if self.index is None else self.index)

@@ -149,6 +149,7 @@ class Npz(Source):
                 **{name: there & _true(present.get(name), there) for name, there in made.present.items()},
             },
             coded=made.coded,
+            names=made.names,
             cut=made.cut,
             notes=made.notes,
             layout=self.layout,
@@ -172,7 +173,7 @@ class Npz(Source):
     def _joined(self, arrays: Arrays, features: Mapping[str, Any], problems: Problems) -> Joined:
         """Return the modalities, of which some are joined arrays, or arrays of words."""
         if not isinstance(self.modalities, Mapping) and not self.columns:
-            return Joined(modalities=dict(features))
+            return Joined(modalities=dict(features), names={name: (name,) for name in features})
         said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
         read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
         given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns))
