@@ -45,8 +45,7 @@ from polyfed.core.option_checks import (
 from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, nested, under
-from polyfed.evaluation.scores import Measured, ModelToEvaluate, OwnScore, Predictor
-from polyfed.evaluation.subsets import SubsetScores
+from polyfed.evaluation.scores import Measured, ModelToEvaluate, Predictor
 from polyfed.federation.aggregation import ServerOptimiser, aggregate
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
@@ -373,6 +372,7 @@ class FedCouncil(Averaging[CouncilState]):
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
     sends: ClassVar[type[Message]] = BothModels
     replies: ClassVar[type[Message]] = BothTrained
+    evaluates: ClassVar[type[Message]] = BothModels
     completes_private: ClassVar[bool] = True
     only_evaluates: ClassVar[tuple[str, ...]] = ("weigh",)
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -645,19 +645,3 @@ class FedCouncil(Averaging[CouncilState]):
             train = epochs_of(self.train, self.adapted)
             loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
             yield from nested(prefix, data.minimise(loss, start, train=train, stream=TUNE_STREAM).params).items()
-
-    # the tasks of an evaluation differ from those of `Algorithm` in the message alone, which brings both models
-
-    @task()
-    @override
-    def score_own(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: BothModels
-    ) -> tuple[OwnScore, Tree]:
-        return super().score_own(context, data, local, got)  # type: ignore[arg-type]
-
-    @task()
-    @override
-    def score_subsets(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: BothModels
-    ) -> tuple[SubsetScores, Tree]:
-        return super().score_subsets(context, data, local, got)  # type: ignore[arg-type]
