@@ -201,6 +201,7 @@ def assemble(
         limits=recipe.limits,
     )
     fed = _federation(recipe, built, None if one_device else population.num_clients)
+    fed.rows_cap = recipe.deployment.rows_cap if deployed else 0.0
     policy = built.announcer.with_model(policy)
     parts = population, model, policy, initial, ledger, built, fed
     return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed)
