@@ -29,8 +29,10 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[Path | None, typer.Option(metavar="FILE", help="Score the rows of this file.")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Score own validation rows, not test rows.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Score the run's best round, not its last.")] = False,
     group: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN=A,B", help="Score groups by a column. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="COLUMN[=A,B]", help="Score groups by a column, of all or these values. May be repeated."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write evaluation.json, .csv and .html into this folder.")
@@ -45,7 +47,7 @@ def evaluate(
     from polyfed.experiment.evaluate import Evaluation, job_of, write
     from polyfed.experiment.evaluate import evaluate as score
     from polyfed.experiment.recipes.recipe import load_recipe
-    from polyfed.report.pages.evaluation import NOTE, tables
+    from polyfed.report.pages.evaluation import notes, tables
     from polyfed.report.text_layout import plain_table, titled
 
     groups = _groups(group or [])
@@ -59,9 +61,11 @@ def evaluate(
             raise RecipeError(
                 "--app writes a job for devices, which score one model on their own rows: leave out the rest"
             )
-        _write_app(job_of(model, given, rows, groups), job, as_json=as_json)  # type: ignore[arg-type]
+        if unnamed := [column for column, values in groups.items() if not values]:
+            raise RecipeError(f"--group {unnamed[0]}: a job for devices must name the values, as in --group sex=F,M")
+        _write_app(job_of(model, given, rows, groups, best), job, as_json=as_json)  # type: ignore[arg-type]
         return
-    found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups)  # type: ignore[arg-type]
+    found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups, best=best)  # type: ignore[arg-type]
     if out is not None:
         write(found, out)
     if as_csv:
@@ -70,10 +74,12 @@ def evaluate(
     shown = []
     for title, heads, lines in tables(found.content):
         table = plain_table(*heads)
+        for column in table.columns:
+            column.no_wrap = True
         for line in lines:
             table.add_row(*line)
         shown.append(titled(title, table))
-    answer(found.content, *shown, NOTE, as_json=as_json)
+    answer(found.content, *shown, *notes(found.content), as_json=as_json)
 
 
 def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
@@ -88,7 +94,7 @@ def _groups(words: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for word in words:
         column, _, values = word.partition("=")
-        if not column or not values:
-            raise RecipeError(f"--group {word}: must be COLUMN=VALUE,VALUE, as in --group sex=F,M")
-        found[column] = [value.strip() for value in values.split(",")]
+        if not column:
+            raise RecipeError(f"--group {word}: must be COLUMN or COLUMN=VALUE,VALUE, as in --group sex=F,M")
+        found[column] = [value.strip() for value in values.split(",")] if values else []
     return found

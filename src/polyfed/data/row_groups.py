@@ -42,6 +42,18 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
     return found
 
 
+def values_of(source: Any, name: str) -> list[str]:
+    """Return the different values of a column, without empty cells, in sorted order.
+
+    Raises:
+        RecipeError, DataError: see `group_codes`.
+    """
+    columns = _columns(source, (name,))
+    if name not in columns:
+        raise DataError(f"--group {name}: the data has no column '{name}'; {did_you_mean(name, list(columns))}")
+    return sorted({str(word) for word in columns[name].ravel()} - {"nan", "None", "<NA>", ""})
+
+
 def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:
     """Return the cells of the wanted columns as words. Other columns have an empty entry, for an error that lists them.
 
