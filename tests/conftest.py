@@ -1,6 +1,8 @@
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out tests that a release of Flower cannot change, if `make check-flower` runs them on another one."""
     asked = "FLOWER_RELEASE" in os.environ and collection_path.name.startswith("test_")
     return True if asked and collection_path.suffix == ".py" and not uses_flower(collection_path) else None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def power() -> Iterator[None]:
+    """The power does not fail during tests, so none of them waits until the disk has what the system has."""
+    off = patch("polyfed.deploy.device.store.DURABLE", "PRAGMA synchronous = OFF")
+    with patch("os.fsync", lambda number: None), off:
+        yield
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -10,16 +10,20 @@ import tomli_w
 import torch
 from torch import Tensor
 
+import polyfed
 from leaky import OPEN, Leaky
 from polyfed.algorithms.averaging import Averaging
 from polyfed.cli import main
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import Check, check
 from polyfed.experiment.checks.check_result import Planned
-from polyfed.experiment.checks.egress_tables import grouped, remarks, sentence, size
+from polyfed.experiment.checks.egress_tables import grouped, in_short, remarks, sentence, size
 from polyfed.experiment.recipes.from_data import make_recipe
+from polyfed.report.text_layout import text_of
 from polyfed.training.optimisers import Train
 from world import algorithm, played, recipe
 
@@ -181,11 +185,28 @@ def test_a_plain_sentence_for_each_modality(name: str, egress: Any, sentences: d
         assert sentence([row for row in checked.planned if row.block == block], checked) == words
 
 
-def test_what_no_message_carries_is_told_all_the_same() -> None:
+def test_the_short_summary_tells_of_the_rows_that_no_message_carries() -> None:
     made = recipe(algorithm("fedavg"))
-    assert check(made).not_in_ledger == ()
-    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).not_in_ledger
-    assert "rows of clients, labels included" in said
+    pooled = check(replace(made, clients=replace(made.clients, validation=0.2)))
+    data = pooled.facts["data"]
+    shown = " ".join(text_of(in_short(pooled)).split())
+    listed = f"outside messages: {data['validation_rows']} validation rows and {data['test_rows']} test rows, samples"
+    assert listed in shown
+    assert "personal_validation = 0.2 in place of validation" in shown
+    assert pooled.facts["not_in_ledger"] == list(pooled.not_in_ledger)
+    (kept,) = check(replace(made, clients=replace(made.clients, personal_validation=0.2))).not_in_ledger
+    assert "validation rows" not in kept
+
+
+def test_the_forecast_has_the_histogram_of_scores_as_large_as_the_ledger_books_it(tmp_path: Path) -> None:
+    scored = replace(algorithm("fedavg"), evaluation=Evaluation(conformal="split"))
+    made = replace(recipe(scored, rounds=1), clients=ClientsSpec(num=4, personal_validation=0.3))
+    (told,) = [row for row in check(made).planned if row.field == "in_bins"]
+    ledger = polyfed.run(made, out=tmp_path / "run").folder / "egress.jsonl"
+    rows = [json.loads(line) for line in ledger.read_text().splitlines()]
+    booked = {row["bytes"] for row in rows if row["field"] == "in_bins" and row["destination"] == "server"}
+    assert booked == {told.bytes}
+    assert told.bytes == 3 * 1001 * 8  # subsets of two modalities, bins, int64
 
 
 def test_what_a_kind_does_not_say_is_said() -> None:

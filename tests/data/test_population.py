@@ -37,6 +37,29 @@ def test_validation_takes_its_share_of_every_client(table):
     )
 
 
+def test_personal_validation_stays_with_its_client(table):
+    options = {"partition": "dirichlet", "personal_test": 0.25}
+    population = populate(table(), spec(personal_validation=0.2, **options), 1)
+    whole = populate(table(), spec(partition="dirichlet"), 1)
+    assert len(population.validation_rows) == 0
+    for own, rest, test, all_rows in zip(
+        *(rows_of(part) for part in (population.own_validation, population.train, population.test, whole.train)),
+        strict=True,
+    ):
+        assert own | rest | test == all_rows
+        assert len(own) == len(all_rows) // 5
+        assert not own & (rest | test)
+    tuned = populate(table(), spec(personal_validation=0.2, measure_on="validation", **options), 1)
+    assert rows_of(tuned.test) == rows_of(population.own_validation)
+    assert set(tuned.test_rows.tolist()) == set(population.own_validation.rows.tolist())
+
+
+@pytest.mark.parametrize("more", [{"validation": 0.1}, {"partition": "silos", "num": None}])
+def test_personal_validation_is_refused_beside_pooled_rows_and_in_silos(more):
+    with pytest.raises(RecipeError, match=r"clients.*personal_validation"):
+        spec(personal_validation=0.1, **more)
+
+
 def test_with_natural_clients_validation_is_taken_before_the_cut(table):
     options = {"partition": "by-client", "num": None, "shards": 3, "min_size": 4, "validation": 0.2}
     population = populate(table(), spec(**options), 1)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,13 +79,19 @@ def test_a_run_that_is_resumed_elsewhere_equals_the_one_on_the_cpu(name: str, tm
         assert resumed(there(made), 2, 3, tmp_path / "there") == here
 
 
+@cache
+def here(name: str, engine: Any) -> tuple[Recipe, str]:
+    """A recipe of two rounds, and its outcome on the CPU."""
+    made = replace(small(name), engine=EngineSpec(name=engine), rounds=2)
+    return made, outcome(run(made))
+
+
 @pytest.mark.filterwarnings("ignore:.*measures nothing")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vectorised_run_elsewhere_equals_the_one_on_the_cpu(name: str) -> None:
-    made = replace(small(name), engine=EngineSpec(name="vectorised"), rounds=2)
-    here = outcome(run(made))
+    made, expected = here(name, "vectorised")
     with elsewhere():
-        assert outcome(run(there(made))) == here
+        assert outcome(run(there(made))) == expected
 
 
 @contextmanager
@@ -122,16 +129,20 @@ def small_memory() -> Iterator[None]:
     assert [*places] == [DEVICE]
 
 
+FEATURES = [
+    (name, engine, memory) for name in NAMES for engine, memory in (("sequential", full), ("vectorised", small_memory))
+] + [("fedavg", "sequential", small_memory), ("fedavg", "vectorised", full)]
+"""Both memories and both engines for every method, and all pairs for one: how rows are read is no part of a method."""
+
+
 @pytest.mark.filterwarnings("ignore:.*measures nothing")
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(name: str, engine: Any) -> None:
-    made = replace(small(name), engine=EngineSpec(name=engine), rounds=2)
-    here = outcome(run(made))
-    with elsewhere(), full():
-        assert outcome(run(there(made))) == here
-    with elsewhere(), small_memory():
-        assert outcome(run(there(made))) == here
+@pytest.mark.parametrize(("name", "engine", "memory"), FEATURES)
+def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(
+    name: str, engine: Any, memory: Any
+) -> None:
+    made, expected = here(name, engine)
+    with elsewhere(), memory():
+        assert outcome(run(there(made))) == expected
 
 
 def test_programs_read_features_that_do_not_fit_the_device() -> None:

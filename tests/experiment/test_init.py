@@ -176,7 +176,7 @@ def test_a_table_with_holes_gets_scores_of_subsets_and_validation_rows(tmp_path:
         main(["init", str(tmp_path / "mine.csv"), "--out", str(main_out)])
     made = polyfed.load_recipe(main_out)
     assert (made.algorithm.evaluation.subsets, made.algorithm.evaluation.conformal) == ("all", "split")
-    assert made.clients.validation == 0.2
+    assert (made.clients.validation, made.clients.personal_validation) == (0.0, 0.2)
     whole = [line.replace(",,", ",1,") if line[0] != "," else "1" + line for line in lines]
     (tmp_path / "whole.csv").write_text("\n".join(whole))
     with pytest.raises(SystemExit, match="0"):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -162,8 +163,9 @@ def claims_of(page: str) -> list[list[str]]:
     return [row for row in cells if row[0] != "claim" and not set("".join(row)) <= set("-: ")]
 
 
-def idle_tests(path: Path, names: set[str]) -> set[str]:
-    """Those of the named tests that never run or check nothing; for a whole file, its tests if all of them are idle."""
+@cache
+def tests_of(path: Path) -> tuple[set[str], set[str]]:
+    """The tests of a file, and those of them that run and check something."""
     of_file = {one.name: one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)}
     text = {name: ast.unparse(one) for name, one in of_file.items()}
     checks = {name for name, body in text.items() if re.search(r"\bassert\b|\braises\(|\bfail\(", body)}
@@ -171,7 +173,12 @@ def idle_tests(path: Path, names: set[str]) -> set[str]:
         name for name, one in of_file.items() if not any("mark.skip(" in ast.unparse(d) for d in one.decorator_list)
     }
     fine = {name for name in runs if name in checks or checks & {*re.findall(r"\w+", text[name])}}
-    every = {name for name in of_file if name.startswith("test_")}
+    return {name for name in of_file if name.startswith("test_")}, fine
+
+
+def idle_tests(path: Path, names: set[str]) -> set[str]:
+    """Those of the named tests that never run or check nothing; for a whole file, its tests if all of them are idle."""
+    every, fine = tests_of(path)
     return names - fine if names else every if not every & fine else set()
 
 

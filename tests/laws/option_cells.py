@@ -72,6 +72,7 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("train", "modality_dropout"): [0.5],
     ("clients", "personal_test"): [0.4, "matched"],
     ("clients", "validation"): [0.2],
+    ("clients", "personal_validation"): [0.2],
     ("clients", "seed"): [77],
     ("network", "deadline_s"): [1e-9],
     ("network", "latency_s"): [1.0],

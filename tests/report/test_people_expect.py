@@ -6,12 +6,12 @@ import subprocess
 
 import numpy as np
 import pytest
-from sample import CLASSES, write_run
+from sample import CLASSES, MODALITIES, write_run
 from test_page import read
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import write_report
-from polyfed.report.pages.page import asset
+from polyfed.report.pages.page import asset, matrices
 from polyfed.report.reading import egress
 from polyfed.report.reading.run_folder import Folder
 
@@ -72,6 +72,32 @@ def test_labels_and_modalities_of_the_clients_have_their_names(made_run):
     assert grid["rows"] == [str(number) for number in range(24)]
     assert grid["counts"][5] == [10, 5, 20, 10]
     assert "audio 24 100.0 %" in page.words
+
+
+def test_rows_that_lack_a_modality_do_not_count_as_its_rows(made_run):
+    folder = made_run()
+    facts = json.loads((folder / "run.json").read_text())
+    total = sum(client["rows"] for client in facts["clients"])
+    for client in facts["clients"]:
+        client["missing_rows"] = {"audio": 0.5}
+    (folder / "run.json").write_text(json.dumps(facts))
+    halves = sum(client["rows"] - round(client["rows"] * 0.5) for client in facts["clients"])
+    assert f"audio 24 100.0 % {halves:,} {100 * halves / total:.1f} %" in read(write_report(folder)).words
+
+
+def test_what_may_not_come_in_is_marked_as_forbidden(made_run):
+    folder = made_run()
+    facts = json.loads((folder / "run.json").read_text())
+    facts["egress"]["audio"] = {"server": [], "silo": []}
+    (folder / "run.json").write_text(json.dumps(facts))
+    lines = (folder / "egress.jsonl").read_text().splitlines(keepends=True)
+    (folder / "egress.jsonl").write_text("".join(line for line in lines if '"block": "audio"' not in line))
+    (down,) = [
+        one for one in matrices(egress.aggregate(Folder(folder)), Folder(folder), MODALITIES) if not one["is_gated"]
+    ]
+    cells = {block: dict(zip(down["kinds"], row, strict=True)) for block, row in down["rows"]}
+    assert not cells["audio"]["parameters"]["allowed"]
+    assert cells["text"]["parameters"]["allowed"]
 
 
 def test_neighbouring_clients_are_summed_where_there_are_many(made_run):

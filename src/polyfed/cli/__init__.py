@@ -19,7 +19,7 @@ file is imported only when a verb that needs it runs:
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device. `preparation`: `polyfed data prepare`.
 - `doctor`: what is installed on this machine, and whether it works.
-- `contribution`: what each client and modality added to a run. `evaluate`: scores of a saved model.
+- `contribution`: what each client and modality added to a run. `evaluate`: the verbs `evaluate` and `predict`.
 - `output`: printing tables, lines, JSON and errors.
 - `__main__`: `python -m polyfed.cli`.
 

@@ -1,7 +1,7 @@
-"""`polyfed evaluate`: score a saved model on clients, on a file, or on the devices of a federation."""
+"""The verbs about a trained model: `evaluate` scores it, and `predict` gives its answers for new rows."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -98,3 +98,58 @@ def _groups(words: list[str]) -> dict[str, list[str]]:
             raise RecipeError(f"--group {word}: must be COLUMN or COLUMN=VALUE,VALUE, as in --group sex=F,M")
         found[column] = [value.strip() for value in values.split(",")] if values else []
     return found
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run or an exported model.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="New rows, in the form of the run's data.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a .csv or .json file instead of printing CSV.")
+    ] = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Also give sets or intervals that hold the truth with this probability.",
+            show_default=False,
+        ),
+    ] = None,
+    client: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict as this client does.", show_default=False)
+    ] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="COLUMN", help="A column that names the rows. May be repeated."),
+    ] = None,
+    partial: Annotated[
+        Literal["refuse", "absent"] | None,
+        typer.Option(help="Rows with only some cells of a modality. [default: as for the run]", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict new rows: classes by name with probabilities, or numbers, and the modalities that each row has."""
+    from polyfed.core.system.files import replace_text
+    from polyfed.core.system.log_lines import escaped_lines
+    from polyfed.experiment.results.json_text import to_json
+    from polyfed.experiment.results.run_result import load_run
+    from polyfed.experiment.results.saved_model import load_model
+    from polyfed.experiment.running.warm_start import DESCRIPTION
+
+    if out is not None and out.suffix not in (".csv", ".json"):
+        raise RecipeError(f"--out {out}: must end in .csv or .json")
+    models = load_model(model) if (model / DESCRIPTION).exists() else load_run(model).models
+    frame = models.predict_frame(file, client, coverage=coverage, partial=partial, ids=ids or ())
+    if str(frame.columns[0]).partition(".")[0] == "prediction":  # nothing names the rows
+        frame.insert(0, "row", range(len(frame)))
+    lines = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    if "set" in frame.columns:
+        frame["set"] = ["" if held is None else "|".join(map(str, held)) for held in frame["set"]]
+    if out is None and not as_json:
+        typer.echo(escaped_lines(frame.to_csv(index=False)), nl=False)
+        return
+    if out is not None:
+        replace_text(out, to_json(lines) if out.suffix == ".json" else frame.to_csv(index=False))
+    answer(lines, f"{len(frame):,} rows in {out}", as_json=as_json)

@@ -37,6 +37,7 @@ MEANINGS: dict[str, str] = {
     "clients.missing_rows_test": "test_missing_rate missing_rate_test test_missing_ratio",
     "clients.missing_rows_pattern": "missing_pattern missing_type missing_mechanism",
     "clients.validation": "val_fraction val_split validation_split val_ratio",
+    "clients.personal_validation": "local_validation own_validation local_val",
     "clients.personal_test": "local_test test_fraction local_test_fraction",
     "rounds": "n_rounds num_rounds nrounds num_server_rounds comm_round comm_rounds communication_rounds"
     " central_num_iterations global_epochs global_rounds",

@@ -4,6 +4,7 @@ In a simulation, and on devices, a client tells the same: `statistics` of its ow
 and `encoded` turns the codes of a table into the numbers that a model reads.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, counted
-from polyfed.data.column_rules import MOST_WORDS, Feature, suggestion
+from polyfed.core.errors import DataError, PolyfedWarning, counted
+from polyfed.data.column_rules import MOST_WORDS, Feature, suggestion, word_of
 from polyfed.data.columns import Column, Columns
 
 Features = tuple[Feature, ...]
@@ -181,6 +182,28 @@ def _line(modality: str, after: Feature, before: Feature, codes: Any) -> str:
     return text
 
 
+def unseen(after: Feature, words: Iterable[str]) -> str:
+    """Return the sentence about cells whose words the model does not know, or "" if there are none.
+
+    Args:
+        after: the column after the fit.
+        words: the words of the cells that are read.
+    """
+    strange = [word for word in words if word not in after.words] if after.of_words else []
+    if not strange:
+        return ""
+    shown = ", ".join(map(_quoted, sorted({*strange})[:3])) + (", ..." if len({*strange}) > 3 else "")
+    return (
+        f"'{after.column}' has {counted(len(strange), 'word', 'words')} that the model has not learnt, such as {shown},"
+        f" and counts as none of {', '.join(map(_quoted, after.words[:5]))}"
+        f"{', ...' if len(after.words) > 5 else ''}"
+    )
+
+
+def _quoted(word: str) -> str:
+    return repr(word) if word else "an empty cell"
+
+
 def fitted_to(columns: Columns, clients: Iterable[tuple[Tensor, Sequence[str]]]) -> tuple[Columns, list[Statistics]]:
     """Return the table with numbers in place of codes, and what each client told for that.
 
@@ -224,6 +247,9 @@ def samples_from(features: Features, value: Any, where: str) -> Tensor:
         DataError: a column is missing, or a cell cannot be read.
     """
     cells = _cells(features, value, where)
+    for feature in features:
+        if feature.of_words and (line := unseen(feature, map(word_of, cells[feature.column]))):
+            warnings.warn(f"{where}: {line}", PolyfedWarning, stacklevel=4)
     parts = [feature.expanded(feature.coded(cells[feature.column], where)) for feature in features]
     return torch.from_numpy(np.concatenate(parts, 1))
 

@@ -47,6 +47,8 @@ class Column:
         coded: the columns of a table of which [data.columns] speaks, before their fit: `values` (N, columns) are then
             codes, in which NaN is an empty cell; see `column_rules.py`. Otherwise None.
         features: these columns after the fit. None if `values` are the numbers that the data holds.
+        names: the columns of the table, or the arrays, that hold the modality, in order. Empty if they have no names.
+        layout: the axes of a sample in the data, where `values` have others; see `values.laid_out`.
     """
 
     values: Tensor
@@ -56,6 +58,8 @@ class Column:
     blank: Tensor | None = None
     coded: tuple[Feature, ...] | None = None
     features: tuple[Feature, ...] | None = None
+    names: tuple[str, ...] = ()
+    layout: str = ""
 
     def __len__(self) -> int:
         return len(self.values if self.index is None else self.index)
@@ -152,7 +156,9 @@ class Columns:
             `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         groups: By column, the group of each row, int64 (N,): the position of its value among the values that an
-            evaluation job names, or their number for any other value.
+            evaluation job names, or a number from their number on for any other value.
+        origin: Modality, or `labels` -> the columns or arrays of the file that it reads, where the source knows them.
+            The entry "" lists those that nothing reads.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
         standardise: The modalities whose features `populate` is to standardise over the rows that train: True for all,
             False for none, a tuple of their names, or "uneven" for those whose features differ in size; see `fitted`.
@@ -177,6 +183,7 @@ class Columns:
     numbered: bool = False
     notes: tuple[str, ...] = ()
     groups: Mapping[str, Tensor] = field(default_factory=dict)
+    origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     standardise: Standardise = False
 
     def __post_init__(self) -> None:

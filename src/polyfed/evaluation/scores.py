@@ -102,7 +102,8 @@ class Evaluation:
         clients: number of clients that evaluate on their own test rows, drawn anew each time without replacement. None
             is every client with test rows, which takes long for hundreds of thousands.
         own_validation: whether clients also score the model on their own validation rows (rows of split 2 of a device),
-            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it.
+            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
+            personal_validation` without `conformal`.
         unimodal: how to predict from a single modality: `head` by the modality's slice of a linear head (OGM-GE),
             `zero` with the features of all others at zero, or `prototype` by the nearest class mean of the modality's
             features, for which every client sends its means (kind `prototypes`) before each evaluation; only for

@@ -6,7 +6,7 @@ Shape letters: `B` rows of a batch, `T` targets, `C` classes, `O` outputs of the
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -246,6 +246,26 @@ class Objective(ABC):
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the decision for each row from the result of `predicted`: a class, labels of 0 and 1, or values."""
 
+    def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
+        """Return the decision for each row, and its probabilities, as the columns of a table.
+
+        Args:
+            predicted: the result of `predicted`, (n, ...).
+            names: the names of the classes or targets, or None.
+
+        Raises:
+            RecipeError: the task has no answer for a single row.
+        """
+        return by_target("prediction", self.decided(predicted), names)
+
+
+def by_target(what: str, values: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Return values (n, T) as the column `what`, or for several targets as one column each."""
+    if values.shape[1] == 1:
+        return {what: values[:, 0].tolist()}
+    names = names if names is not None and len(names) == values.shape[1] else range(values.shape[1])  # type: ignore[assignment]
+    return {f"{what}.{name}": values[:, place].tolist() for place, name in enumerate(names or ())}
+
 
 class OfClasses(Objective):
     """Base class of objectives with class numbers as labels. A client reports one number, a sum over its test rows."""
@@ -295,6 +315,17 @@ class OfClasses(Objective):
     @override
     def pooled(self, sums: Tensor) -> dict[str, float]:
         return {}
+
+    @abstractmethod
+    def probabilities(self, predicted: Tensor) -> Tensor:
+        """Return the probability of each class, float64 (n, C), from the result of `predicted`."""
+
+    @override
+    def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
+        chances = self.probabilities(predicted)
+        called: Sequence[Any] = range(chances.shape[1]) if names is None else names
+        found: dict[str, list[Any]] = {"prediction": [called[place] for place in self.decided(predicted).tolist()]}
+        return found | {f"probability.{name}": chances[:, place].tolist() for place, name in enumerate(called)}
 
 
 def summed(values: Tensor, batch: Batch) -> Tensor:

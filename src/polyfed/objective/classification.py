@@ -182,6 +182,10 @@ class Classification(OfClasses):
         """Return the class with the largest logit, int64 (n,)."""
         return predicted.argmax(-1)
 
+    @override
+    def probabilities(self, predicted: Tensor) -> Tensor:
+        return predicted.double().softmax(-1)
+
 
 def _classes_in(length: int) -> int:
     """Return the number of classes whose `site_sums` have this length."""

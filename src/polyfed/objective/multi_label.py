@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.option_checks import INSIDE
 from polyfed.data.columns import Columns
 from polyfed.objective import ranking, report
-from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
+from polyfed.objective.base import UNDEFINED, Objective, by_target, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_matrix, in_words, with_targets
 
@@ -247,6 +247,11 @@ class MultiLabel(Objective):
     def decided(self, predicted: Tensor) -> Tensor:
         """Return labels of 0 and 1, int64 (n, T), according to `threshold`."""
         return (predicted.sigmoid() > self.threshold).to(torch.int64)
+
+    @override
+    def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
+        chances = by_target("probability", predicted.double().sigmoid(), names)
+        return super().answers(predicted, names) | chances
 
 
 def known(*counts: Tensor) -> bool:

@@ -162,3 +162,10 @@ class Ordinal(OfClasses):
     def decided(self, predicted: Tensor) -> Tensor:
         """Return the predicted level, int64 (n,)."""
         return (predicted > 0).sum(-1)
+
+    @override
+    def probabilities(self, predicted: Tensor) -> Tensor:
+        # "above k" cannot be more probable than "above k - 1", which the model does not ensure
+        above = predicted.double().sigmoid().cummin(-1).values
+        edges = torch.cat([torch.ones_like(above[:, :1]), above, torch.zeros_like(above[:, :1])], 1)
+        return edges[:, :-1] - edges[:, 1:]

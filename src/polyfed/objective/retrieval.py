@@ -4,9 +4,9 @@
 the common embedding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.option_checks import AT_LEAST_TWO, POSITIVE
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
@@ -147,6 +147,13 @@ class Retrieval(Objective):
     @override
     def decided(self, predicted: Tensor) -> Tensor:
         return predicted
+
+    @override
+    def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
+        raise RecipeError(
+            "[task] name = 'retrieval' predicts embeddings, which match rows, and no answer for a single row. Use "
+            "predict, which returns them"
+        )
 
 
 def _pairs(outputs: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -105,7 +105,8 @@ class Planner:
         if not self.metrics:
             self.metrics = default_metrics(self.table, headline_of(with_task(self._plain(), self.columns))["score"])
         clients = self.table.setdefault("clients", {})
-        if not clients.get("validation") and not len(self.columns.rows(VALIDATION)):
+        held_out = clients.get("validation") or clients.get("personal_validation")
+        if not held_out and not len(self.columns.rows(VALIDATION)):
             clients["validation"] = VALIDATION_SHARE
 
     @cached_property

@@ -95,9 +95,11 @@ class ClientsSpec:
             to repeat a run with other random numbers on the same clients.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round; with
             "by-client", of each natural client.
+        personal_validation: Share of each client's training rows that it keeps as its own validation rows, of which the
+            server gets none: for `[stop]` on `personal_validation`, and for `[evaluate] conformal`.
         measure_on: "validation" evaluates on validation rows instead of test rows: the pooled ones replace the global
-            test set, and a `validation` share of each client's training rows its own test rows. `polyfed sweep` chooses
-            options with it.
+            test set, and a `validation` share of each client's training rows its own test rows, or the rows of
+            `personal_validation`. `polyfed sweep` chooses options with it.
     """
 
     partition: Any = "iid"
@@ -132,6 +134,7 @@ class ClientsSpec:
     fold: Annotated[int | None, AT_LEAST_ONE] = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
+    personal_validation: Annotated[float, BELOW_ONE] = 0.0
     measure_on: Literal["validation"] | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +147,7 @@ class ClientsSpec:
             lambda: check_ranges("[clients]", self),
             self._check_participation,
             self._check_personal_test,
+            self._check_personal_validation,
             self._check_test_clients,
             self._check_ranks,
             self._check_assignment,
@@ -274,6 +278,18 @@ class ClientsSpec:
             require(share in allowed, "clients.personal_test", share, "a share, 'split_personal' or 'matched'")
         elif share is not None:
             require(0.0 < share < 1.0, "clients.personal_test", share, "a share between 0 and 1")
+
+    def _check_personal_validation(self) -> None:
+        if self.personal_validation and self.validation:
+            raise RecipeError(
+                "clients: validation gives the server rows that personal_validation keeps at the clients; keep one of "
+                "them"
+            )
+        if self.personal_validation and self.partition == "silos":
+            raise RecipeError(
+                "clients.personal_validation cannot be used with silos, whose devices predict together; use validation",
+                ("clients", "personal_validation"),
+            )
 
     def _check_test_clients(self) -> None:
         wanted = self.test_clients

@@ -38,7 +38,7 @@ class Population:
             section allows. In averages, the weight of such a client is the allowed number of rows, not the reported
             number.
         own_validation: The validation rows of each client, which a device holds itself. None if no client has any. In a
-            simulation, these are the rows of the option `validation`, which the server pools as well.
+            simulation, these are the rows of `personal_validation`, or of `validation`, which the server pools as well.
         told: What each client told about the columns of [data.columns], if anything was fitted to them.
     """
 
@@ -93,8 +93,11 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     columns = held_out(columns, clients, key)
     train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
     own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
-    pooled = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
-    if clients.measure_on == "validation":
+    every = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
+    pooled = columns.rows(VALIDATION) if clients.personal_validation else every
+    if clients.measure_on == "validation" and clients.personal_validation:
+        own_test = own_validation
+    elif clients.measure_on == "validation":
         train, own_test = _own_validation(train, own_test, pooled, clients, key)
     silo = None
     if clients.partition == "silos":
@@ -108,7 +111,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
     if clients.loses_rows:
-        rows = torch.cat([test_rows, pooled])
+        rows = torch.cat([test_rows, every])
         lost = lost_rows(columns, clients, holds, train, own_test, rows, keys.key(key, "missing rows"))
         columns = columns.without(lost)
         holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
@@ -159,8 +162,8 @@ def _split(
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
     train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
-    if validation is None:
-        train, validation = train.held_out(clients.validation, val_key)
+    if validation is None or clients.personal_validation:
+        train, validation = train.held_out(clients.personal_validation or clients.validation, val_key)
     by_owner = not natural or len(validation) == len(train)
     if clients.personal_test is None:
         return train, None, validation, by_owner

@@ -58,7 +58,9 @@ class Draft:
         declared: Whether a row may lack all modalities, because `present` says so.
         owned: Whether the arrays belong to polyfed, so that rows of NaN are set to zero in place.
         called: Part -> its name in error messages, where it is not the usual one.
+        origin: see `Columns`.
         coded: Modality -> its columns, if [data.columns] speaks of one. The array of the modality then holds codes.
+        names: Modality -> the columns of the table, or the arrays, that hold it, in order.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Draft:
     owned: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     coded: Mapping[str, tuple[Feature, ...]] = field(default_factory=dict)
+    origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def place(self, part: str) -> str:
         """Return the name of a modality or of another part for the beginning of an error message."""
@@ -125,7 +129,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         notes.append(drawn_note(given.test_share))
     columns = Columns(
         name=draft.name,
-        modalities={name: column for name, (column, _) in found.items()},
+        modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
         label=labels.values,
         num_classes=labels.num_classes,
         split=split,
@@ -139,6 +143,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         client_names=names,
         split_personal=facts["split_personal"],
         notes=tuple(notes),
+        origin=draft.origin,
         standardise=given.standardise,
     )
     refuse_leaked_labels(columns)

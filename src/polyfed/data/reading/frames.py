@@ -82,8 +82,24 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
-    told["cures"] = cures
+    told |= {"cures": cures, "names": {modality: tuple(group) for modality, group in groups.items()}}
+    told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def origin_of(
+    groups: Mapping[str, Sequence[str]], labels: Sequence[str], names: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return what the modalities and the labels read, and what nothing reads; see `Columns.origin`.
+
+    Args:
+        groups: modality -> its columns or arrays.
+        labels: the columns of the labels.
+        names: all columns of the file.
+    """
+    read = {name: tuple(group) for name, group in groups.items()} | {"labels": tuple(labels)}
+    used = {column for group in read.values() for column in group}
+    return {**read, "": tuple(name for name in names if name not in used)}
 
 
 def _groups(
@@ -269,6 +285,7 @@ class Joined:
     cut: dict[str, Any] = field(default_factory=dict)
     coded: dict[str, tuple[Feature, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Problems) -> Joined:
@@ -285,12 +302,13 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
     refuse_idle_rules(groups, given, where, problems)
     made = Joined()
     for modality, group in groups.items():
+        made.names[modality] = tuple(group)
         if len(group) == 1 and group[0] not in given.columns:
             made.modalities[modality] = arrays[group[0]]
             continue
         with problems.noting():
             place = f"{where}: modality '{modality}'"
-            read = values_of(_frame_of(arrays, group, place), group, place, given.partial, given.columns)
+            read = values_of(frame_of(arrays, group, place), group, place, given.partial, given.columns)
             made.modalities[modality] = read.values
             made.present |= {} if read.there.all() else {modality: read.there}
             made.coded |= {modality: read.coded} if read.coded else {}
@@ -299,7 +317,7 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
     return made
 
 
-def _frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "pd.DataFrame":
+def frame_of(arrays: Mapping[str, Any], group: Sequence[str], where: str) -> "pd.DataFrame":
     """Return arrays (N,) as the columns of a table.
 
     Raises:

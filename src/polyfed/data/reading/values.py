@@ -1,6 +1,7 @@
 """How cells, lists, arrays and tensors become the tensor of a modality: their numbers, missing rows and layout."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -267,7 +268,21 @@ def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
         raise DataError(f"{where} has samples of shape {tuple(values.shape[1:])}, not of layout '{layout}'")
     is_image = values.dtype == torch.uint8 and "H" in layout
     scale = torch.tensor(255.0) if is_image else None
-    return Column(_AXES[layout](values), scale=scale)
+    return Column(_AXES[layout](values), scale=scale, layout=layout)
+
+
+def as_in_training(values: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
+    """Return new samples in the shape of the training's samples, as `laid_out` made it; see `Column.layout`.
+
+    Args:
+        values: (n, ...), or (n, F) if the columns of a table are the pixels of an image or the steps of a series.
+        shape: the shape of a sample in training.
+        layout: the axes of a sample in the data.
+    """
+    sides = {"HW": shape[1:], "HWC": (*shape[1:], *shape[:1]), "FT": shape[::-1]}.get(layout, shape)
+    if values.dim() == 2 and values.shape[1] == math.prod(sides):
+        values = values.reshape(len(values), *sides)
+    return _AXES[layout](values) if layout in _AXES and values.dim() == len(layout) + 1 else values
 
 
 def _guess(values: Tensor) -> str:

@@ -38,6 +38,9 @@ _AT = f"{_OF_CLIENT}, round {_NUMBER.format('round')}, request {_NUMBER.format('
 Place = tuple[int, int]
 """A place in a run: (round, number of the request)."""
 
+DURABLE = "PRAGMA synchronous = FULL"
+"""What makes a transaction last even if the power fails as soon as it has ended."""
+
 KINDS = {"states": "state-{:06d}-{:03d}.safetensors", "replies": "reply-{:06d}-{:03d}.bin"}
 """The tables whose rows have a file, and the name of the file of a place."""
 
@@ -170,7 +173,7 @@ class DeviceStore:
             raise self._unusable(error) from error
         try:
             with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
-                rows.execute("PRAGMA synchronous = FULL")
+                rows.execute(DURABLE)
                 rows.execute("BEGIN IMMEDIATE")
                 for table in TABLES:
                     (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
@@ -254,7 +257,7 @@ class DeviceStore:
             os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with closing(sqlite3.connect(draft, isolation_level=None)) as rows:
                 rows.execute("PRAGMA journal_mode = MEMORY")
-                rows.execute("PRAGMA synchronous = FULL")
+                rows.execute(DURABLE)
                 for table, columns in TABLES.items():
                     rows.execute(f"CREATE TABLE {table} ({columns})")
             os.rename(draft, self.path)

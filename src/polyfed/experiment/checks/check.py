@@ -23,7 +23,7 @@ from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
-from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
+from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, not_in_ledger, private_sizes
 from polyfed.experiment.running.column_statistics import announced
 from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
 from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
@@ -74,7 +74,7 @@ def check(recipe: Recipe | str | Path, population: Population | None = None) -> 
         failures,
         why=tuple(_why(refused, assembly)),
         fixes=tuple(fixes_of(refused, assembly.policy, assembly.fed.clients.modalities)),
-        not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
+        not_in_ledger=tuple(not_in_ledger(assembly)),
         private=private_sizes(assembly),
         guesses=assembly.guesses,
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
@@ -103,16 +103,6 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     except RecipeError:  # the method cannot keep private blocks
         return
     yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
-
-
-def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
-    """Yield sentences about client data that a simulation gives to its server directly, without any message."""
-    if recipe.clients.validation:
-        yield (
-            f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
-            "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
-            "no ledger books them; a deployment has none"
-        )
 
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:

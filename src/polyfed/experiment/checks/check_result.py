@@ -61,8 +61,7 @@ class CheckResult:
             modalities also apply to `shared`. For a refused part of `shared`, a sentence then names the modality whose
             policy row refused it. Other sentences explain how a client can train a block without sending it.
         fixes: lines of a policy that would allow the refused parts.
-        not_in_ledger: data that the server has in a simulation although no message carries them, such as rows of
-            clients.
+        not_in_ledger: sentences about rows that the server of a simulation reads although no message carries them.
         private: block -> bytes of the parameters in this block that never leave a client, whatever the policy allows.
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.

@@ -90,7 +90,7 @@ def refuse_conformal(recipe: Recipe, population: Population, *, one_device: bool
     if wanted != "none" and not one_device and (rows is None or not len(rows.rows)):
         raise RecipeError(
             f"[evaluate] conformal = '{wanted}': no client has validation rows, on which the promise rests. Set "
-            "[clients] validation, as in validation = 0.2; on a device, mark rows with split 2",
+            "[clients] personal_validation, as in personal_validation = 0.2; on a device, mark rows with split 2",
             ("evaluate", "conformal"),
         )
     if wanted != "none":

@@ -37,11 +37,13 @@ def crossing_table(check: CheckResult) -> Group:
 
 
 def in_short(check: CheckResult) -> Group:
-    """Return a sentence for each modality, for the shared block, and for labels."""
+    """Return a sentence for each modality, for the shared block, for labels, and for what no message carries."""
     table = plain_table("", "", left=2)
     blocks = dict.fromkeys([*check.facts["egress"], *(row.block for row in check.planned)])
     for block in blocks:
         table.add_row(Text(f"{block}:"), Text(sentence([r for r in check.planned if r.block == block], check)))
+    for place, text in enumerate(check.not_in_ledger):
+        table.add_row("" if place else "outside messages:", Text(text, "yellow"))
     return titled("In short", table)
 
 
@@ -140,7 +142,6 @@ def remarks(check: CheckResult) -> Iterator[Text]:
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in revealed.items())
     yield from (Text(reason, "yellow") for reason in check.why)
     yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
-    yield from (Text(remark, "yellow") for remark in check.not_in_ledger)
 
 
 def failures(check: CheckResult) -> Iterator[Text]:

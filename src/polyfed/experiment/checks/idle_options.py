@@ -90,7 +90,9 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         found |= {("evaluate", option): without for option in ("personal", "clients")}
         found["limits", "min_test_rows"] = without
     if not fed.clients.validated:
-        found["evaluate", "own_validation"] = "clients without validation rows of their own ([clients] validation)"
+        found["evaluate", "own_validation"] = (
+            "clients without validation rows of their own ([clients] personal_validation)"
+        )
     if len(fed.context.model.modalities) < 2:
         found["evaluate", "unimodal"] = "a model of one modality"
     elif fed.context.objective.BY_MODALITY or fed.context.objective.WHOLE:

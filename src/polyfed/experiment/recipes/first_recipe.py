@@ -135,7 +135,7 @@ def _evaluate(columns: Columns, task: str | None) -> list[str]:
     """Return the section [evaluate] for rows that lack modalities, empty without such rows."""
     if not _has_holes(columns, task):
         return []
-    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from [clients] validation'
+    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from personal_validation'
     return [
         "[evaluate]",
         'subsets = "all"  # how good the model is if modalities are missing',
@@ -177,7 +177,7 @@ def _task(columns: Columns, task: str | None) -> list[str]:
 
 def _clients(columns: Columns, table: Mapping[str, Any], task: str | None) -> tuple[dict[str, Any], str]:
     """Return the section [clients], and a sentence about it."""
-    train, held = columns.rows(0), dict[str, Any](validation=0.2) if _has_sets(columns, task) else {}
+    train, held = columns.rows(0), dict[str, Any](personal_validation=0.2) if _has_sets(columns, task) else {}
     if columns.client is not None:
         sizes = np.bincount(columns.client[train].numpy())
         count = int((sizes > 0).sum())

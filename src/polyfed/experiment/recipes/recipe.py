@@ -98,8 +98,10 @@ class Recipe:
         with problems.noting():
             refuse_breaches(self.limits, self.algorithm.train, self.rounds)
         object.__setattr__(self, "clients", self.clients.counted())
-        if self.stop.of_clients and not self.algorithm.evaluation.own_validation:
-            scoring = dataclasses.replace(self.algorithm.evaluation, own_validation=True)
+        scoring = self.algorithm.evaluation
+        unread = bool(self.clients.personal_validation) and not scoring.reads_validation
+        if (self.stop.of_clients or unread) and not scoring.own_validation:
+            scoring = dataclasses.replace(scoring, own_validation=True)
             object.__setattr__(self, "algorithm", dataclasses.replace(self.algorithm, evaluation=scoring))
         with problems.noting():
             refuse_conflicts(self)

@@ -1,18 +1,23 @@
 """The trained models of a run: the global model, the clients' own models, and predictions with either."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError, UnknownClient
+from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient, counted
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.column_fitting import Features, samples_from
+from polyfed.data.reading.given import Partial
+from polyfed.data.reading.objects import is_frame, is_hugging_face
+from polyfed.data.sources.own.new_rows import NewRows, RowForm, new_rows, rows_of_file
 from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets, sizes_shape
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
@@ -21,6 +26,10 @@ from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
 from polyfed.model.encoders.pretrained import vocabulary
 from polyfed.model.plain_module import PlainModule
 from polyfed.objective import Classification, Objective
+from polyfed.objective.base import by_target
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +56,7 @@ class Models:
             `predict` then takes a data frame with these columns; `module` and ONNX files take the numbers, see
             `numbers`.
         conformal: the counts from which `predict_set` makes sets and intervals, or None if none were counted.
+        rows: how the rows of the run were read, so that `predict` takes a data frame with the same columns.
     """
 
     algorithm: str
@@ -64,6 +74,7 @@ class Models:
     scaling: Mapping[str, Scaling] | None = None
     features: Mapping[str, Features] = field(default_factory=dict)
     conformal: Conformal | None = None
+    rows: RowForm = RowForm()
 
     def __repr__(self) -> str:
         own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
@@ -94,16 +105,14 @@ class Models:
         self.check_here()
         return Personal(self)
 
-    def predict(
-        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
-    ) -> Tensor:
+    def predict(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
         """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
             x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays: a
                 tensor, an array, a list, or the columns of a data frame. Sequences in a list may differ in length.
                 `predict` applies `scaling`. A modality that is left out counts as a zero feature. A row of NaN also
-                counts as a zero feature.
+                counts as a zero feature. Or a data frame with the columns of the run's data.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise its part of the global model. Modalities that this model does not read are ignored. None
                 selects the global model.
@@ -111,7 +120,9 @@ class Models:
 
         Raises:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
+            DataError: a data frame lacks columns of a modality, or a cell cannot be read.
         """
+        x, present = self._by_name(x, present)
         if client is None:
             return predict(
                 self.model,
@@ -139,7 +150,7 @@ class Models:
 
     def predict_set(
         self,
-        x: Mapping[str, Any],
+        x: Any,
         coverage: float = 0.9,
         client: int | None = None,
         *,
@@ -163,6 +174,7 @@ class Models:
                 "'split' and validation rows, such as [clients] validation = 0.2. The model of the best round has no "
                 "counts, only that of the last"
             )
+        x, present = self._by_name(x, present)
         predicted = self.predict(x, client, present=present)
         names = self.used(x, client, present=present)
         group = self.conformal.group_of(client, () if client is None else self.clients[client])
@@ -171,9 +183,83 @@ class Models:
             self.conformal, predicted, names, group, coverage, of_classes=classes, class_names=self.class_names
         )
 
-    def used(
-        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
-    ) -> dict[str, Tensor]:
+    def predict_frame(
+        self,
+        x: Any,
+        client: int | None = None,
+        *,
+        coverage: float | None = None,
+        present: Mapping[str, Any] | None = None,
+        partial: Partial | None = None,
+        ids: Sequence[str] = (),
+    ) -> "pd.DataFrame":
+        """Return the answer for each row by name.
+
+        Args:
+            x: the samples, as for `predict`, or the path of a file, which is read as the data of the run were.
+            client: predict with the model of this client, as `predict` does.
+            coverage: also return sets or intervals that hold the truth with this probability; see `predict_set`.
+            present: which rows have a modality, as for `predict`.
+            partial: what to do with a row that has only some cells of a modality. If None, as for the run.
+            ids: columns that name the rows, by default the run's column of ids, if `x` has it.
+
+        Returns:
+            A line for each row: its ids, `prediction`, `probability.CLASS`, `used` (the modalities that the prediction
+            uses, such as `audio+text`), and with `coverage` a `set` of classes, or `low` and `high`. A row that has no
+            modality which the model reads gets no prediction. Several targets have columns of their own, as in
+            `prediction.TARGET`.
+
+        Raises:
+            RecipeError: as for `predict` and `predict_set`.
+            DataError: the rows lack columns of a modality, or a cell cannot be read.
+        """
+        new = self.read(x, partial=partial, ids=ids)
+        for note in () if new is None else new.filled:
+            warn(note, PolyfedWarning, stacklevel=3)
+        samples, there, names = (x, present, None) if new is None else (new.x, _both(new.present, present), new.ids)
+        used = self.used(samples, client, present=there)
+        return answers(self, samples, there, used, client, coverage, names)
+
+    def read(self, x: Any, *, partial: Partial | None = None, ids: Sequence[str] = ()) -> NewRows | None:
+        """Read rows by the names of their columns, and warn of what they lack. None if `x` has no such names.
+
+        Args:
+            x: a data frame, the path of a file, or samples by modality.
+            partial: as for `predict_frame`.
+            ids: as for `predict_frame`.
+
+        Raises:
+            RecipeError: nobody knows the columns of the run's data.
+            DataError: the rows lack columns of a modality, or a cell cannot be read.
+        """
+        path = isinstance(x, str | Path)
+        if not path and not is_frame(x) and not is_hugging_face(x):
+            return None
+        form = self.rows if partial is None else replace(self.rows, partial=partial)
+        if lacking := [name for name in self.model.modalities if name not in form.modalities]:
+            raise RecipeError(
+                f"nobody knows which columns hold '{lacking[0]}', because the run's data were no table. Give the "
+                f"samples of each modality, as in predict({{'{lacking[0]}': array}})"
+            )
+        where = f"'{x}'" if path else "x"
+        rows = rows_of_file(x, form, self.features, ids) if path else x.to_pandas() if is_hugging_face(x) else x
+        return new_rows(rows, form, self.features, self.model.shapes, where, ids)
+
+    def _by_name(self, x: Any, present: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
+        """Return samples by modality, if `x` is a data frame, or has some among its values."""
+        if (new := self.read(x)) is not None:
+            return new.x, _both(new.present, present)
+        found, there = x, dict(present or {})
+        for name, value in x.items() if isinstance(x, Mapping) else ():
+            form = self.rows.modalities.get(name)
+            if form is None or not is_frame(value) or not {*map(str, value.columns)} & {*form.names}:
+                continue
+            own = replace(self.rows, modalities={name: form})
+            new = new_rows(value, own, self.features, self.model.shapes, f"x['{name}']")
+            found, there = {**found, **new.x}, dict(_both(new.present, there) or {})
+        return found, there or None
+
+    def used(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
 
         Args:
@@ -184,6 +270,7 @@ class Models:
         Raises:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
+        x, present = self._by_name(x, present)
         if client is None:
             _, reads = self.params, tuple(self.model.modalities)
         else:
@@ -325,6 +412,82 @@ class Personal(Mapping[int, Tree]):
 
     def _why_empty(self) -> str:
         return f"{self._models.algorithm} trains one global model, and no client has a model of its own"
+
+
+def answers(
+    models: Models,
+    x: Mapping[str, Any],
+    present: Mapping[str, Any] | None,
+    used: Mapping[str, Tensor],
+    client: int | None,
+    coverage: float | None,
+    ids: "pd.DataFrame | None",
+) -> "pd.DataFrame":
+    """Return the data frame of `Models.predict_frame`.
+
+    Args:
+        models: the models.
+        x: the samples by modality.
+        present: which rows have a modality.
+        used: which modalities the prediction of each row uses.
+        client: predict with the model of this client, or None.
+        coverage: also return sets or intervals that hold the truth with this probability.
+        ids: the columns that name the rows, with their index, or None.
+    """
+    import pandas as pd  # imported here, because the import takes half a second
+
+    table = torch.stack(list(used.values()), 1).cpu()
+    known = table.any(1)
+    predicted = models.predict(x, client, present=present).cpu()
+    found: dict[str, Any] = {} if ids is None else {name: ids[name].tolist() for name in ids.columns}
+    found |= models.task.answers(predicted, models.class_names)
+    if coverage is not None:
+        found |= _sets(models, x, present, client, coverage, known)
+    found["used"] = ["+".join(m for m, reads in zip(used, row, strict=True) if reads) for row in table.tolist()]
+    frame = pd.DataFrame(found, index=None if ids is None else ids.index)
+    if not bool(known.all()):
+        warn(
+            f"{counted(int((~known).sum()), 'row has', 'rows have')} no modality that the model reads, first row "
+            f"{int((~known).int().argmax())}, and so no prediction",
+            PolyfedWarning,
+            stacklevel=4,
+        )
+        told = [name for name in frame.columns if name.partition(".")[0] in ("prediction", "probability")]
+        frame[told] = frame[told].astype(object).where(pd.Series(known.numpy(), frame.index), None)
+    return frame
+
+
+def _sets(
+    models: Models,
+    x: Mapping[str, Any],
+    present: Mapping[str, Any] | None,
+    client: int | None,
+    coverage: float,
+    known: Tensor,
+) -> dict[str, list[Any]]:
+    """Return the columns of `predict_frame` with sets or intervals, empty for rows without a modality."""
+    some = {name: value[known] for name, value in x.items()}
+    held = {name: torch.as_tensor(rows, dtype=torch.bool)[known] for name, rows in (present or {}).items()}
+    sets = models.predict_set(some, coverage, client, present=held or None)
+    if sets.sets is not None:
+        rest = iter(sets.classes)
+        return {"set": [next(rest) if has else None for has in known.tolist()]}
+    found: dict[str, list[Any]] = {}
+    for end, values in (("low", sets.low), ("high", sets.high)):
+        assert values is not None, "a regression has intervals"
+        every = values.new_full((len(known), values.shape[1]), torch.nan)
+        every[known] = values
+        found |= by_target(end, every, models.class_names)
+    return found
+
+
+def _both(one: Mapping[str, Tensor], other: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return which rows have each modality according to both masks."""
+    found: dict[str, Any] = dict(one)
+    for name, rows in (other or {}).items():
+        mask = torch.as_tensor(rows, dtype=torch.bool)
+        found[name] = found[name] & mask if name in found and len(found[name]) == len(mask) else mask
+    return found or None
 
 
 def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective) -> Conformal | None:

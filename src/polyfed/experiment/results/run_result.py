@@ -19,6 +19,8 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE, RESULT
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.data.column_fitting import Features, read_tables
+from polyfed.data.reading.given import Partial
+from polyfed.data.sources.own.new_rows import RowForm
 from polyfed.engines.base import first_local
 from polyfed.evaluation.conformal import PredictionSets
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -126,9 +128,7 @@ class Run:
         """
         return self.models.scaling
 
-    def predict(
-        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
-    ) -> Tensor:
+    def predict(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
         """Compute predictions with the model that the run evaluated, so that they agree with the run's metrics.
 
         For classification, they are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
@@ -137,7 +137,7 @@ class Run:
         Args:
             x: modality -> samples (n, ...) before polyfed shifts and scales them, in the unit of your file or arrays.
                 `predict` applies `scaling`. A modality that is left out counts as a zero feature, as for a client that
-                lacks it. A row of NaN also counts as a zero feature.
+                lacks it. A row of NaN also counts as a zero feature. Or a data frame with the run's columns.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
                 selects the global model.
@@ -158,7 +158,7 @@ class Run:
 
     def predict_set(
         self,
-        x: Mapping[str, Any],
+        x: Any,
         coverage: float = 0.9,
         client: int | None = None,
         *,
@@ -174,9 +174,20 @@ class Run:
         """
         return self.models.predict_set(x, coverage, client, present=present)
 
-    def used(
-        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
-    ) -> dict[str, Tensor]:
+    def predict_frame(
+        self,
+        x: Any,
+        client: int | None = None,
+        *,
+        coverage: float | None = None,
+        present: Mapping[str, Any] | None = None,
+        partial: Partial | None = None,
+        ids: Sequence[str] = (),
+    ) -> "pd.DataFrame":
+        """Return the answer for each row by name, as a data frame; see `Models.predict_frame`."""
+        return self.models.predict_frame(x, client, coverage=coverage, present=present, partial=partial, ids=ids)
+
+    def used(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
 
         The arguments and errors are those of `predict`.
@@ -218,6 +229,7 @@ def models_of(
     scaling: Mapping[str, Scaling] | None = None,
     conformal: Mapping[str, Any] | None = None,
     features: Mapping[str, Features] | None = None,
+    rows: RowForm | None = None,
 ) -> Models:
     """Collect the trained models of a run.
 
@@ -225,10 +237,8 @@ def models_of(
         recipe: the recipe of the run.
         fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
-        class_names: the name of each class, if the data has names.
-        scaling: the shift and the scale of each scaled modality. None means that they are unknown.
         conformal: the entry `conformal` of result.json, for `predict_set`.
-        features: the columns of each modality with rules in [data.columns].
+        class_names, scaling, features, rows: see `Models`.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, NAMED), algorithm.own_models
@@ -266,6 +276,7 @@ def models_of(
         elsewhere=_elsewhere(name, algorithm.model_for) if owner == "clients" and locals is None else "",
         scaling=scaling,
         features=features or {},
+        rows=rows or RowForm(),
         conformal=read_conformal(conformal, context.model, context.objective),
     )
 
@@ -318,7 +329,7 @@ def load_run(folder: str | Path) -> Run:
         )
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
-    policy = Policy.parse(recipe.egress, shapes)
+    policy = Policy.parse(recipe.egress, shapes, guards=recipe.egress)
     given = given_of(recipe, folder)
     model = model_of(recipe, shapes, facts["classes"], policy, given)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
@@ -327,12 +338,12 @@ def load_run(folder: str | Path) -> Run:
     if (scaling := facts["scaling"]) is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
 
-    features = read_tables(facts.get("columns"), shapes)
+    features, rows = read_tables(facts.get("columns"), shapes), RowForm.read(facts.get("rows"))
     result = records.result()
 
     def models(kept: Mapping[str, Any], conformal: Mapping[str, Any] | None = None) -> Models:
         own = None if elsewhere else kept["locals"]
-        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal, features)
+        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal, features, rows)
 
     best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
     try:

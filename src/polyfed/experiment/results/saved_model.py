@@ -27,6 +27,7 @@ from polyfed.core.system.files import sync
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.data.column_fitting import Features, as_tables, read_tables
+from polyfed.data.sources.own.new_rows import RowForm
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import as_table
@@ -149,6 +150,7 @@ def _description(models: Models) -> dict[str, Any]:
         "elsewhere": models.elsewhere,
         "scaling": None if models.scaling is None else {m: by.as_lists() for m, by in models.scaling.items()},
         "columns": as_tables(models.features),
+        "rows": models.rows.as_table(),
         "conformal": None if models.conformal is None else models.conformal.facts(),
         "predictor": {"name": name_of(models.predictor, PREDICTORS)} | as_table(models.predictor),
     }
@@ -285,6 +287,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         elsewhere=said["elsewhere"],
         scaling=_scaling(said["scaling"], shapes),
         features=read_tables(said.get("columns"), shapes),
+        rows=RowForm.read(said.get("rows")),
         conformal=read_conformal(said.get("conformal"), model, objective),
     )
 

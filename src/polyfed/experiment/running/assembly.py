@@ -1,6 +1,6 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
+from polyfed.core.errors import counted
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
@@ -40,7 +41,7 @@ from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.announcement import Announcer
 from polyfed.privacy.egress.ledger import Ledger
-from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.policy import Policy, refuse_guarded
 from polyfed.training.optimisers import Train
 
 
@@ -249,7 +250,7 @@ def _completed(
     All faults are raised together, in one error.
     """
     columns, problems = population.columns, Problems()
-    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    policy = problems.attempt(lambda: policy_of(recipe, columns, lenient=deployed or one_device))
     problems.attempt(lambda: refuse_unnoised(recipe, features_of(columns)))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
     tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
@@ -267,6 +268,26 @@ def _completed(
     assert filled is not None
     assert tasked is not None
     return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
+
+
+def policy_of(recipe: Recipe, columns: Columns, *, lenient: bool = False) -> Policy:
+    """Return the recipe's policy, whose rows name modalities, or columns of the data that no modality may read.
+
+    Args:
+        recipe: the recipe.
+        columns: its data.
+        lenient: whether the columns of all data are not known here, so that a row may name any.
+
+    Raises:
+        RecipeError: a row is wrong.
+        EgressError: a column that has a row of its own is read.
+    """
+    method: Any = recipe.algorithm
+    names = [name for group in columns.origin.values() for name in group]
+    policy = Policy.parse(recipe.egress, columns.modalities, guards=[*recipe.egress] if lenient else names)
+    used = {use: group for use, group in columns.origin.items() if use}
+    refuse_guarded(recipe.egress, {**used, "[algorithm] groups": tuple(getattr(method, "groups", {}))})
+    return policy
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
@@ -310,8 +331,27 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         **({"init": {"sha256": digest(assembly.given)}} if assembly.given else {}),
         **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
+        "not_in_ledger": [*not_in_ledger(assembly)],
         "captions": dict(assembly.algorithm.captions),
     }
+
+
+def not_in_ledger(assembly: Assembly) -> Iterator[str]:
+    """Yield what the server of a simulation reads of the data although no message carries it."""
+    population, clients = assembly.population, assembly.recipe.clients
+    counts = {"validation": len(population.validation_rows), "test": len(population.test_rows)}
+    listed = " and ".join(counted(count, f"{name} row", f"{name} rows") for name, count in counts.items() if count)
+    if not listed or assembly.deployed:
+        return
+    yield (
+        f"{listed}, samples and labels: the server of a simulation reads them, no message carries them and no ledger "
+        "books them. Devices keep theirs"
+    )
+    if clients.validation and assembly.fed.clients.validated:
+        yield (
+            f"[clients] personal_validation = {clients.validation} in place of validation leaves the validation rows "
+            "with their clients"
+        )
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:

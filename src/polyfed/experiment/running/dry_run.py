@@ -226,14 +226,16 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
 
 
 def _evaluated(parts: Assembly, rounds: int) -> Measured:
-    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round."""
+    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round, with what `predict_set` needs."""
     fed, algorithm = parts.fed, parts.algorithm
     state = parts.start()
     fed.begin(1)
     for _ in range(rounds):
         state = checked_state(algorithm, algorithm.round(state, fed))
     fed.begin(max(fed.rounds, 1))  # so that requests after the last round are sent here as well
-    return algorithm.evaluate(state, fed)
+    measured = algorithm.evaluate(state, fed)
+    algorithm.calibrate(state, fed)
+    return measured
 
 
 def _shortened(population: Population, most: int) -> Population:

@@ -16,6 +16,7 @@ from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
 from polyfed.data import Population, scaling_of
 from polyfed.data.column_fitting import features_of
+from polyfed.data.sources.own.new_rows import RowForm
 from polyfed.engines.base import Engine
 from polyfed.evaluation.scores import Measured
 from polyfed.experiment.checks.check import check_before_run
@@ -115,7 +116,7 @@ class _Loop:
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         self.updates = ClientUpdates()
-        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns))
+        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns, self._row_form()))
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.choice = Choice.of(self.recipe.stop, assembly.fed.context.objective)
@@ -147,6 +148,7 @@ class _Loop:
             scaling_of(columns),
             self._conformal(),
             features_of(columns),
+            self._row_form(),
         )
         result, folder = self._result(state, models), None
         if self.records is not None:
@@ -158,9 +160,13 @@ class _Loop:
         best = None
         if self.best is not None:
             own = self.best["locals"] if engine.keeps_locals else None
-            facts = columns.class_names, scaling_of(columns), None, features_of(columns)
+            facts = columns.class_names, scaling_of(columns), None, features_of(columns), self._row_form()
             best = models_of(self.recipe, self.fed, self.best["state"], own, *facts)
         return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
+
+    def _row_form(self) -> RowForm:
+        """How the rows of this run were read, for rows that come later."""
+        return RowForm.of(self.assembly.population.columns, self.recipe.data)
 
     def _conformal(self) -> dict[str, Any] | None:
         """The counts of conformal prediction from the last round, if there are any."""

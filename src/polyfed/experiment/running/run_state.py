@@ -21,6 +21,7 @@ from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import sync
 from polyfed.data import Columns, scaling_of
 from polyfed.data.column_fitting import as_tables, features_of, read_tables
+from polyfed.data.sources.own.new_rows import RowForm
 from polyfed.engines.base import Engine
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.checkpoint import RESTORE, num_numbers, sha256_of
@@ -36,7 +37,7 @@ TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 """Sums over the rounds of a run, which a resumed run continues."""
 
 
-def kept_facts(fed: Federation, columns: Columns, folder: Path) -> dict[str, Any]:
+def kept_facts(fed: Federation, columns: Columns, form: RowForm, folder: Path) -> dict[str, Any]:
     """Return the facts about the clients and the model that `load_run` needs to load a run without its data.
 
     The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
@@ -53,6 +54,7 @@ def kept_facts(fed: Federation, columns: Columns, folder: Path) -> dict[str, Any
         "class_names": columns.class_names,
         "scaling": None if scaling is None else {name: by._asdict() for name, by in scaling.items()},
         "columns": as_tables(features_of(columns)),
+        "rows": form.as_table(),
         "clients": _write_clients(folder, {name: value for name, value in facts.items() if value is not None}),
     }
 
@@ -201,6 +203,7 @@ def _are_facts(value: Any) -> bool:
         and type(value.get("classes")) is int
         and _is_scaling(value.get("scaling"), shapes)
         and _are_columns(value.get("columns"), shapes)
+        and _is_form(value.get("rows"))
         and (names is None or (isinstance(names, tuple) and all(isinstance(name, str) for name in names)))
         and (isinstance(num_rows, Tensor) and num_rows.dim() == 1)
         and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
@@ -222,6 +225,14 @@ def _are_columns(value: Any, shapes: dict[str, list[int]]) -> bool:
     """Return whether the value is None or describes columns that give samples of these shapes."""
     try:
         return read_tables(value, shapes) is not None
+    except (KeyError, TypeError, ValueError, AttributeError, RecipeError):
+        return False
+
+
+def _is_form(value: Any) -> bool:
+    """Return whether the value is None or says how rows were read."""
+    try:
+        return RowForm.read(value) is not None
     except (KeyError, TypeError, ValueError, AttributeError, RecipeError):
         return False
 

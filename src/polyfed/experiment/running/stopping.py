@@ -156,8 +156,7 @@ def refuse_unmeasured(stop: StopSpec, choice: Choice, measured: Mapping[str, set
         )
     raise RecipeError(
         f"{where}: no client has validation rows of its own, or the method does not score them. Set [clients] "
-        "validation, as in validation = 0.2 (not with shards or silos); in a deployment, devices mark rows "
-        "with split 2",
+        "personal_validation, as in personal_validation = 0.2; in a deployment, devices mark rows with split 2",
         ("stop", "metric"),
     )
 

@@ -224,7 +224,8 @@ class Planner:
                 "'sequential'"
             )
         searched = cell.space and not cell.settings_of
-        if searched and not at(cell.table, "clients.validation") and not self._has_validation_rows(cell):
+        has = any(at(cell.table, f"clients.{option}") for option in ("validation", "personal_validation"))
+        if searched and not has and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
         if recipe is not None and not errors and (clients := clients_of(recipe, self._columns(recipe))) is not None:
             errors += filter(None, [policy_fault(recipe, clients)])

@@ -166,7 +166,7 @@ def _span(names: Sequence[str]) -> str:
 
 
 def modality_table(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many clients, and how many of their rows, have each modality.
+    """How many clients, and how many rows of all clients, have each modality.
 
     Args:
         groups: as `page.holdings` returns them.
@@ -176,7 +176,8 @@ def modality_table(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in names:
         own = [group for group in groups if name in group["modalities"]]
-        clients, held = sum(group["clients"] for group in own), sum(group["rows"] for group in own)
+        clients = sum(group["clients"] for group in own)
+        held = sum(group["rows"] - group["lacking"].get(name, 0) for group in own)
         found.append(
             {
                 "name": name,

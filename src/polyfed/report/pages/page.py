@@ -8,6 +8,7 @@ the scripts whose hashes it lists.
 import base64
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -18,10 +19,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.messages import KINDS, LABELS
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
 from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
+from polyfed.privacy.egress.policy import Policy
 from polyfed.report import formatting as words
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.comparison.curves import curves_of
@@ -273,14 +275,19 @@ def _kept(folder: Folder) -> str:
 
 
 def holdings(folder: Folder) -> list[dict[str, Any]]:
-    """How many clients hold which set of modalities, the most frequent set first."""
+    """How many clients hold which set of modalities, the most frequent set first, and rows that lack one of them."""
     groups: dict[tuple[str, ...], list[int]] = {}
+    lacking: dict[tuple[str, ...], Counter[str]] = {}
     for client in folder.facts.get("clients", []):
-        groups.setdefault(tuple(client["modalities"]), []).append(int(client["rows"]))
+        held, rows = tuple(client["modalities"]), int(client["rows"])
+        groups.setdefault(held, []).append(rows)
+        gone = {name: round(share * rows) for name, share in client.get("missing_rows", {}).items()}
+        lacking.setdefault(held, Counter()).update(gone)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [
-        {"modalities": held, "clients": len(rows), "rows": sum(rows), "least": min(rows), "most": max(rows)}
-        for held, rows in ordered
+        {"modalities": held, "clients": len(own), "rows": sum(own), "least": min(own), "most": max(own)}
+        | {"lacking": dict(lacking[held])}
+        for held, own in ordered
     ]
 
 
@@ -297,6 +304,9 @@ def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation |
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
     """Return a table (blocks x kinds) for each destination. A cell holds bytes, refusals and the policy's verdict."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
+    lines = {(block, way): frozenset(kinds) for block, row in policy.items() for way, kinds in row.items()}
+    rules = Policy(lines).for_client(modalities)
+    ways = [way for way in DESTINATIONS if way == "server" or any(place[2] == way for place in sums.places)]
     found = []
     for way, title in WAYS.items():
         places = [place for place in sums.places if place[2] == way]
@@ -309,7 +319,9 @@ def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> 
         rows = []
         for block in blocks:
             allowed = policy.get(block, {}).get(way, [])
-            cells = [_cell(sums, (block, kind, way), kind in allowed or way == "client", most) for kind in kinds]
+            if way == "client":
+                allowed = [kind for kind in kinds if any(rules.accepts(kind, block, to) for to in ways)]
+            cells = [_cell(sums, (block, kind, way), kind in allowed, most) for kind in kinds]
             rows.append((block, cells))
         found.append({"title": title, "kinds": kinds, "rows": rows, "is_gated": way != "client"})
     return found

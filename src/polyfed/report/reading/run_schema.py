@@ -139,6 +139,7 @@ class RunFacts(TypedDict, total=False):
     clients: list[ClientFacts]
     blocks: dict[str, Count]
     egress: dict[str, dict[str, list[str]]]
+    not_in_ledger: list[str]
     captions: dict[str, str]
     audited: bool
 
