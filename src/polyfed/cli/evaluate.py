@@ -10,6 +10,8 @@ from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError, command
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from polyfed.experiment.recipes.recipe import Recipe
 
 
@@ -48,7 +50,6 @@ def evaluate(
     from polyfed.experiment.evaluate import evaluate as score
     from polyfed.experiment.recipes.recipe import load_recipe
     from polyfed.report.pages.evaluation import notes, tables
-    from polyfed.report.text_layout import plain_table, titled
 
     groups = _groups(group or [])
     rows = "validation" if validation else "test"
@@ -61,8 +62,7 @@ def evaluate(
             raise RecipeError(
                 "--app writes a job for devices, which score one model on their own rows: leave out the rest"
             )
-        if unnamed := [column for column, values in groups.items() if not values]:
-            raise RecipeError(f"--group {unnamed[0]}: a job for devices must name the values, as in --group sex=F,M")
+        _refuse_unnamed(groups)
         _write_app(job_of(model, given, rows, groups, best), job, as_json=as_json)  # type: ignore[arg-type]
         return
     found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups, best=best)  # type: ignore[arg-type]
@@ -71,15 +71,25 @@ def evaluate(
     if as_csv:
         typer.echo(found.csv(), nl=False)
         return
-    shown = []
-    for title, heads, lines in tables(found.content):
-        table = plain_table(*heads)
-        for column in table.columns:
-            column.no_wrap = True
-        for line in lines:
-            table.add_row(*line)
-        shown.append(titled(title, table))
+    shown = [_shown(*parts) for parts in tables(found.content)]
     answer(found.content, *shown, *notes(found.content), as_json=as_json)
+
+
+def _shown(title: str, heads: list[str], lines: list[list[str]]) -> "Group":
+    """Return a table, in which no number is broken."""
+    from polyfed.report.text_layout import plain_table, titled
+
+    table = plain_table(*heads)
+    for column in table.columns:
+        column.no_wrap = True
+    for line in lines:
+        table.add_row(*line)
+    return titled(title, table)
+
+
+def _refuse_unnamed(groups: dict[str, list[str]]) -> None:
+    if unnamed := [column for column, values in groups.items() if not values]:
+        raise RecipeError(f"--group {unnamed[0]}: a job for devices must name the values, as in --group sex=F,M")
 
 
 def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:

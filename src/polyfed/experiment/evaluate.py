@@ -296,7 +296,8 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             )
         own = {"test_share": 0.0} if hasattr(source, "test_share") else {}
         source = replace(source, path=str(data), **own)
-    wanted, absent = source, ()
+    wanted = source
+    absent: tuple[str, ...] = ()
     if data is not None:
         source, absent = without_absent(source, trained.shapes)
     columns = prepared(job, stacked(source.load(), job.stack))
@@ -315,9 +316,9 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
         rows = torch.unique(population.train.rows)
         population = population if scaling else replace(population, columns=scaled(job, population.columns, rows))
         method: Any = job.algorithm
-        own = population.test if method.rows == "test" else population.own_validation
+        shards = population.test if method.rows == "test" else population.own_validation
         pooled = population.test_rows if method.rows == "test" else population.validation_rows
-        if own is None and natural_clients_of(population.columns, pooled):
+        if shards is None and natural_clients_of(population.columns, pooled):
             return by_natural_client(population.columns, pooled, method.rows)
         return population
     if scaling is None:
@@ -514,11 +515,11 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
             found["bootstrap"][name] = dataclasses.asdict(pair)
     if isinstance(objective, Classification | Ordinal):
         right = [(objective.decided(outputs) == y).numpy() for outputs in (one, two)]
-        found["mcnemar"] = dataclasses.asdict(mcnemar(*right, codes))
+        found["mcnemar"] = dataclasses.asdict(mcnemar(right[0], right[1], codes))
     names_of = first.population.columns.class_names
     tests = {}
-    for label, (positive, *scores, some) in _binary(objective, one, two, y, names_of).items():
-        tests[label] = delong(positive, *scores, None if codes is None else codes[some])
+    for label, (positive, mine, theirs, some) in _binary(objective, one, two, y, names_of).items():
+        tests[label] = delong(positive, mine, theirs, None if codes is None else codes[some])
     known = {label: dataclasses.asdict(test) for label, test in tests.items() if test is not None}
     return found | ({"delong": known} if known else {})
 

@@ -339,7 +339,8 @@ def ranked(bins: Tensor, shares: Sequence[float], draws: int = DRAWS) -> dict[st
         draws: the number of bootstrap samples.
     """
     found = {}
-    for name, share, metric in zip(NAMES, shares, (auroc, partial(average_precision, draws=draws)), strict=True):
+    metrics: tuple[Callable[..., Estimate | None], ...] = (auroc, partial(average_precision, draws=draws))
+    for name, share, metric in zip(NAMES, shares, metrics, strict=True):
         each = [one for pair in bins.unbind(1) if (one := metric(*pair)) is not None]
         if (mean := mean_of(each, share)) is not None:
             found[name] = mean
