@@ -25,12 +25,12 @@ from polyfed.deploy.credentials import (
     _authority,
     _secret,
     _server,
+    care_for_certificate,
     check_server,
     days_left,
     renewed,
     write_credentials,
 )
-from polyfed.deploy.launch import care_for_certificate
 from polyfed.transport.web import Chain
 
 

@@ -29,14 +29,14 @@ def server(credentials: Path, ports: ServerPorts) -> None:
     Raises:
         RecipeError: a certificate is missing or invalid, or another process uses a port or the folder.
     """
-    care_for_certificate(credentials)
+    care_for_certificate(credentials, "hub")
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
     for number in filter(None, (ports.port, ports.metrics_port, ports.status_port)):
         if listens(number):
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
     statuses = credentials / RUNS
     remove_old(statuses)
-    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
+    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials, "hub"))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
     hub.run()
