@@ -14,12 +14,11 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.option_checks import choices, search_ranges
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.json_and_toml import json_ready, parse_toml
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import parse_recipe, read_table
-from polyfed.experiment.results.json_text import json_ready
 from polyfed.experiment.running import machine
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.running.lock import alone_in
