@@ -55,7 +55,7 @@ from polyfed.model import Model
 from polyfed.objective import Classification, Objective
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.client_data import Direction
+from polyfed.training.client_data import TRAINING_PASSES, Direction, Passes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import there
 
@@ -284,8 +284,8 @@ class Council(Predictor):
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return the log probabilities (B, J, V, T, C), no smaller than `FLOOR`, of logits (B, J, V, C)."""
-        heat = logits.new_tensor(self._temperatures).view(-1, 1)
-        return torch.nan_to_num((logits.unsqueeze(3) / heat).log_softmax(-1), nan=FLOOR).clamp(min=FLOOR)
+        found = torch.stack([(logits / heat).log_softmax(-1) for heat in self._temperatures], 3)
+        return torch.nan_to_num(found, nan=FLOOR).clamp(min=FLOOR)
 
     def _of_the_label(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log probabilities of the rows' classes, float64 (B, J, V, T), of logits (B, J, V, C)."""
@@ -570,16 +570,19 @@ class FedCouncil(Averaging[CouncilState]):
             return super().loss(context, w, batch, got, local)
         model, features = context.model, context.model.features(w, batch)
         error = context.loss(w, batch, features)
-        if self.modality_loss:
+        with torch.set_grad_enabled(self.modality_loss > 0):
             alone = {m: model.fuse(w, {m: z}, batch) for m, z in features.items()}
+        if self.modality_loss:
             terms = [context.objective.loss(out, replace(batch, ok=there(batch, m))) for m, out in alone.items()]
             error = error + self.modality_loss * torch.stack(terms).mean()
         if not self.modulation:
             return error
-        with torch.no_grad():
-            fixed = {m: z.detach() for m, z in features.items()}
-            scores = {m: modality_score(model.fuse(w, {m: z}, batch), batch, m) for m, z in fixed.items()}
-        return error, {m: score.detach() for m, score in scores.items()}
+        return error, {m: modality_score(out.detach(), batch, m) for m, out in alone.items()}
+
+    @property
+    @override
+    def passes(self) -> Passes:
+        return Passes(singly=TRAINING_PASSES if self.modality_loss else bool(self.modulation))
 
     @override
     def direction(
