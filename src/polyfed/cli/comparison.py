@@ -109,6 +109,9 @@ def compare_runs(
         print_json([*comparison.rows(), *comparison.absent_rows()])
     else:
         print_as(form, comparison, proof, written)
+    if as_json or form is not Format.table:  # standard output holds the comparison alone
+        for line in written:
+            typer.echo(f"polyfed: {line}", err=True)
 
 
 def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written: list[str]) -> None:
