@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyfed.core.errors import EgressError, NotAllowed, RecipeError
 from polyfed.deploy.device.recipe_check import Inspection, inspect
+from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import parse_recipe
 
 MLP = {"kind": "mlp", "hidden": [4]}
@@ -74,3 +76,62 @@ def test_the_columns_of_a_modality_without_an_encoder_are_refused(tmp_path: Path
         ("crp", "lab"),
         ("ward", "stay"),
     }
+
+
+GUARD = "[egress.Ward]\nserver = []\n"
+READS_WARD: dict[str, dict[str, Any]] = {
+    "as part of a modality": {"modalities": {"lab": ["age", "ward"]}, "columns": {"ward": "one-hot"}},
+    "by a pattern": {
+        "modalities": {"lab": ["crp", "a*"], "stay": ["w*"]},
+        "columns": {"crp": "mean", "ward": "one-hot"},
+    },
+    "as labels": {"modalities": {"lab": ["age"]}, "columns": {}, "label": "ward"},
+}
+
+
+@pytest.mark.parametrize("how", READS_WARD)
+def test_a_row_keeps_a_column_out_of_all_modalities(how: str, tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text(GUARD)
+    data = table(tmp_path) | READS_WARD[how]
+    with pytest.raises(EgressError, match="'ward' has a policy row of its own"):
+        asked(data, {}, file)
+    sections = {
+        "data": data,
+        "clients": {"num": 2},
+        "algorithm": {"name": "fedavg"},
+        "egress": {"ward": {"server": []}},
+    }
+    with pytest.raises(EgressError, match="'ward' has a policy row of its own"):
+        check(parse_recipe(sections))
+
+
+def test_a_row_of_a_column_that_nothing_reads_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    data = table(tmp_path) | {"modalities": {"lab": ["age"]}, "columns": {}}
+    found = []
+    for text in (GUARD, "[limits]\nmin_rows = 1\n"):
+        file.write_text(text)
+        found.append(asked(data, {}, file).planned)
+    assert found[0] == found[1]
+    sections = {"data": data, "clients": {"num": 2}, "algorithm": {"name": "fedavg"}}
+    rows = {"egress": {"ward": {"server": []}}}
+    assert check(parse_recipe(sections | rows)).planned == check(parse_recipe(sections)).planned
+    with pytest.raises(RecipeError, match="no row 'wart'"):
+        check(parse_recipe(sections | {"egress": {"wart": {"server": []}}}))
+
+
+def test_the_list_of_allowed_columns_holds_for_tables(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('[allow]\ncolumns = ["crp", "age"]\n')
+    with pytest.raises(NotAllowed, match=r'\[allow\] columns = \["ward"\]'):
+        asked(table(tmp_path), {}, file)
+    file.write_text('[allow]\ncolumns = ["crp", "age", "ward"]\n')
+    assert asked(table(tmp_path), {}, file).planned
+
+
+def test_a_row_that_resembles_a_modality_is_no_guard(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("[egress.staj]\nserver = []\n")
+    with pytest.raises(RecipeError, match="no row 'staj'; did you mean 'stay'"):
+        asked(arrays(tmp_path), {}, file)

@@ -156,7 +156,9 @@ class Columns:
             `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         groups: By column, the group of each row, int64 (N,): the position of its value among the values that an
-            evaluation job names, or their number for any other value.
+            evaluation job names, or a number from their number on for any other value.
+        origin: Modality, or `labels` -> the columns or arrays of the file that it reads, where the source knows them.
+            The entry "" lists those that nothing reads.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
         standardise: The modalities whose features `populate` is to standardise over the rows that train: True for all,
             False for none, a tuple of their names, or "uneven" for those whose features differ in size; see `fitted`.
@@ -181,6 +183,7 @@ class Columns:
     numbered: bool = False
     notes: tuple[str, ...] = ()
     groups: Mapping[str, Tensor] = field(default_factory=dict)
+    origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     standardise: Standardise = False
 
     def __post_init__(self) -> None:

@@ -23,10 +23,9 @@ from polyfed.experiment.checks.check import refuse_large
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
-from polyfed.experiment.running.assembly import assemble, model_of, population_of
+from polyfed.experiment.running.assembly import assemble, model_of, policy_of, population_of
 from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
 from polyfed.model import Custom, user_classes
-from polyfed.privacy.egress.policy import Policy
 
 MOST_BYTES = 9_000_000
 """The largest warm start of an app. Flower accepts apps of at most 10 MB."""
@@ -139,7 +138,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
         return
     columns = task_of(recipe).prepared(columns)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
-    model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
+    model_of(recipe, shapes, columns.num_classes, policy_of(recipe, columns))
     try:
         assembly = assemble(recipe)
     except PolyfedError:  # the server's rows may be test rows only, from which no simulation can be made

@@ -84,7 +84,7 @@ class Simulated:
             torch.set_num_threads(1)  # each client has one CPU, so more threads per process would slow each other down
             population = population_of(self.recipe)
             recipe = with_task(self.recipe, population.columns, population.train.rows)
-            policy = Policy.parse(recipe.egress, population.columns.modalities)
+            policy = Policy.parse(recipe.egress, population.columns.modalities, guards=recipe.egress)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
             _RUNTIMES[self.token] = runtime_of(recipe, population, facts, policy, self.folder)
@@ -253,7 +253,9 @@ def runtime_of(
         app: the folder of the recipe's app, which may hold the values of a warm start.
     """
     recipe = without_absent(recipe, facts.shapes)
-    told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
+    told = Policy.parse(
+        recipe.egress, facts.shapes, guards=recipe.egress
+    )  # the model must be the same as the server's model
     given = given_of(recipe, app)
     model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
     own, initial = relay is not None, initial_of(recipe, model, given)

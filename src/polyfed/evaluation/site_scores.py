@@ -17,7 +17,7 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
-from polyfed.objective.report import LEVELS, at_levels, coarsened, shown_groups, wilson
+from polyfed.objective.report import LEVELS, at_levels, coarsened, shown_columns, wilson
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 
@@ -66,13 +66,14 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
         total = sums if total is None else total + sums
     hidden = int((~kept).sum()) > 0 or not torch.equal(y.isnan(), batch.y[:count].cpu().isnan())
     tables = []
+    codes_of = {name: rows.groups[name].cpu() for name in sorted(rows.groups)}
+    shown_of = shown_columns({name: codes[kept] for name, codes in codes_of.items()}, y[kept], least)
     for name, names in values.items():
-        codes = rows.groups[name].cpu()
-        sizes = torch.bincount(codes[kept], minlength=len(names) + 1)
-        shown = shown_groups(sizes, least)
+        codes, shown = codes_of[name], shown_of[name]
         hidden = hidden or not bool(shown.all())
         for code in range(len(names)):
-            of = (kept & (codes == code) if bool(shown[code]) else torch.zeros_like(kept)).nonzero()[:, 0]
+            known = code < len(shown) and bool(shown[code])
+            of = (kept & (codes == code) if known else torch.zeros_like(kept)).nonzero()[:, 0]
             sums = objective.group_sums(outputs[of], Batch({}, y[of], torch.arange(len(of))))
             tables.append(torch.cat([torch.tensor([float(len(of))], dtype=torch.float64), sums]))
     assert total is not None, "a split of no rows has one part"

@@ -7,7 +7,7 @@ rows count in each of them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,27 @@ def coarsened(bins: Tensor, least: int) -> tuple[Tensor, Tensor]:
     return at_levels(bins, levels), levels
 
 
+def raised(bins: Tensor, least: int) -> Tensor:
+    """Join the bins of histograms of ascending scores, (..., N), each with its neighbours on a fixed binary grid.
+
+    A bin is split in two only if each half has `least` rows or none. The rows of a joined bin count at its upper end,
+    so that no score becomes smaller. A histogram of fewer rows becomes empty.
+    """
+    found = torch.zeros_like(bins)
+    for own, into in zip(bins.reshape(-1, bins.shape[-1]), found.view(-1, bins.shape[-1]), strict=True):
+        last = len(own) - 1
+        parts = [(0, 1 << last.bit_length())] if int(own.sum()) >= least else []
+        while parts:
+            low, high = parts.pop()
+            middle = (low + high) // 2
+            halves = [int(own[low:middle].sum()), int(own[middle:high].sum())]
+            if high - low > 1 and all(rows == 0 or rows >= least for rows in halves):
+                parts += [(low, middle)] * (halves[0] > 0) + [(middle, high)] * (halves[1] > 0)
+            else:
+                into[min(high - 1, last)] += sum(halves)
+    return found
+
+
 def at_levels(bins: Tensor, levels: Tensor) -> Tensor:
     """Return histograms (2, K, BINS) with the bins of each label joined up to its level; see `coarsened`."""
     found = torch.zeros_like(bins)
@@ -271,3 +292,53 @@ def shown_groups(sizes: Tensor, least: int) -> Tensor:
         candidates = torch.where(shown & (sizes > 0), sizes, sizes.max() + 1)
         shown[int(candidates.argmin())] = False
     return shown
+
+
+def shown_columns(codes: Mapping[str, Tensor], y: Tensor, least: int) -> dict[str, Tensor]:
+    """Return which groups of each column may be shown, bool (G,); see `shown_groups`.
+
+    A group whose rows are almost the rows of a class, or of shown groups of an earlier column, is hidden: the
+    difference of their sums would tell of the few rows in which they differ.
+
+    Args:
+        codes: the group of each row by each column, int64 (n,), in an order that is the same in every job.
+        y: the labels or targets of the rows.
+        least: the smallest number of rows that may be shown.
+    """
+    targets = [y] if y.dim() == 1 else y.unbind(1)
+    apart = [torch.where(t.isnan(), 2, t == 1).long() if y.is_floating_point() else t for t in targets]
+    found = {}
+    for name, own in codes.items():
+        shown = shown_groups(torch.bincount(own), least)
+        while (code := _telling(own, shown, apart, least)) is not None:
+            shown[code] = False
+        found[name] = shown
+        apart.append(_cells(own, shown))
+    return found
+
+
+def _cells(codes: Tensor, shown: Tensor) -> Tensor:
+    """Return the shown group of each row, int64 (n,); all hidden groups have one number."""
+    return torch.where(shown[codes], codes, len(shown))
+
+
+def _telling(codes: Tensor, shown: Tensor, others: Sequence[Tensor], least: int) -> int | None:
+    """Return a shown group that, alone or with others, differs from a group of another column in few rows; or None."""
+    if least < 2 or not len(codes):
+        return None
+    for cells in others:
+        for code in torch.unique(codes[shown[codes]]).tolist():
+            if 0 < _nearest(codes == code, cells) < least:
+                return int(code)
+        for cell in torch.unique(cells).tolist():
+            inside = codes[(cells == cell) & shown[codes]]
+            if len(inside) and 0 < _nearest(cells == cell, _cells(codes, shown)) < least:
+                return int(torch.bincount(inside).argmax())
+    return None
+
+
+def _nearest(rows: Tensor, cells: Tensor) -> int:
+    """Return in how many rows a set, bool (n,), differs from the nearest union of cells, int64 (n,)."""
+    size = int(cells.max()) + 1
+    inside, outside = (torch.bincount(cells[of], minlength=size) for of in (rows, ~rows))
+    return int(torch.minimum(inside, outside).sum())

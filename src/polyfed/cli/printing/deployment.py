@@ -12,9 +12,12 @@ from rich.text import Text
 from polyfed import deploy
 from polyfed.cli.printing import tables
 from polyfed.core.errors import command
+from polyfed.core.messages import LABELS
 from polyfed.core.system.files import RESULT
+from polyfed.core.tree import SHARED
 from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.experiment.checks.check import fixes_of
+from polyfed.privacy.egress.policy import EVERY
 from polyfed.report import REPORT
 from polyfed.report.text_layout import plain_table, stacked, titled
 
@@ -129,6 +132,12 @@ def device_tables(inspection: Inspection) -> Group:
     parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
     if inspection.planned:
         parts.append(titled("The recipe would send", crossing))
+    about = (*node.held, SHARED, LABELS, EVERY)
+    parts += [
+        Text(f"[egress.{row}] is about no modality here. It keeps a column or an array of this name out of all of them")
+        for row in node.rules.egress
+        if row not in about
+    ]
     refused = ((row.kind, row.block, row.destination) for row in inspection.refused)
     parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]

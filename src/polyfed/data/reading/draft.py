@@ -58,6 +58,7 @@ class Draft:
         declared: Whether a row may lack all modalities, because `present` says so.
         owned: Whether the arrays belong to polyfed, so that rows of NaN are set to zero in place.
         called: Part -> its name in error messages, where it is not the usual one.
+        origin: see `Columns`.
         coded: Modality -> its columns, if [data.columns] speaks of one. The array of the modality then holds codes.
         names: Modality -> the columns of the table, or the arrays, that hold it, in order.
     """
@@ -83,6 +84,7 @@ class Draft:
     owned: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     coded: Mapping[str, tuple[Feature, ...]] = field(default_factory=dict)
+    origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def place(self, part: str) -> str:
@@ -141,6 +143,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         client_names=names,
         split_personal=facts["split_personal"],
         notes=tuple(notes),
+        origin=draft.origin,
         standardise=given.standardise,
     )
     refuse_leaked_labels(columns)

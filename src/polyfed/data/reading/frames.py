@@ -83,7 +83,23 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "names": {modality: tuple(group) for modality, group in groups.items()}}
+    told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def origin_of(
+    groups: Mapping[str, Sequence[str]], labels: Sequence[str], names: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return what the modalities and the labels read, and what nothing reads; see `Columns.origin`.
+
+    Args:
+        groups: modality -> its columns or arrays.
+        labels: the columns of the labels.
+        names: all columns of the file.
+    """
+    read = {name: tuple(group) for name, group in groups.items()} | {"labels": tuple(labels)}
+    used = {column for group in read.values() for column in group}
+    return {**read, "": tuple(name for name in names if name not in used)}
 
 
 def _groups(

@@ -18,7 +18,7 @@ from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
 from polyfed.model import HuggingFace
 from polyfed.privacy.egress.limits import Limits
-from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.policy import Policy, guards_among
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.selection import SELECTORS, Selector
 
@@ -168,14 +168,14 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     Raises:
         RecipeError: the policy file cannot be read, or is not a policy.
     """
-    told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
-    told = told.for_client(node.held)
+    # several sites may use the same policy file, so it may have rows for modalities that this device lacks
+    rows = tuple(dict.fromkeys((*recipe.model.modalities, *modalities, *node.held)))
+    told = Policy.parse(recipe.egress, rows, guards=recipe.egress).for_client(node.held)
     rules = node.rules
     if not rules.path:
         return Policy().for_client(node.held).stricter(told)
-    # several sites may use the same policy file, so it may have rows for modalities that this device lacks
-    rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
-    own = Policy.parse(rules.egress, rows, f"policy {rules.path}: [egress]")
+    guards = guards_among(rules.egress, rows)
+    own = Policy.parse(rules.egress, rows, f"policy {rules.path}: [egress]", guards=guards)
     return own.for_client(node.held).stricter(told)
 
 

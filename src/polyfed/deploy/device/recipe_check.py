@@ -11,10 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from polyfed.core.errors import DataError, EgressError, RecipeError
-from polyfed.core.registry import check_import, check_model, only
-from polyfed.data import Population
+from polyfed.core.registry import check_array, check_import, check_model, only
+from polyfed.data import Columns, Population
 from polyfed.deploy.device.allowed_arrays import ELSEWHERE, check_arrays
 from polyfed.deploy.device.configuration import (
+    DevicePolicy,
     NodeConfig,
     check_held,
     node_from,
@@ -33,7 +34,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.privacy.egress.announcement import Holder
 from polyfed.privacy.egress.mixing import Mixing
-from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.policy import Policy, refuse_guarded
 from polyfed.privacy.egress.requirements import Requirements
 
 
@@ -119,7 +120,7 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
         check_held(node, recipe)
         population: Population | None = population_on(node, recipe, None)
     else:
-        recipe, population, unread = _of_the_recipe(recipe)
+        recipe, population, unread = _of_the_recipe(recipe, node.rules)
         known = recipe.model.modalities if population is None else (*population.columns.modalities,)
         node = replace(node, modalities=",".join(known))
         check_arrays(recipe, (*node.held, *node.rules.egress))
@@ -138,15 +139,19 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
 
 
-def _of_the_recipe(recipe: Recipe) -> tuple[Recipe, Population | None, str]:
+def _of_the_recipe(recipe: Recipe, rules: DevicePolicy) -> tuple[Recipe, Population | None, str]:
     """Return the recipe with all of its encoders, its clients, and "", or the reason why its data cannot be read.
 
     A recipe need not name encoders. Only its data tell which modalities it has, and so what would leave a device.
+
+    Raises:
+        NotAllowed, EgressError: the data are a table, and the policy file forbids one of the columns that it reads.
     """
     if recipe.data == ELSEWHERE:
         return recipe, None, "the recipe's data source is code, which a device does not run"
     try:
         population = population_of(recipe)
+        _check_columns(population.columns, rules)
         return with_encoders(recipe, population.columns), population, ""
     except DataError as error:
         return recipe, None, f"the recipe's data cannot be read here ({error})"
@@ -179,6 +184,19 @@ def _of_policy(path: str) -> NodeConfig:
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
+def _check_columns(columns: Columns, rules: DevicePolicy) -> None:
+    """Refuse columns of the recipe's data that the policy file forbids: by a row of their own, or in [allow] columns.
+
+    A list in [allow] holds for tables too, whose columns a device would hold as arrays.
+    """
+    read = {use: group for use, group in columns.origin.items() if use}
+    refuse_guarded(rules.egress, read, f"policy {rules.path}: [egress")
+    for modality, group in columns.origin.items() if rules.allowance.columns else ():
+        for column in group if modality in columns.modalities else ():
+            if column != modality:
+                check_array("columns", column, f"[data] modalities {modality}")
+
+
 def _planned(
     recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, unread: str
 ) -> tuple[Policy, tuple[Planned, ...], str]:
@@ -193,7 +211,7 @@ def _planned(
     everyone = recipe.model.modalities
     held = [name for name in node.held if name in everyone]  # a whole module names its modalities itself
     # the device builds its model with the recipe's policy
-    told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
+    told = Policy.parse(recipe.egress, everyone, guards=recipe.egress)
     mine = replace(recipe.untimed(), model=recipe.model.reading(held), egress=told.table(node.held))
     unbuilt = policy.for_model(
         node.held, lambda own: Mixing(frozenset(own), "the built model alone shows that it does not")

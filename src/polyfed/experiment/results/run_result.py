@@ -329,7 +329,7 @@ def load_run(folder: str | Path) -> Run:
         )
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
-    policy = Policy.parse(recipe.egress, shapes)
+    policy = Policy.parse(recipe.egress, shapes, guards=recipe.egress)
     given = given_of(recipe, folder)
     model = model_of(recipe, shapes, facts["classes"], policy, given)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")

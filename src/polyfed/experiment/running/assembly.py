@@ -41,7 +41,7 @@ from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.announcement import Announcer
 from polyfed.privacy.egress.ledger import Ledger
-from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.policy import Policy, refuse_guarded
 from polyfed.training.optimisers import Train
 
 
@@ -250,7 +250,7 @@ def _completed(
     All faults are raised together, in one error.
     """
     columns, problems = population.columns, Problems()
-    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    policy = problems.attempt(lambda: policy_of(recipe, columns, lenient=deployed or one_device))
     problems.attempt(lambda: refuse_unnoised(recipe, features_of(columns)))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
     tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
@@ -268,6 +268,26 @@ def _completed(
     assert filled is not None
     assert tasked is not None
     return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
+
+
+def policy_of(recipe: Recipe, columns: Columns, *, lenient: bool = False) -> Policy:
+    """Return the recipe's policy, whose rows name modalities, or columns of the data that no modality may read.
+
+    Args:
+        recipe: the recipe.
+        columns: its data.
+        lenient: whether the columns of all data are not known here, so that a row may name any.
+
+    Raises:
+        RecipeError: a row is wrong.
+        EgressError: a column that has a row of its own is read.
+    """
+    method: Any = recipe.algorithm
+    names = [name for group in columns.origin.values() for name in group]
+    policy = Policy.parse(recipe.egress, columns.modalities, guards=[*recipe.egress] if lenient else names)
+    used = {use: group for use, group in columns.origin.items() if use}
+    refuse_guarded(recipe.egress, {**used, "[algorithm] groups": tuple(getattr(method, "groups", {}))})
+    return policy
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:

@@ -51,7 +51,7 @@ def fault_of(recipe: Recipe, columns: Columns) -> str:
         try:
             columns = prepared(recipe, columns)
             whole = with_task(with_encoders(recipe, columns), columns)
-            policy = Policy.parse(recipe.egress, columns.modalities)
+            policy = Policy.parse(recipe.egress, columns.modalities, guards=recipe.egress)
             shapes = {name: column.shape for name, column in columns.modalities.items()}
             check_model(whole.algorithm, model_of(whole, shapes, columns.num_classes, policy))
         except PolyfedError as error:

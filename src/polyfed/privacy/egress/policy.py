@@ -29,12 +29,16 @@ send them back, or if it may send its samples or their embeddings, which reveal 
     accept = ["parameters"]
 
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
+
+A row of a column or an array that is no modality is a *guard*: nothing may read it but the modality of this very name.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Crossing
 from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
@@ -76,13 +80,17 @@ class Policy:
     mixing: Mixing = Mixing()
 
     @classmethod
-    def parse(cls, table: Table, modalities: Iterable[str], where: str = "[egress]") -> "Policy":
+    def parse(
+        cls, table: Table, modalities: Iterable[str], where: str = "[egress]", guards: Collection[str] = ()
+    ) -> "Policy":
         """Read the `egress` table of a recipe or of a client's own policy file.
 
         Args:
             table: for each block, the kinds by destination.
             modalities: the modalities that may have a row. A row `*` applies to modalities without a row of their own.
             where: the name of the table in error messages.
+            guards: the columns and arrays that may have a row too. Such a row gives no block a permission; see
+                `refuse_guarded`.
 
         Raises:
             RecipeError: a row, destination or kind is unknown. The text suggests the most similar name.
@@ -92,14 +100,14 @@ class Policy:
         rules: dict[tuple[str, str], frozenset[str]] = {}
         problems = Problems()
         for block, entry in table.items():
-            if block not in rows:
+            if block not in rows and not any(alike(block, guard) for guard in guards):
                 text = f"{where} has no row '{block}'; {did_you_mean(block, rows)}"
                 problems.add(RecipeError(text, ("egress", block)))
                 continue
             for destination, kinds in entry.items():
                 if fault := _fault(destination, kinds, f"{where[:-1]}.{block}]"):
                     problems.add(RecipeError(fault, ("egress", block, destination)))
-                else:
+                elif block in rows:
                     rules[block, destination] = frozenset(kinds)
         problems.raise_all()
         wild = {destination: kinds for (block, destination), kinds in rules.items() if block == EVERY}
@@ -249,6 +257,51 @@ class Policy:
         for kind, block, destination in refused:
             kinds.setdefault((block, destination), set()).add(kind)
         yield from filter(None, (self.inherited(wanted, *place) for place, wanted in kinds.items()))
+
+
+def alike(row: str, column: str) -> bool:
+    """Return whether a row of a policy means a column: letters may differ by case, and other marks count as `_`.
+
+    >>> alike("crp_mg_l", "CRP mg/l")
+    True
+    """
+    names = [re.sub(r"\W+", "_", name).strip("_").casefold() for name in (row, column)]
+    return names[0] == names[1]
+
+
+def refuse_guarded(table: Table, read: Mapping[str, Sequence[str]], where: str = "[egress") -> None:
+    """Refuse to read a column or an array that has a policy row of its own, except as the modality of this name.
+
+    Args:
+        table: the policy.
+        read: modality, or another use such as `labels` -> the columns that it reads.
+        where: the beginning of the name of a row in the error text.
+
+    Raises:
+        EgressError: such a column is read. The text lists all of them.
+    """
+    guards = [row for row in table if row not in (SHARED, LABELS, EVERY)]
+    lines = [
+        f"{where}.{row}]: '{column}' has a policy row of its own, and {use} reads it. Take it out of {use}"
+        for use, columns in read.items()
+        for column in columns
+        for row in guards
+        if row != use and alike(row, column)
+    ]
+    if lines:
+        raise EgressError("\n".join(dict.fromkeys(lines)))
+
+
+def guards_among(rows: Iterable[str], modalities: Collection[str]) -> tuple[str, ...]:
+    """Return the rows of a device's policy file that name none of these modalities and are no slip of the pen.
+
+    Several sites may use one file, so it has rows of modalities that a recipe lacks. A row that resembles a modality
+    without a row of its own is not among them: it would be refused, and not leave this modality unprotected.
+    """
+    rows = [*rows]
+    bare, fixed = ([name for name in names if name not in rows] for names in (modalities, (SHARED, LABELS)))
+    slips = {row for row in rows if get_close_matches(row, bare, 1, 0.65) or get_close_matches(row, fixed, 1, 0.8)}
+    return tuple(row for row in rows if row not in modalities and row not in slips)
 
 
 def _fault(destination: str, kinds: Iterable[str], where: str) -> str:

@@ -1,14 +1,14 @@
 """hf: any data set of the Hugging Face `datasets` library."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require
-from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
@@ -84,6 +84,12 @@ class HuggingFace(MediaSet):
             for row in range(len(part))
         ]
         return Listing(samples, classes)
+
+    @override
+    def load(self) -> Columns:
+        columns = super().load()
+        read = {name: (self._column(name),) for name in columns.modalities}
+        return replace(columns, origin=read | {"labels": (self.label,)})
 
     def _classes(self, root: Path, parts: Mapping[str, Any]) -> tuple[str, ...]:
         wanted = [self.label, *([self.client] if self.client else []), *map(self._column, self.modalities)]

@@ -14,7 +14,7 @@ from polyfed.data.column_rules import Feature, rules_of
 from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
-from polyfed.data.reading.frames import Joined, joined
+from polyfed.data.reading.frames import Joined, joined, origin_of
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
@@ -99,12 +99,16 @@ class Npz(Source):
         return tuple(name for group in groups for name in group)
 
     @property
+    def groups(self) -> dict[str, list[str]]:
+        """Return modality -> the arrays that form it."""
+        said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
+        return {name: [group] if isinstance(group, str) else list(group) for name, group in said.items()}
+
+    @property
     def features(self) -> dict[str, tuple[Feature, ...]]:
         """Return the columns, before the fit, of each modality of whose arrays `columns` speaks."""
         rules = rules_of("[data.columns]", self.columns)
-        said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
-        groups = {name: [group] if isinstance(group, str) else list(group) for name, group in said.items()}
-        found = {name: group for name, group in groups.items() if any(array in rules for array in group)}
+        found = {name: group for name, group in self.groups.items() if any(array in rules for array in group)}
         return {
             name: tuple(Feature(column=array, rule=rules.get(array)) for array in group)
             for name, group in found.items()
@@ -156,6 +160,7 @@ class Npz(Source):
             faulty=tuple(name for name in self.modalities if made.modalities.get(name) is None),
             declared=True,
             owned=True,
+            origin=origin_of(self.groups, (self.label,) if self.label else (), arrays.names),
             called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},
             **read,
         )
