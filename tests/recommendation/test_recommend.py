@@ -207,7 +207,7 @@ def test_the_question_and_the_guesses_are_said(tmp_path: Path) -> None:
     polyfed.recommend(
         tiny(tmp_path), tmp_path / "b", minutes=0, methods=FEW, reading=reading, overrides=unseen, say=told.append
     )
-    assert "the test rows belong to clients that take no part in training" in told[-1]
+    assert "take no part in training, and settings are chosen on rows of others that do not train either" in told[-1]
 
 
 def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(

@@ -47,6 +47,10 @@ VALIDATION_SHARE = 0.1
 """The share of the clients' rows on which settings are chosen, unless the recipe or the data say which."""
 
 
+FEWEST_CLIENTS = 5
+"""With fewer natural clients, none is held out to choose settings."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A method with at most one changed option.
@@ -107,9 +111,9 @@ class Planner:
         if not self.metrics:
             self.metrics = default_metrics(self.table, headline_of(with_task(self._plain(), self.columns))["score"])
         clients = self.table.setdefault("clients", {})
-        held_out = clients.get("validation") or clients.get("personal_validation")
+        held_out = any(clients.get(key) for key in ("validation", "validation_clients", "personal_validation"))
         if not held_out and not len(self.columns.rows(VALIDATION)):
-            clients["validation"] = VALIDATION_SHARE
+            clients["validation_clients" if self.unseen else "validation"] = VALIDATION_SHARE
 
     @cached_property
     def columns(self) -> Columns:
@@ -118,6 +122,13 @@ class Planner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return stacked(recipe.data.load(), recipe.stack)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the scores are about clients that take no part in training, of which there are enough to hold out."""
+        own = self.table.get("clients", {})
+        held = own.get("test_clients") is not None or own.get("folds") is not None
+        return held and self.columns.client is not None and len(torch.unique(self.columns.client)) >= FEWEST_CLIENTS
 
     def tell(self, say: Callable[[str], None]) -> None:
         """Say which question the scores answer: about clients that train, or about others."""
@@ -132,9 +143,10 @@ class Planner:
                     "To ask about clients that take no part in training, add --set clients.test_clients=0.2"
                 )
         else:
+            others = "others that do not train either" if own.get("validation_clients") else "those that do"
             say(
-                "the test rows belong to clients that take no part in training. Settings are chosen on other rows of "
-                "the clients that do"
+                "the test rows belong to clients that take no part in training, and settings are chosen on rows of "
+                f"{others}"
             )
 
     def _plain(self) -> Recipe:

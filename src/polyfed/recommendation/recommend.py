@@ -139,8 +139,7 @@ def recommend(
         max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
-        task: for a data file: the task.
+        reading, task: for a data file: `label`, `client`, `split` and `class_names`, and the task, as in `polyfed init`.
         jobs, listeners: as in `polyfed.sweep`.
         say: called with a line about each guess and decision.
 
