@@ -136,6 +136,13 @@ def test_tasks_that_cannot_be_vectorised_are_named(lines):
     assert said(lines) == "score runs client by client: sorts by value\n"
 
 
+def test_a_reason_of_several_tasks_is_one_line(lines):
+    progress = Progress(lines, Clock())
+    for task in ("update", "score_own", "score_subsets"):
+        progress("looped", task=task, reason="convolves")
+    assert said(lines).count("convolves") == 1
+
+
 def fail_in_the_first_round(progress):
     with progress:
         progress("run-started", **started())

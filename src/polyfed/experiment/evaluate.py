@@ -254,6 +254,14 @@ def _encoded(columns: Columns, features: Mapping[str, Features]) -> Columns:
                 f"'{name}' has the columns {', '.join(f.column for f in after)}, and the model was trained with "
                 f"{', '.join(known) or 'numbers'}. Name the same columns in [data]"
             )
+    for name, column in columns.modalities.items():
+        made = column.features or ()
+        if made and made[0].is_whole and made != features.get(name):
+            rules = [None if f.rule is None else f.rule.kind for f in features.get(name, ())]
+            raise DataError(
+                f"'{name}' is made of the column '{made[0].column}' by another rule in [data.columns] than "
+                f"in training ({', '.join(map(str, rules)) or 'none'}). Write the rule of the run's recipe.toml"
+            )
     return encoded(columns, features) if own else columns
 
 

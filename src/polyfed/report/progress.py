@@ -169,7 +169,7 @@ class Progress:
         self._once(f"round {round}: client {client} gave no usable reply to {task}: {reason}", task, reason)
 
     def _on_looped(self, task: str, reason: str) -> None:
-        self._once(f"{task} runs client by client: {reason}", task, reason)
+        self._once(f"{task} runs client by client: {reason}", reason)
 
     def _on_note(self, text: str) -> None:
         self._say(text)
