@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from polyfed.objective.report import (
     LEVELS,
     auroc,
     average_precision,
+    by_client,
     coarsened,
     histograms,
     shown_columns,
@@ -150,6 +152,43 @@ def test_hidden_groups_do_not_follow_from_the_total() -> None:
         assert hidden == 0 or hidden >= least or not bool((shown & (sizes > 0)).any())
     assert shown_groups(torch.tensor([30, 20, 3]), 10).tolist() == [True, False, False]
     assert shown_groups(torch.tensor([30, 20, 0]), 10).tolist() == [True, True, True]
+
+
+@pytest.mark.parametrize("name", ["classes10", "labels", "ordinal"])
+def test_intervals_of_macro_auroc_and_average_precision_are_those_of_the_bootstrap_of_rows(name: str) -> None:
+    objective, outputs, y = rows_of(name)
+    ranked = objective.ranked_rows(outputs, Batch({}, y, torch.arange(N)))
+    assert ranked is not None
+    scores, positive, negative = (part.numpy() for part in ranked)
+    shares = objective.joint_shares(outputs, Batch({}, y, torch.arange(N))).tolist()
+    found = objective.estimates(sums_of(objective, outputs, y, np.arange(N)), shares)
+    draw, means = np.random.default_rng(7), []
+    for _ in range(150):
+        rows = draw.integers(0, N, N)
+        each = []
+        for k in range(scores.shape[1]):
+            own = rows[(positive | negative)[rows, k]]
+            each.append([exact(positive[own, k], scores[own, k]) for exact in (roc_auc_score, average_precision_score)])
+        means.append(np.mean(each, 0))
+    for place, metric in enumerate(("auroc", "average_precision")):
+        one = found[metric]
+        low, high = np.quantile([mean[place] for mean in means], [0.025, 0.975])
+        assert one.low is not None
+        assert one.high is not None
+        assert (one.high - one.low - 2 * one.error) == pytest.approx(high - low, rel=0.25), metric
+        wide = objective.estimates(sums_of(objective, outputs, y, np.arange(N)))[metric]
+        assert one.high - one.low < (0.6 if name == "classes10" else 1.0) * (wide.high - wide.low)  # type: ignore[operator]
+
+
+def test_the_jackknife_over_clients_is_the_interval_of_their_scores() -> None:
+    draw = np.random.default_rng(0)
+    each = draw.uniform(0.4, 0.9, 8)
+    without = [np.delete(each, k).mean() for k in range(8)]
+    found = by_client(float(each.mean()), without, share=False)
+    half = stats.t.ppf(0.975, 7) * each.std(ddof=1) / np.sqrt(8)
+    assert found == pytest.approx((each.mean() - half, each.mean() + half))
+    assert by_client(1.0, [1.0] * 8, share=True)[0] < 0.7, "eight clients that are all right are only eight"  # type: ignore[index]
+    assert by_client(1.0, [1.0], share=True) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

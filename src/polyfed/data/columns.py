@@ -210,6 +210,10 @@ class Columns:
     def __len__(self) -> int:
         return len(self.label)
 
+    def name_of_client(self, client: int) -> str:
+        """Return the name of a natural client, or its number if the data has no names."""
+        return str(client) if self.client_names is None else self.client_names[client]
+
     def column(self, modality: str) -> Column:
         """Return the column of a modality.
 

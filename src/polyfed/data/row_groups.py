@@ -45,6 +45,18 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
     return found
 
 
+def values_of(source: Any, name: str) -> list[str]:
+    """Return the different values of a column, without empty cells, in sorted order.
+
+    Raises:
+        RecipeError, DataError: see `group_codes`.
+    """
+    columns = _columns(source, (name,))
+    if name not in columns:
+        raise DataError(f"--group {name}: the data has no column '{name}'; {did_you_mean(name, list(columns))}")
+    return sorted({str(word) for word in columns[name].ravel()} - {"nan", "None", "<NA>", ""})
+
+
 def device_groups(path: str, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
     """Return `group_codes` of a device, with every other column that its owner allows.
 
