@@ -92,9 +92,9 @@ class Clip:
         found = self.content()
         if isinstance(found, str):
             raise DataError(
-                f"{_quoted(self.name)} holds the text {found[:40]!r} and no file. In a data set of the library `datasets`, "
-                "write cast_column(COLUMN, datasets.Image()) and save_to_disk; or read paths in a table by the source "
-                '`table`, as in [data] columns = { COLUMN = "image" }'
+                f"{_quoted(self.name)} holds the text {found[:40]!r} and no file. In a data set of the library "
+                "`datasets`, write cast_column(COLUMN, datasets.Image()) and save_to_disk; or read paths in a table "
+                'by the source `table`, as in [data] columns = { COLUMN = "image" }'
             )
         if not isinstance(found, bytes):
             raise corrupt(self, f"is not a file but a {type(found).__name__}")
