@@ -159,6 +159,7 @@ class Columns:
             evaluation job names, or their number for any other value.
         origin: Modality, or `labels` -> the columns or arrays of the file that it reads, where the source knows them.
             The entry "" lists those that nothing reads.
+        drawn: The one of `notes` that says how the test set was drawn; "" if the data marks one.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
         standardise: The modalities whose features `populate` is to standardise over the rows that train: True for all,
             False for none, a tuple of their names, or "uneven" for those whose features differ in size; see `fitted`.
@@ -184,6 +185,7 @@ class Columns:
     notes: tuple[str, ...] = ()
     groups: Mapping[str, Tensor] = field(default_factory=dict)
     origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    drawn: str = ""
     standardise: Standardise = False
 
     def __post_init__(self) -> None:

@@ -129,7 +129,7 @@ def recommend(
         max_seconds: the most seconds that a run may take.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
+        reading: for a data file: `label`, `client`, `split`, `class_names` and `leave_out`, as in `polyfed init`.
         task: for a data file: the task.
         jobs: as in `polyfed.sweep`.
         listeners: as in `polyfed.sweep`.
@@ -207,7 +207,11 @@ def _read(path: Path, overrides: Sequence[str], reading: dict[str, Any], task: s
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
         return read_table(path, overrides)
-    made = parse_toml(starter(path, reading, task).text)
+    told: dict[str, Any] = {}
+    for override in overrides:
+        apply(told, override)
+    data = {key: value for key, value in reading.items() if value is not None}
+    made = parse_toml(starter(path, told.get("data", {}) | data, task).text)
     for override in overrides:
         apply(made, override)
     return made

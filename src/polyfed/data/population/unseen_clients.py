@@ -43,7 +43,8 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
     split = columns.split.cpu().clone()
     split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
     split[torch.from_numpy(tested)] = TEST
-    return replace(columns, split=split.to(columns.split))
+    notes = tuple(note for note in columns.notes if note != columns.drawn)
+    return replace(columns, split=split.to(columns.split), notes=notes, drawn="")
 
 
 def _chosen(people: np.ndarray, clients: ClientsSpec, key: int, names: tuple[str, ...] | None) -> np.ndarray:

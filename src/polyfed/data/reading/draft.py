@@ -122,11 +122,11 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     problems.raise_all()
     assert labels is not None
     client, names = (None, None) if people is None else people
-    split, notes = facts["split"], list(draft.notes)
+    split, notes, note = facts["split"], list(draft.notes), ""
     notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, given.test_share, given.seed)
-        notes.append(drawn_note(given.test_share))
+        notes.append(note := drawn_note(given.test_share))
     columns = Columns(
         name=draft.name,
         modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
@@ -144,6 +144,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         split_personal=facts["split_personal"],
         notes=tuple(notes),
         origin=draft.origin,
+        drawn=note,
         standardise=given.standardise,
     )
     refuse_leaked_labels(columns)

@@ -24,7 +24,7 @@ from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, not_in_ledger, private_sizes
-from polyfed.experiment.running.column_statistics import announced
+from polyfed.experiment.running.column_statistics import SET_UP, announced, sizes_of, stated
 from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
 from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
 from polyfed.federation.client_registry import VALIDATION
@@ -90,9 +90,17 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     A policy has rows for blocks, such as the modality `image` or the block `shared`. If it has no row for `shared`, its
     rows for the modalities also limit what `shared` may send. For a refused part of `shared`, the sentences name the
     row that forbids it. If the policy forbids that the parameters of a block leave the client, one more sentence
-    explains how each client can train the block and keep it.
+    explains how each client can train the block and keep it, with all else that the policy then still refuses.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
+    told = {(row.block, row.field) for row in refused if row.task == SET_UP}
+    if fitted := [
+        feature
+        for block, features in features_of(assembly.population.columns).items()
+        for feature in features
+        if (block, feature.column) in told
+    ]:
+        yield f"nobody tells words and means that the recipe names, as in {stated(fitted)}"
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
     method = assembly.algorithm
     if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
@@ -102,7 +110,20 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
         replace(assembly.recipe, algorithm=replace(method, private=private))
     except RecipeError:  # the method cannot keep private blocks
         return
-    yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
+    kept = [row for row in refused if row.kind not in OF_THE_MODEL or row.block not in blocks]
+    more = fixes_of((row for row in kept if row.task != SET_UP), assembly.policy, assembly.fed.clients.modalities)
+    named = [f"[data.columns] as said, or {line}" for line in _told_fixes(kept, assembly)]
+    also = "; ".join([*named, *more])
+    yield (
+        "without sending them, every client can keep and train its own: [algorithm] private = "
+        f"{json.dumps(private)}{also and f', together with {also}'}"
+    )
+
+
+def _told_fixes(refused: Sequence[Planned], assembly: Assembly) -> list[str]:
+    """Return the lines that would let clients tell words and means."""
+    told = [row for row in refused if row.task == SET_UP]
+    return fixes_of(told, assembly.policy, assembly.fed.clients.modalities)
 
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:
@@ -325,7 +346,9 @@ def plan(
     listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
     sizes, seen = block_sizes(assembly), in_dry_run or {}
     planned = (_sized(row, sizes, seen) for row in listed.rows.values())
-    yield from (_sized(row, {}, {}) for row in announced(features_of(assembly.population.columns), listed.policy))
+    told = {(SET_UP, column, block): size for (block, column), size in sizes_of(assembly.population.told).items()}
+    before = {place: Size(fixed=size, per_row=0.0) for place, size in told.items()}
+    yield from (_sized(row, {}, before) for row in announced(features_of(assembly.population.columns), listed.policy))
     yield from (
         row for row in planned if row.bytes != 0 or row.in_dry_run
     )  # a block that is frozen as a whole sends nothing

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import DataError, RecipeError, command, counted
+from polyfed.core.errors import DataError, RecipeError, command, counted, did_you_mean
 from polyfed.core.option_checks import checked
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
@@ -67,7 +67,8 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
-        options: the options of [data] that the user has given. An option with the value None counts as not given.
+        options: the options of [data] that the user has given, and `leave_out`, the columns or arrays that form no
+            modality if the user names none. An option with the value None counts as not given.
         needs_labels: whether the task needs labels.
 
     Raises:
@@ -78,18 +79,22 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
     if not is_arrays and found.suffix not in SUFFIXES:
         allowed = f".npz, {', '.join(SUFFIXES)}, or a folder of .npy files"
         raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
-    notes: list[str] = []
+    options = dict(options)
+    left = tuple(options.pop("leave_out", None) or ())
+    if left and options.get("modalities"):
+        raise RecipeError("leave_out says what the guess leaves out, and modalities is given. Name its columns there")
+    notes: list[str] = [f"left out, as you said: {', '.join(left)}"] if left else []
     remarks: list[str] = []
     source: Npz | Table
     if is_arrays:
-        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels)
+        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
         source = build("[data]", Npz, table)
         columns = source.load()
     else:
         problems = Problems()
         frame = read(found, problems, partial(_words, options), dialect_of(options))
         problems.raise_all()
-        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
+        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
@@ -118,7 +123,12 @@ def _words(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
 
 
 def _of_arrays(
-    path: Path, options: Mapping[str, Any], notes: list[str], remarks: list[str], needs_labels: bool
+    path: Path,
+    options: Mapping[str, Any],
+    notes: list[str],
+    remarks: list[str],
+    needs_labels: bool,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the options of [data] for an .npz file or a folder, and add the guesses to `notes` and `remarks`."""
     arrays = Arrays(path)
@@ -133,7 +143,8 @@ def _of_arrays(
     special = {value for value in table.values() if isinstance(value, str)}
     special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
-    rest = [name for name in arrays.names if name not in special]
+    _refuse_strange(left_out, arrays.names, str(path))
+    rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
     kept = [name for name in rest if name in rules or (arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub")]
     if not kept:
@@ -155,6 +166,7 @@ def _of_table(
     notes: list[str],
     remarks: list[str],
     needs_labels: bool,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
     frame = frame.rename(columns=str)
@@ -166,11 +178,12 @@ def _of_table(
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
     if "modalities" not in table:
-        if "ids" not in table and (ids := row_ids(frame, special)):
+        _refuse_strange(left_out, columns, path)
+        if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
-        guess = guessed(frame, {*special, table.get("ids", "")}, rules)
+        guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
         notes += guess.notes
-        remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
+        remarks += [f"'{path}': {sentence}" for sentence in (*guess.remarks, *guess.left_out)]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
         words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
@@ -187,6 +200,17 @@ def _of_table(
                 f"{filling(frame, [c for group in plain for c in group if frame[c].isna().any()][:MOST_NAMED])}"
             )
     return table
+
+
+def _refuse_strange(left_out: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Refuse to leave out columns or arrays that the file does not have.
+
+    Raises:
+        RecipeError: there is no such name.
+    """
+    for name in left_out:
+        if name not in names:
+            raise RecipeError(f"leave_out: '{where}' has no '{name}'; {did_you_mean(name, names[:50])}")
 
 
 def _roles(

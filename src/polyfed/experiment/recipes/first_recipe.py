@@ -69,6 +69,9 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
+    doubts = [remark for remark in reading.remarks if "trains on" in remark]
+    for remark in doubts:
+        warn(f"{remark}. In polyfed init: --leave-out COLUMN", PolyfedWarning, stacklevel=3)
     if task is None and (remark := doubtful_targets(columns)):
         warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
