@@ -227,25 +227,32 @@ class Guess:
     @property
     def doubtful(self) -> tuple[str, ...]:
         """Warnings for the user about columns that are left out, and about columns that may not be inputs."""
-        return (*self.remarks, *self.left_out)
+        return (*([self.rest] if self.rest else []), *self.doubts, *self.left_out)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
-        """Warnings about columns that may not be inputs."""
+    def doubts(self) -> tuple[str, ...]:
+        """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        said = (f"the model trains on columns that may be no inputs: {told}",) if told else ()
+        return (f"{MAY_BE_NONE}: {told}",) if told else ()
+
+    @property
+    def rest(self) -> str:
+        """A sentence about the columns that nothing but the lack of another place puts into a modality, or ""."""
         rest = self.groups.get(REST, [])
         if not rest:
-            return said
+            return ""
         listed = ", ".join(map(repr, rest[:MOST_NAMED])) + (
             f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
         )
         return (
             f"modality '{REST}' has the columns that are in no other modality: {listed}. The model trains on them, so "
             "another target or a row number among them would reveal the label. Choose the columns of each modality, "
-            f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}",
-            *said,
+            f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}"
         )
+
+
+MAY_BE_NONE = "the model trains on columns that may be no inputs"
+"""The beginning of the warning about ids and times."""
 
 
 def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, ColumnRule] | None = None) -> Guess:

@@ -13,7 +13,7 @@ from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.column_rules import rules_of
 from polyfed.data.reading.array_files import Arrays, existing
-from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids
+from polyfed.data.reading.column_guess import MAY_BE_NONE, MOST_NAMED, column_names, guessed, row_ids
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
@@ -52,12 +52,14 @@ class Reading:
         table: the section [data] of a recipe that reads the same source, as a table of options.
         remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
             warnings.
+        doubts: those of `remarks` about columns that may be no inputs.
     """
 
     source: Npz | Table
     columns: Columns
     table: dict[str, Any]
     remarks: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
@@ -98,7 +100,8 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
-    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
+    doubts = tuple(remark for remark in remarks if MAY_BE_NONE in remark)
+    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts)
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
@@ -182,8 +185,8 @@ def _of_table(
         if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
-        notes += guess.notes
-        remarks += [f"'{path}': {sentence}" for sentence in (*guess.remarks, *guess.left_out)]
+        notes += [*guess.notes, *([f"{guess.rest} (polyfed init: --leave-out COLUMN)"] if guess.rest else [])]
+        remarks += [f"'{path}': {sentence}" for sentence in (*guess.doubts, *guess.left_out)]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
         words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}

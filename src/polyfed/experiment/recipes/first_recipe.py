@@ -69,8 +69,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
-    doubts = [remark for remark in reading.remarks if "trains on" in remark]
-    for remark in doubts:
+    for remark in reading.doubts:
         warn(f"{remark}. In polyfed init: --leave-out COLUMN", PolyfedWarning, stacklevel=3)
     if task is None and (remark := doubtful_targets(columns)):
         warn(remark, PolyfedWarning, stacklevel=3)
@@ -84,8 +83,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    notes.append(words)
-    notes += _seen(columns)
+    notes += [words, *_seen(columns)]
     encoders = {m: encoder_for(m, column, 64) for m, column in columns.modalities.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
     notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]

@@ -414,6 +414,7 @@ def guessed_dialect(path: Path) -> dict[str, str]:
         width = len(rows[0]) if rows else 0
         tables[mark] = width if 2 * sum(len(row) == width for row in rows) > len(rows) else 0
     mark = max(tables, key=tables.__getitem__)
+    mark = " " if tables[mark] <= 1 and lines and " " in lines[0] else mark
     if mark != usual:
         found["separator"] = mark
     cells = [cell.strip() for row in csv.reader(lines[1:], delimiter=mark) for cell in row]
