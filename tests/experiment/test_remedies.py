@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyfed.cli.init import rules_in, write_recipe
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
-from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.privacy.egress import announcement
 from polyfed.privacy.egress.mixing import Mixing
@@ -202,3 +203,30 @@ def test_in_short_says_what_leaves_before_the_first_round(tmp_path: Path) -> Non
     assert "lab: before the first round, statistics of crp; then parameters only" in said
     assert "stay: before the first round, statistics of ward; then" in said
     assert "none in a first round" not in said
+
+
+def test_init_takes_names_with_blanks_and_guesses_how_dates_are_written(tmp_path: Path) -> None:
+    lines = [f"{'' if i % 9 == 0 else i % 4},{1 + i % 28:02}.03.2024,{i % 2}" for i in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["CRP mg/l,Aufnahme am,label", *lines, ""]))
+    rules = rules_in(["CRP mg/l=mean", "Aufnahme am=date"])
+    out = tmp_path / "recipe.toml"
+    write_recipe(tmp_path / "rows.csv", out, {}, rules)
+    dates = {"kind": "date", "start": "2000-01-01", "format": "%d.%m.%Y"}
+    assert tomllib.loads(out.read_text())["data"]["columns"] == {"CRP mg/l": "mean", "Aufnahme am": dates}
+    assert len(load_recipe(out).data.load()) == 60
+    with pytest.raises(RecipeError, match="replace it with --force"):
+        write_recipe(tmp_path / "rows.csv", out, {}, rules)
+    with pytest.raises(RecipeError, match="init takes options of"):
+        write_recipe(tmp_path / "rows.csv", out, {}, rules, overrides=["train.lr=1"], force=True)
+    write_recipe(tmp_path / "rows.csv", out, {}, rules, overrides=["data.test_share=0.5"], force=True)
+    assert load_recipe(out).data.test_share == 0.5
+
+
+def test_whole_people_are_no_drawn_share(tmp_path: Path) -> None:
+    lines = [f"{i % 7}.5,{i % 6},{i % 2}" for i in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["hb,client,label", *lines, ""]))
+    made = tomllib.loads(starter(tmp_path / "rows.csv", {}).text)
+    drawn = "no split is given"
+    assert drawn in str(check(parse_recipe(made)))
+    made["clients"]["test_clients"] = 0.3
+    assert drawn not in str(check(parse_recipe(made)))
