@@ -83,6 +83,7 @@ def test_what_check_suggests_makes_check_pass(
         if private := re.search(r"private = (\[[^]]*\])", why):
             kept["algorithm"]["private"] = json.loads(private[1])
             allowed(kept, why)
+            kept["clients"] |= {"personal_test": 0.2} if "personal_test = 0.2" in why else {}
             assert not refused(kept)
         if "that the recipe names" in why:
             stated = tomllib.loads(re.search(r"\[data\] (columns = .*) \(in Python", why)[1])  # type: ignore[index]

@@ -160,6 +160,7 @@ OPTIONS = {
     "fedmsplit": {"mode": "block_mean"},
     "fedogm": {"scale_params": "all_weights"},
     "mfedmc": {"uploads": 2, "client_share": 1.0},
+    "fedcouncil": {"anchor": False, "own": False, "adapted": 0, "unimodal": False},  # needs no validation rows
 }
 PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
 

@@ -20,7 +20,7 @@ VALIDATED = {
     "partition": "dirichlet",
     "num": 6,
     "alpha": 1.0,
-    "holdings": [["a", "b"], ["a"], ["a", "b"], ["b"]],
+    "holdings": [["a", "b"], ["a"], ["a", "b"], ["b"], ["a", "b"], ["a", "b"]],
     "validation": 0.2,
 }
 """The clients of the federation, with validation rows of their own."""

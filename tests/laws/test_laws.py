@@ -8,6 +8,7 @@ import torch
 
 from laws.rows import ROWS
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import SCORING, Algorithm
 from polyfed.core.tree import Tree
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly
@@ -39,6 +40,14 @@ def models(name: str, parts: Assembly, state: Any) -> list[Tree]:
 
 def test_every_algorithm_has_a_row() -> None:
     assert set(ROWS) == set(ALGORITHMS), "add the algorithm to tests/laws/rows.py"
+
+
+def test_no_method_repeats_a_task_of_the_evaluation() -> None:
+    """It names the class of its message in `evaluates`, and the model in `own_params`."""
+    repeated = {
+        name: {t for t in SCORING if getattr(cls, t) is not getattr(Algorithm, t)} for name, cls in ALGORITHMS.items()
+    }
+    assert not {name: tasks for name, tasks in repeated.items() if tasks}
 
 
 @pytest.mark.filterwarnings("ignore:.*measures nothing")  # the laws' clients have no test rows of their own

@@ -172,6 +172,8 @@ class Algorithm(ABC, Generic[S]):
     common first part share a chart."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options. With `preset = "paper"`, a recipe uses this set for every option that it does not give."""
+    evaluates: ClassVar[type[Message]] = Broadcast
+    """The class of `evaluation_message`, which every task of `SCORING` receives."""
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """What a recipe must say beyond its [algorithm] and [egress], by section, for data with the modalities `a` and `b`:
     `polyfed algorithms NAME --recipe` prints it."""
@@ -625,9 +627,12 @@ class Algorithm(ABC, Generic[S]):
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
         scores = {client: score for client, score in each.items() if score is not None}
-        group = client_statistics.personal(scores, rows, rising=objective.RISING)
+        counted = fed.capped(rows)
+        group = client_statistics.personal(scores, counted, rising=objective.RISING)
         if scores:
-            together = objective.pooled(torch.stack(list(sums.values())).sum(0))
+            shares = [counted[client] / rows[client] if counted[client] < rows[client] else 1.0 for client in sums]
+            parts = [own * share for own, share in zip(sums.values(), shares, strict=True)]
+            together = objective.pooled(torch.stack(parts).sum(0))
             group |= {f"pooled_{name}": value for name, value in together.items()}
         return group, scores
 
@@ -636,30 +641,30 @@ class Algorithm(ABC, Generic[S]):
         """Compute the scores of a model on the rows of an evaluation client."""
         return scores(context, got, data, self.evaluation.unimodal, self.evaluation.subsets), local
 
-    @task()
-    def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
+    @task(sends="evaluates")
+    def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[OwnScore, Tree]:
         """Compute what the client reports about its own test rows, such as the number of correct predictions."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
-    @task()
+    @task(sends="evaluates")
     def score_subsets(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+        self, context: ClientContext, data: ClientData, local: Tree, got: Message
     ) -> tuple[SubsetScores, Tree]:
         """Compute what the client reports about its own test rows, predicted from subsets of the modalities."""
         w, which = self.own_params(got, local), self.evaluation.subsets
         return own_subset_scores(context, w, data.test, self.predictor.logits, which), local
 
-    @task()
+    @task(sends="evaluates")
     def count_scores(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+        self, context: ClientContext, data: ClientData, local: Tree, got: Message
     ) -> tuple[ScoreCounts, Tree]:
         """Count how well the client's model predicts its own validation rows, for conformal prediction."""
         w, kind = self.own_params(got, local), self.evaluation.conformal
         return own_counts(context, w, data.test, self.predictor.logits, kind), local
 
-    @task()
+    @task(sends="evaluates")
     def count_sizes(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+        self, context: ClientContext, data: ClientData, local: Tree, got: Message
     ) -> tuple[SizeCounts, Tree]:
         """Count how the sets of the client's own validation rows shrink with a further modality."""
         return own_size_counts(context, self.own_params(got, local), data.test, self.predictor.logits), local

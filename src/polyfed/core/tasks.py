@@ -30,14 +30,17 @@ class TaskInfo:
         once: name of the block of the local state in which the task keeps secrets that may be used only once. After a
             device has used its secrets to answer a message, it never uses the same secrets to answer a different
             message. Empty if the task has no such block.
+        sends: name of the class attribute with the class of the message that the task receives, if its annotation is
+            plain `Message`.
     """
 
     scope: str = "server"
     loop_because: str = ""
     once: str = ""
+    sends: str = "sends"
 
 
-def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Callable[[_F], _F]:
+def task(*, scope: str = "server", loop_because: str = "", once: str = "", sends: str = "sends") -> Callable[[_F], _F]:
     """Mark a method as a client task.
 
     Args:
@@ -48,10 +51,12 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
         once: name of the block of the local state in which the task keeps secrets that may be used only once. After a
             device has used its secrets to answer a message, it never uses the same secrets to answer a different
             message. This also holds if a server goes back to an earlier round.
+        sends: name of the class attribute with the class of the message that the task receives, if its annotation is
+            plain `Message`, so that subclasses name another message without another task.
     """
 
     def mark(method: _F) -> _F:
-        method.__polyfed_task__ = TaskInfo(scope, loop_because, once)  # type: ignore[attr-defined]
+        method.__polyfed_task__ = TaskInfo(scope, loop_because, once, sends)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -99,8 +104,9 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     """Return the types of the messages that a bound task receives and replies with.
 
     The types come from the task's annotations. An annotation may be plain `Message`, as in a base class. The type then
-    comes from the class attribute `sends` or `replies` of the task's object (`task.__self__`). Under secure
-    aggregation, the reply is masked if its type is sum-only (`core/masked.py`).
+    comes from a class attribute of the task's object (`task.__self__`): `replies` for the reply, and for the received
+    message the one that the task names (`TaskInfo.sends`). Under secure aggregation, the reply is masked if its type is
+    sum-only (`core/masked.py`).
 
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.
@@ -109,7 +115,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     answer = get_args(hints.get("return")) or (None,)
     owner = task.__self__  # type: ignore[attr-defined]
     found: list[type[Message]] = []
-    for kind, attribute in ((hints.get("got"), "sends"), (answer[0], "replies")):
+    for kind, attribute in ((hints.get("got"), info_of(task).sends), (answer[0], "replies")):
         if kind is Message:
             kind = getattr(owner, attribute, None)
         if not (isinstance(kind, type) and issubclass(kind, Message) and kind is not Message):

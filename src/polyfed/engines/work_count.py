@@ -62,6 +62,8 @@ class MeteredClientData(ClientData):
         passes += job.passes.whole * sum(model.part_flops(m) for m in others.intersection(model.modalities))
         encoders = {*owned}.intersection(model.modalities)
         passes += job.passes.encoders * sum(model.flops(m) - model.part_flops(m) for m in encoders)
+        if job.passes.singly and len(encoders) > 1:
+            passes += job.passes.singly * sum(model.flops(SHARED) + model.part_flops(m) for m in encoders)
         if job.only is None:  # a block that is wholly frozen needs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)

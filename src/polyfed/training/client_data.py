@@ -68,10 +68,13 @@ class Passes:
     Attributes:
         whole: forward passes through the model that is trained; a backward pass counts as two.
         encoders: further forward passes through the encoders alone.
+        singly: further forward passes through the fusion from each modality alone, in clients with several modalities;
+            a backward pass counts as two.
     """
 
     whole: int = TRAINING_PASSES
     encoders: int = 0
+    singly: int = 0
 
 
 ONCE = Passes()

@@ -26,10 +26,7 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE, READING, NotSearched, SearchRange
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation.conformal import ScoreCounts
-from polyfed.evaluation.scores import OwnScore, Predictor
-from polyfed.evaluation.shrinkage import SizeCounts
-from polyfed.evaluation.subsets import SubsetScores
+from polyfed.evaluation.scores import Predictor
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -143,6 +140,7 @@ class FedProto(Averaging[ProtoState]):
     needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
+    evaluates: ClassVar[type[Message]] = Shared
 
     @property
     @override
@@ -246,34 +244,6 @@ class FedProto(Averaging[ProtoState]):
 
         fit = data.minimise(loss, local if own else got.params, train=self.train)
         return self._report(context, data, fit), (fit.params if own else local)
-
-    # the tasks of an evaluation differ from those of `Algorithm` in the message alone, which brings prototypes too
-
-    @task()
-    @override
-    def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
-        return super().score_own(context, data, local, got)  # type: ignore[arg-type]
-
-    @task()
-    @override
-    def score_subsets(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
-    ) -> tuple[SubsetScores, Tree]:
-        return super().score_subsets(context, data, local, got)  # type: ignore[arg-type]
-
-    @task()
-    @override
-    def count_scores(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
-    ) -> tuple[ScoreCounts, Tree]:
-        return super().count_scores(context, data, local, got)  # type: ignore[arg-type]
-
-    @task()
-    @override
-    def count_sizes(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: Shared
-    ) -> tuple[SizeCounts, Tree]:
-        return super().count_sizes(context, data, local, got)  # type: ignore[arg-type]
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Return the features (B, D) by modality, scaled to the length `feature_norm`."""

@@ -45,8 +45,7 @@ from polyfed.core.option_checks import (
 from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, nested, under
-from polyfed.evaluation.scores import Measured, ModelToEvaluate, OwnScore, Predictor
-from polyfed.evaluation.subsets import SubsetScores
+from polyfed.evaluation.scores import Measured, ModelToEvaluate, Predictor
 from polyfed.federation.aggregation import ServerOptimiser, aggregate
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
@@ -56,7 +55,7 @@ from polyfed.model import Model
 from polyfed.objective import Classification, Objective
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.client_data import Direction
+from polyfed.training.client_data import TRAINING_PASSES, Direction, Passes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import there
 
@@ -285,8 +284,8 @@ class Council(Predictor):
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return the log probabilities (B, J, V, T, C), no smaller than `FLOOR`, of logits (B, J, V, C)."""
-        heat = logits.new_tensor(self._temperatures).view(-1, 1)
-        return torch.nan_to_num((logits.unsqueeze(3) / heat).log_softmax(-1), nan=FLOOR).clamp(min=FLOOR)
+        found = torch.stack([(logits / heat).log_softmax(-1) for heat in self._temperatures], 3)
+        return torch.nan_to_num(found, nan=FLOOR).clamp(min=FLOOR)
 
     def _of_the_label(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log probabilities of the rows' classes, float64 (B, J, V, T), of logits (B, J, V, C)."""
@@ -373,6 +372,7 @@ class FedCouncil(Averaging[CouncilState]):
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
     sends: ClassVar[type[Message]] = BothModels
     replies: ClassVar[type[Message]] = BothTrained
+    evaluates: ClassVar[type[Message]] = BothModels
     completes_private: ClassVar[bool] = True
     only_evaluates: ClassVar[tuple[str, ...]] = ("weigh",)
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -547,7 +547,7 @@ class FedCouncil(Averaging[CouncilState]):
         found: list[float] = []
         for tree in (state.anchor, state.params):
             replies = fed.ask(self.score, [VALIDATION], ModelToEvaluate(tree, {}, {}), quorum=False)
-            known = self.measured(replies[VALIDATION], fed) if VALIDATION in replies else {}
+            known = self.measured(replies[VALIDATION], fed)[0] if VALIDATION in replies else {}
             found.append(known.get(fed.context.objective.BEST, -math.inf))
         return found[0] > found[1]
 
@@ -570,16 +570,19 @@ class FedCouncil(Averaging[CouncilState]):
             return super().loss(context, w, batch, got, local)
         model, features = context.model, context.model.features(w, batch)
         error = context.loss(w, batch, features)
-        if self.modality_loss:
+        with torch.set_grad_enabled(self.modality_loss > 0):
             alone = {m: model.fuse(w, {m: z}, batch) for m, z in features.items()}
+        if self.modality_loss:
             terms = [context.objective.loss(out, replace(batch, ok=there(batch, m))) for m, out in alone.items()]
             error = error + self.modality_loss * torch.stack(terms).mean()
         if not self.modulation:
             return error
-        with torch.no_grad():
-            fixed = {m: z.detach() for m, z in features.items()}
-            scores = {m: modality_score(model.fuse(w, {m: z}, batch), batch, m) for m, z in fixed.items()}
-        return error, {m: score.detach() for m, score in scores.items()}
+        return error, {m: modality_score(out.detach(), batch, m) for m, out in alone.items()}
+
+    @property
+    @override
+    def passes(self) -> Passes:
+        return Passes(singly=TRAINING_PASSES if self.modality_loss else bool(self.modulation))
 
     @override
     def direction(
@@ -642,19 +645,3 @@ class FedCouncil(Averaging[CouncilState]):
             train = epochs_of(self.train, self.adapted)
             loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
             yield from nested(prefix, data.minimise(loss, start, train=train, stream=TUNE_STREAM).params).items()
-
-    # the tasks of an evaluation differ from those of `Algorithm` in the message alone, which brings both models
-
-    @task()
-    @override
-    def score_own(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: BothModels
-    ) -> tuple[OwnScore, Tree]:
-        return super().score_own(context, data, local, got)  # type: ignore[arg-type]
-
-    @task()
-    @override
-    def score_subsets(  # type: ignore[override]
-        self, context: ClientContext, data: ClientData, local: Tree, got: BothModels
-    ) -> tuple[SubsetScores, Tree]:
-        return super().score_subsets(context, data, local, got)  # type: ignore[arg-type]

@@ -93,37 +93,36 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     explains how each client can train the block and keep it, with all else that the policy then still refuses.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
-    told = {(row.block, row.field) for row in refused if row.task == SET_UP}
-    if fitted := [
-        feature
-        for block, features in features_of(assembly.population.columns).items()
-        for feature in features
-        if (block, feature.column) in told
-    ]:
-        yield f"nobody tells words and means that the recipe names, as in {stated(fitted)}"
+    yield from _named(refused, assembly)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
     method = assembly.algorithm
     if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
         return
-    private = (*method.private, *blocks)
+    own = [block for block in blocks if block != SHARED]
+    apart = bool(own) and SHARED in blocks and (SHARED, "server") not in assembly.policy.rules
+    private = (*method.private, *(own if apart else blocks))
+    clients = assembly.recipe.clients
+    tested = clients if clients.personal_test is not None else replace(clients, personal_test=0.2)
     try:
-        replace(assembly.recipe, algorithm=replace(method, private=private))
+        replace(assembly.recipe, algorithm=replace(method, private=private), clients=tested)
     except RecipeError:  # the method cannot keep private blocks
         return
-    kept = [row for row in refused if row.kind not in OF_THE_MODEL or row.block not in blocks]
-    more = fixes_of((row for row in kept if row.task != SET_UP), assembly.policy, assembly.fed.clients.modalities)
-    named = [f"[data.columns] as said, or {line}" for line in _told_fixes(kept, assembly)]
-    also = "; ".join([*named, *more])
-    yield (
-        "without sending them, every client can keep and train its own: [algorithm] private = "
-        f"{json.dumps(private)}{also and f', together with {also}'}"
-    )
+    kept = own if apart else blocks
+    left = [row for row in refused if row.kind not in OF_THE_MODEL or row.block not in kept]
+    lines = [f"[algorithm] private = {json.dumps(private)}"]
+    lines += fixes_of((row for row in left if row.task != SET_UP), assembly.policy, assembly.fed.clients.modalities)
+    told = fixes_of((row for row in left if row.task == SET_UP), assembly.policy, assembly.fed.clients.modalities)
+    lines += [f"named words and means, or {line}" for line in told]
+    lines += [] if tested is clients else ["[clients] personal_test = 0.2"]
+    yield f"without sending {' and '.join(kept)}, every client can keep and train its own: {', '.join(lines)}"
 
 
-def _told_fixes(refused: Sequence[Planned], assembly: Assembly) -> list[str]:
-    """Return the lines that would let clients tell words and means."""
-    told = [row for row in refused if row.task == SET_UP]
-    return fixes_of(told, assembly.policy, assembly.fed.clients.modalities)
+def _named(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
+    """Yield a sentence about refused words and means, if there are any: nobody tells those that the recipe names."""
+    told = {(row.block, row.field) for row in refused if row.task == SET_UP}
+    columns = features_of(assembly.population.columns).items()
+    if fitted := [one for block, features in columns for one in features if (block, one.column) in told]:
+        yield f"nobody tells words and means that the recipe names, as in {stated(fitted)}"
 
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:
