@@ -138,8 +138,7 @@ def recommend(
         max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading, task: for a data file: its columns, such as `label`, `client` and `leave_out`, and the task, as in
-            `polyfed init`.
+        reading, task: for a data file: `label`, `client`, `leave_out` ..., and the task, as in `polyfed init`.
         jobs, listeners: as in `polyfed.sweep`.
         say: called with a line about each guess and decision.
 

@@ -234,7 +234,7 @@ class Guess:
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        return (f"{MAY_BE_NONE}: {told}",) if told else ()
+        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: --leave-out COLUMN)",) if told else ()
 
     @property
     def rest(self) -> str:

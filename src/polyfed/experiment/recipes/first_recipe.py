@@ -71,9 +71,8 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
-    for remark in reading.doubts:
-        warn(f"{remark}. In polyfed init: --leave-out COLUMN", PolyfedWarning, stacklevel=3)
-    if task is None and (remark := doubtful_targets(columns)):
+    doubtful = doubtful_targets(columns) if task is None else ""
+    for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
         table["test_share"] = source.test_share
