@@ -245,6 +245,15 @@ def test_a_model_with_infinite_parameters_gets_no_weight() -> None:
     assert bool(torch.isfinite(table).all())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_composed_model_that_diverges_leaves_the_others_as_they_are(engine: str) -> None:
+    _, state, _ = played(council(engine, modality_loss=1e38))
+    _, after, _ = played(recipe(algorithm("fedavg", train=TRAIN), engine, clients=CLIENTS))
+    assert same(state.anchor, after.params)
+    assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
+    assert math.isfinite(state.train_loss)
+
+
 # ---- what leaves, what is refused, how it is used
 
 

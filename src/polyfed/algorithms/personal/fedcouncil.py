@@ -178,6 +178,13 @@ class Experts:
         return torch.tensor(values, dtype=torch.float64)
 
 
+def unless_diverged(trained: Tree, before: Tree) -> Tree:
+    """Return the trained parameters if all are finite, else those before. It runs under vmap."""
+    real = [value for value in trained.values() if value.is_floating_point()]
+    finite = torch.stack([value.isfinite().all() for value in real]).all()
+    return {name: torch.where(finite, value, before[name]) for name, value in trained.items()}
+
+
 def fused(model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
     """Return the logits (B, J, 1, C) of each model from its features."""
     found = [model.fuse(tree, z, batch) for tree, z in zip(members, features, strict=True)]
@@ -604,18 +611,25 @@ class FedCouncil(Averaging[CouncilState]):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: BothModels, local: Tree
     ) -> tuple[BothTrained, Tree]:
-        """Train the anchor and the own model as FedAvg and Local do, on the same batches, and keep what is private."""
+        """Train the anchor and the own model as FedAvg and Local do, on the same batches, and keep what is private.
 
-        def trained(start: Tree) -> Tree:
-            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train).params
+        A composed or own model that diverges stays as it was, so that the others go on.
+        """
 
-        anchor = trained(got.anchor) if self.keeps_anchor else {}
-        after = dict(local)
+        def trained(start: Tree) -> TrainingResult:
+            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train)
+
+        params, loss, anchor, after = fit.params, fit.loss, Tree(), dict(local)
+        if self.keeps_anchor:
+            plain = trained(got.anchor)
+            params, anchor = unless_diverged(params, got.params), plain.params
+            loss = torch.where(loss.isfinite(), loss, plain.loss)
         if self.own:
-            after |= nested(OWN, trained(under(OWN, local)))
+            before = under(OWN, local)
+            after |= nested(OWN, unless_diverged(trained(before).params, before))
         if self.adapted:
-            after |= nested(ADAPTED, fit.params) | nested(ADAPTED_ANCHOR, anchor)
-        return BothTrained(fit.params, anchor, fit.loss, data.num_rows), after
+            after |= nested(ADAPTED, params) | nested(ADAPTED_ANCHOR, anchor)
+        return BothTrained(params, anchor, loss, data.num_rows), after
 
     @override
     def own_params(self, got: BothModels, local: Tree) -> Tree:
@@ -644,4 +658,5 @@ class FedCouncil(Averaging[CouncilState]):
         if start:
             train = epochs_of(self.train, self.adapted)
             loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
-            yield from nested(prefix, data.minimise(loss, start, train=train, stream=TUNE_STREAM).params).items()
+            tuned = data.minimise(loss, start, train=train, stream=TUNE_STREAM).params
+            yield from nested(prefix, unless_diverged(tuned, start)).items()
