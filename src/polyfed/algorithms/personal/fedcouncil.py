@@ -67,6 +67,8 @@ names."""
 TEMPERATURES = (1.0, 2.0, 4.0)
 """What the logits of an expert are divided by; each is an expert of its own, because networks are overconfident."""
 
+Prior = Literal["flat", "global"]
+
 MOST = 6
 """The largest number of modalities for which every subset has weights of its own."""
 
@@ -162,16 +164,20 @@ class Experts:
         whole = (atoms[..., None, :, 0, :] + means.unsqueeze(-1)).logsumexp(-2)
         return torch.cat([whole.flatten(-2), atoms[..., 1:, :].flatten(-3)], -1)
 
-    def prior(self, views: Sequence[int]) -> Tensor:
-        """Return pi, float64 (E,): half for the global models alone at temperature 1, half for all other experts.
+    def prior(self, views: Sequence[int], towards: Prior = "flat") -> Tensor:
+        """Return pi, float64 (E,).
 
         Args:
             views: the single modalities, numbered from 1, whose predictions count; the experts of others have 0.
+            towards: `flat`, the same for all experts, or `global`: half for the global models alone at temperature 1,
+                and half for all others.
         """
         allowed = [view == 0 or view in views for _, view, _ in self._listed]
         head = [len(m) == 1 and m[0] < self.num_global and v == 0 and t == 0 for m, v, t in self._listed]
         rest = sum(allowed) - sum(head)
         share = 0.5 if rest else 1.0
+        if towards == "flat":
+            share = sum(head) / sum(allowed)
         values = [
             share / sum(head) if h else (1 - share) / max(rest, 1) * a for a, h in zip(allowed, head, strict=True)
         ]
@@ -198,10 +204,12 @@ class Council(Predictor):
     Attributes:
         unimodal: whether predictions from single modalities count.
         calibrated: whether the temperatures `TEMPERATURES` count, or only 1.
+        prior: the prior over experts; see `Experts.prior`.
     """
 
     unimodal: bool = True
     calibrated: bool = True
+    prior: Prior = "flat"
 
     @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
@@ -239,7 +247,7 @@ class Council(Predictor):
         experts, subsets = self.experts(model, w), list(self._subsets(context))
         device = data.num_rows.device
         matrix, table = experts.matrix.to(device), table.to(device)
-        prior = torch.stack([experts.prior(self._views(model, s)) for s in subsets]).to(device)
+        prior = torch.stack([experts.prior(self._views(model, s), self.prior) for s in subsets]).to(device)
 
         def step(carry: tuple[Tensor, Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
             likelihood, total, count = carry
@@ -361,6 +369,8 @@ class FedCouncil(Averaging[CouncilState]):
             with fine-tuning; before, the copies are those of its last local training. 0 for no copies.
         unimodal: whether predictions from single modalities take part in the mixture.
         calibrated: whether flattened probabilities (temperatures 2 and 4) take part.
+        prior: the weights before the first held-out row: `flat`, the same for all experts, or `global`, half for the
+            global models.
         placebo: `random` is a control: clients draw their weights at random. `none` is the method.
     """
 
@@ -374,6 +384,7 @@ class FedCouncil(Averaging[CouncilState]):
     adapted: Annotated[int, NOT_NEGATIVE, SearchRange(0, 2, 5, fedavg=0)] = 2
     unimodal: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
     calibrated: Annotated[bool, NotSearched("costs nothing")] = True
+    prior: Annotated[Prior, SearchRange("flat", "global")] = "flat"
     placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
@@ -454,7 +465,7 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     def council(self) -> Council:
         """What mixes the models."""
-        return Council(self.unimodal, self.calibrated)
+        return Council(self.unimodal, self.calibrated, self.prior)
 
     @property
     @override
@@ -472,7 +483,7 @@ class FedCouncil(Averaging[CouncilState]):
         elif not self.momentum:
             found["momentum_lr"] = "momentum = 0"
         if not self.needs_own_validation:
-            found |= dict.fromkeys(("calibrated", "placebo"), "a single model for all clients")
+            found |= dict.fromkeys(("calibrated", "prior", "placebo"), "a single model for all clients")
         if self.anchor and not self.keeps_anchor:
             found["anchor"] = "a composed model that is the one of FedAvg"
         return found
