@@ -1,4 +1,8 @@
-"""Servers that read rows from what is not training: scores on test rows, class means, and counts of rows."""
+"""Servers that read rows from what is not training: scores on test rows, class means, and counts of rows.
+
+Before, 170 scores of models that the server had made gave a test row and its label under a policy that let nothing of
+its modality leave, new run names renewed every budget, and the prototype of a class of one row was this row.
+"""
 
 import contextlib
 import os
@@ -23,8 +27,10 @@ from polyfed.algorithms.knowledge.fedproto import Learned, Shared
 from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.messages import Message, carries, message
+from polyfed.core.registry import Allowance, only
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
+from polyfed.data.row_groups import device_groups
 from polyfed.deploy.device import privacy_budget as budget
 from polyfed.deploy.device.request_limits import admit_today
 from polyfed.deploy.device.store import STORE, DeviceStore
@@ -39,6 +45,7 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.objective import CLASSES
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression
+from polyfed.objective.report import shown_columns
 from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.egress.limit_guard import rows_of_classes
 from polyfed.privacy.egress.limits import Limits
@@ -305,6 +312,11 @@ def test_a_subset_that_few_rows_have_or_lack_is_not_told(tmp_path: Path) -> None
         answer = device.ask("score_subsets", Broadcast(device.params), lacking)
         assert answer.num_rows.tolist() == told
         assert (answer.sums != 0).tolist() <= [bool(rows) for rows in told]
+    data["color_present"] = ~np.isin(np.arange(len(data["label"])), tested[1:5])  # one of these rows has gray
+    np.savez(tmp_path / "data.npz", **data)
+    device.handler = Deployed(device.handler.recipe_path)
+    answer = device.ask("score_subsets", Broadcast(device.params), 9)
+    assert answer.num_rows.tolist() == [len(tested) - 4, len(tested) - 4, 0], "it would tell of the row with gray alone"
 
 
 def test_counts_for_conformal_sets_leave_out_small_classes_and_small_devices(tmp_path: Path) -> None:
@@ -314,15 +326,35 @@ def test_counts_for_conformal_sets_leave_out_small_classes_and_small_devices(tmp
     data["label"] = np.where(np.arange(120) == 95, 2, np.arange(120) % 2)  # one validation row of class 2
     np.savez(tmp_path / "data.npz", **data)
     path = tmp_path / "recipe.toml"
-    path.write_text(path.read_text() + '[evaluate]\nconformal = "class"\n')
+    path.write_text(path.read_text() + '[evaluate]\nconformal = "class"\nshrinkage = true\n')
     answer = device.ask("count_scores", Broadcast(device.params), held_out="validation")
     assert answer.in_bins.sum(-1).tolist() == [[10, 9, 0]] * 3
+    assert not ((answer.in_bins > 0) & (answer.in_bins < 5)).any(), "a bin of few rows tells their scores"
+    sizes = device.ask("count_sizes", Broadcast(device.params), 2, "sizes", "validation").in_bins
+    assert sizes.any()
+    assert not ((sizes > 0) & (sizes < 5 * 3)).any(), "each row has a score of each of the three classes"
     np.savez(
         tmp_path / "data.npz",
         **data | {"split": np.where((data["split"] == 2) & (np.arange(120) > 93), 3, data["split"])},
     )
     device.handler = Deployed(device.handler.recipe_path)
     assert "min_test_rows = 5" in str(device.ask("count_scores", Broadcast(device.params), 1, "two", "validation"))
+
+
+def test_counts_of_two_subsets_do_not_differ_in_few_rows(tmp_path: Path) -> None:
+    """One validation row lacks `color`: both modalities would have the counts of `gray` without its score."""
+    device = Device(tmp_path, f"{SOME}[limits]\nmin_test_rows = 5\n")
+    with np.load(tmp_path / "data.npz") as arrays:
+        data = dict(arrays) | {"split": np.repeat([0, 2, 1], [90, 20, 10])}
+    path = tmp_path / "recipe.toml"
+    path.write_text(path.read_text() + '[evaluate]\nconformal = "split"\n')
+    for lacking, told in ((1, [20, 19, 0]), (6, [20, 14, 14])):
+        np.savez(
+            tmp_path / "data.npz", color_present=~((np.arange(120) >= 90) & (np.arange(120) < 90 + lacking)), **data
+        )
+        device.handler = Deployed(device.handler.recipe_path)
+        answer = device.ask("count_scores", Broadcast(device.params), 0, f"run{lacking}", "validation")
+        assert answer.in_bins.sum((1, 2)).tolist() == told
 
 
 def test_every_subset_of_the_modalities_has_noise_that_is_booked(tmp_path: Path) -> None:
@@ -632,3 +664,21 @@ def test_recipes_may_name_the_limits(tmp_path: Path) -> None:
     assert (joined.value("min_rows_per_class"), joined.value("max_runs_per_day")) == (8, 3)
     assert not joined.is_of_the_recipe("min_rows_per_class")
     assert Limits(min_rows_per_class=0, min_batch_size=8).stricter(stated).value("min_rows_per_class") == 4
+
+
+def test_two_jobs_with_other_groups_tell_no_group_of_few_rows(tmp_path: Path) -> None:
+    """Ward C has three rows. A job for ward A alone, and one for A and B, would tell its sums by subtraction."""
+    ward, sex = np.repeat(["A", "B", "C"], [30, 12, 3]), np.repeat(["f", "m"], [28, 17])
+    path, y = tmp_path / "data.npz", torch.arange(45) % 3
+    np.savez(path, ward=ward, sex=sex)
+    told = []
+    with only(Allowance(groups=("ward", "sex"))):
+        for values in (["A"], ["A", "B"], ["B", "C"]):
+            codes = device_groups(str(path), {"ward": values}, 45)
+            assert set(codes) == {"ward", "sex"}, "the other job's column counts too"
+            shown = shown_columns({name: codes[name] for name in sorted(codes)}, y, 10)["ward"]
+            told.append({value for place, value in enumerate(values) if bool(shown[place])})
+    assert told == [set(), set(), set()], "A differs from the women in two rows, and B is the smallest besides C"
+    with only(Allowance(groups=("ward",))):
+        codes = device_groups(str(path), {"ward": ["A", "B"]}, 45)
+    assert shown_columns(codes, y, 10)["ward"][:2].tolist() == [True, False]

@@ -198,6 +198,23 @@ def test_the_short_summary_tells_of_the_rows_that_no_message_carries() -> None:
     assert "validation rows" not in kept
 
 
+def test_a_modality_that_may_not_leave_gets_the_whole_recipe_at_once() -> None:
+    made = recipe(algorithm("fedavg"), egress={"a": {"server": []}})
+    refused = check(made)
+    (told,) = [text for text in refused.why if "every client can keep and train its own" in text]
+    assert told.endswith(
+        '[algorithm] private = ["a"], [egress.shared] server = ["parameters", "statistic"], '
+        "[clients] personal_test = 0.2"
+    )
+    cured = recipe(
+        algorithm("fedavg", private=("a",)),
+        egress={"a": {"server": []}, "shared": {"server": ["parameters", "statistic"]}},
+    )
+    allowed = check(replace(cured, clients=replace(cured.clients, personal_test=0.2)))
+    assert all(row.allowed for row in allowed.planned)
+    assert not any(row.block == "a" for row in allowed.planned)
+
+
 def test_the_forecast_has_the_histogram_of_scores_as_large_as_the_ledger_books_it(tmp_path: Path) -> None:
     scored = replace(algorithm("fedavg"), evaluation=Evaluation(conformal="split"))
     made = replace(recipe(scored, rounds=1), clients=ClientsSpec(num=4, personal_validation=0.3))

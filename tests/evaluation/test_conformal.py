@@ -39,6 +39,7 @@ from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.objective import CLASSES
 from polyfed.objective.regression import Regression
+from polyfed.objective.report import raised
 from polyfed.privacy.egress.requirements import Requirements
 from polyfed.selection import Uniform
 from world import algorithm, played, recipe
@@ -206,7 +207,7 @@ def test_sets_hold_the_truth_as_often_as_promised_on_every_subset_and_group(name
             bins = class_bins(run.predict(x, members[0]))
             scores = bins.gather(1, label[rows][:, None])[:, 0].numpy()
             covered = []
-            for _ in range(200):
+            for _ in range(80):
                 order = draw.permutation(len(rows))
                 own, rest = scores[order[: len(rows) // 2]], scores[order[len(rows) // 2 :]]
                 counts = torch.bincount(torch.from_numpy(own), minlength=BINS + 1)[None]
@@ -573,3 +574,35 @@ def test_too_few_rows_for_the_noise_are_refused_with_the_number_needed() -> None
     assert torch.equal(again.counts["all"]["a"], conformal.counts["all"]["a"]), "counts with noise may be negative"
     forged = ScoreCounts(torch.full((1, 1, BINS + 1), -1), torch.tensor(0))
     assert possible_counts((1, 1, BINS + 1))(0, forged) == "counts fewer than 0 rows"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_joined_bins_hold_enough_rows_or_none_and_no_score_becomes_smaller(seed: int) -> None:
+    draw, least = np.random.default_rng(seed), 7
+    scores = np.sort(draw.integers(0, BINS + 1, size=int(draw.integers(0, 60))))
+    bins = torch.from_numpy(np.bincount(scores, minlength=BINS + 1))
+    found = raised(bins, least)
+    assert not ((found > 0) & (found < least)).any()
+    assert int(found.sum()) == (len(scores) if len(scores) >= least else 0)
+    if len(scores) >= least:
+        raised_scores = np.repeat(np.arange(BINS + 1), found.numpy())
+        assert (raised_scores >= scores).all()
+        assert raised(raised(bins, least), least).equal(found)
+
+
+def test_joined_bins_keep_the_promise_and_many_rows_keep_small_sets() -> None:
+    """Coverage under joined bins is at least that without, and the limit is close with many rows."""
+    draw = np.random.default_rng(1)
+    hits = []
+    for _ in range(300):
+        scores = draw.integers(0, BINS + 1, size=41)
+        counts = raised(torch.from_numpy(np.bincount(scores[:40], minlength=BINS + 1)).view(1, 1, -1), 8)
+        limit, _ = Conformal("split", "all", {"all": {"a": counts[0]}}).limits("all", "a", 0.8)
+        hits.append(scores[40] <= int(limit))
+    assert np.mean(hits) >= 0.8
+    many = torch.from_numpy(np.bincount(draw.integers(0, BINS + 1, size=50_000), minlength=BINS + 1)).view(1, 1, -1)
+    exact, joined = (
+        int(Conformal("split", "all", {"all": {"a": one[0]}}).limits("all", "a", 0.9)[0])
+        for one in (many, raised(many, 10))
+    )
+    assert exact <= joined <= exact + 2

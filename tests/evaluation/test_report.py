@@ -1,16 +1,28 @@
 """The sums of an evaluation job: pooled they are those of all rows; AUROC and average precision keep their bounds."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
-from polyfed.objective.report import LEVELS, auroc, average_precision, coarsened, histograms, shown_groups, wilson
+from polyfed.objective.report import (
+    LEVELS,
+    auroc,
+    average_precision,
+    by_client,
+    coarsened,
+    histograms,
+    shown_columns,
+    shown_groups,
+    wilson,
+)
 
 N = 600
 
@@ -140,3 +152,76 @@ def test_hidden_groups_do_not_follow_from_the_total() -> None:
         assert hidden == 0 or hidden >= least or not bool((shown & (sizes > 0)).any())
     assert shown_groups(torch.tensor([30, 20, 3]), 10).tolist() == [True, False, False]
     assert shown_groups(torch.tensor([30, 20, 0]), 10).tolist() == [True, True, True]
+
+
+@pytest.mark.parametrize("name", ["classes10", "labels", "ordinal"])
+def test_intervals_of_macro_auroc_and_average_precision_are_those_of_the_bootstrap_of_rows(name: str) -> None:
+    objective, outputs, y = rows_of(name)
+    ranked = objective.ranked_rows(outputs, Batch({}, y, torch.arange(N)))
+    assert ranked is not None
+    scores, positive, negative = (part.numpy() for part in ranked)
+    shares = objective.joint_shares(outputs, Batch({}, y, torch.arange(N))).tolist()
+    found = objective.estimates(sums_of(objective, outputs, y, np.arange(N)), shares)
+    draw, means = np.random.default_rng(7), []
+    for _ in range(150):
+        rows = draw.integers(0, N, N)
+        each = []
+        for k in range(scores.shape[1]):
+            own = rows[(positive | negative)[rows, k]]
+            each.append([exact(positive[own, k], scores[own, k]) for exact in (roc_auc_score, average_precision_score)])
+        means.append(np.mean(each, 0))
+    for place, metric in enumerate(("auroc", "average_precision")):
+        one = found[metric]
+        low, high = np.quantile([mean[place] for mean in means], [0.025, 0.975])
+        assert one.low is not None
+        assert one.high is not None
+        assert (one.high - one.low - 2 * one.error) == pytest.approx(high - low, rel=0.25), metric
+        wide = objective.estimates(sums_of(objective, outputs, y, np.arange(N)))[metric]
+        assert one.high - one.low < (0.6 if name == "classes10" else 1.0) * (wide.high - wide.low)  # type: ignore[operator]
+
+
+def test_the_jackknife_over_clients_is_the_interval_of_their_scores() -> None:
+    draw = np.random.default_rng(0)
+    each = draw.uniform(0.4, 0.9, 8)
+    without = [np.delete(each, k).mean() for k in range(8)]
+    found = by_client(float(each.mean()), without, share=False)
+    half = stats.t.ppf(0.975, 7) * each.std(ddof=1) / np.sqrt(8)
+    assert found == pytest.approx((each.mean() - half, each.mean() + half))
+    assert by_client(1.0, [1.0] * 8, share=True)[0] < 0.7, "eight clients that are all right are only eight"  # type: ignore[index]
+    assert by_client(1.0, [1.0], share=True) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_groups_and_no_two_jobs_differ_in_few_rows(seed: int) -> None:
+    """Any unions of the shown groups of two columns, or of classes, are equal or differ in enough rows."""
+    draw, n, least = torch.Generator().manual_seed(seed), 60, 8
+    y, sex = torch.randint(0, 2, (n,), generator=draw), torch.randint(0, 2, (n,), generator=draw)
+    other = torch.rand(n, generator=draw) < torch.rand(1, generator=draw) * 0.3
+    ward = torch.where(other, torch.randint(0, 3, (n,), generator=draw), (sex if seed % 2 else y))
+    codes = {"sex": sex, "ward": ward}
+    shown = shown_columns(codes, y, least)
+    tables = [[y == c for c in range(2)]]
+    tables += [[codes[name] == c for c in shown[name].nonzero()[:, 0].tolist()] for name in codes]
+    rows = torch.ones(n, dtype=torch.bool)
+    unions = [
+        [sum((cell for i, cell in enumerate(table) if pick >> i & 1), ~rows) for pick in range(2 ** len(table))]
+        for table in tables
+    ]
+    for one, table in itertools.permutations(range(3), 2):
+        for group in tables[one]:
+            for union in unions[table]:
+                for part in (union, ~union):
+                    apart = int((group ^ part).sum())
+                    assert apart == 0 or apart >= least
+
+
+def test_groups_that_repeat_a_class_or_each_other_are_hidden() -> None:
+    y = torch.arange(100) % 2
+    nearly = torch.where(torch.arange(100) < 2, 1 - y, y)
+    across = torch.arange(100) // 50
+    assert shown_columns({"a": y, "b": across}, y, 10)["a"].all(), "the same rows tell nothing new"
+    assert not shown_columns({"a": nearly, "b": across}, y, 10)["a"].any()
+    found = shown_columns({"a": across, "b": across.roll(2)}, y, 10)
+    assert found["a"].all()
+    assert not found["b"].any()
+    assert shown_columns({"a": across, "b": across.roll(2)}, y, 0)["b"].all(), "the owner's own rows"

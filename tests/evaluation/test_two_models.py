@@ -63,3 +63,31 @@ def test_the_paired_bootstrap_is_narrower_than_that_of_two_samples_and_near_the_
     assert found.low == pytest.approx(gap - half, abs=0.15 * half)
     assert found.high == pytest.approx(gap + half, abs=0.15 * half)
     assert paired_bootstrap(4, lambda rows: None) is None
+
+
+def test_rows_of_one_client_count_once() -> None:
+    """Each client's rows are copies: as many clients as rows give the tests of rows, their copies the same again."""
+    y, one, two = scores(60, ties=False)
+    right = [(model > 0.5) == y for model in (one, two)]
+    whole, copies = np.arange(60), np.repeat(np.arange(60), 5)
+    many = delong(np.repeat(y, 5), np.repeat(one, 5), np.repeat(two, 5), copies)
+    single, by_rows = delong(y, one, two, whole), delong(y, one, two)
+    assert many is not None
+    assert single is not None
+    assert by_rows is not None
+    assert (many.low, many.p) == pytest.approx((single.low, single.p))
+    assert single.high - single.low == pytest.approx(by_rows.high - by_rows.low, rel=0.06)
+    ignorant = delong(np.repeat(y, 5), np.repeat(one, 5), np.repeat(two, 5))
+    assert ignorant is not None
+    assert ignorant.high - ignorant.low < 0.5 * (many.high - many.low)
+    tests = [mcnemar(*right, whole).p, mcnemar(*(np.repeat(model, 5) for model in right), copies).p]
+    assert tests[0] == pytest.approx(tests[1])
+    assert mcnemar(*(np.repeat(model, 5) for model in right)).p < tests[1]
+
+    def gap(rows: np.ndarray) -> tuple[float, float]:
+        return float(np.repeat(right[0], 5)[rows].mean()), float(np.repeat(right[1], 5)[rows].mean())
+
+    by_client, by_row = paired_bootstrap(300, gap, 200, clients=copies), paired_bootstrap(300, gap, 200)
+    assert by_client is not None
+    assert by_row is not None
+    assert by_client.high - by_client.low > 1.7 * (by_row.high - by_row.low)

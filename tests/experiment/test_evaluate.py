@@ -63,6 +63,7 @@ class Sites(Devices):
                 parts.append(dict(arrays))
         joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         joined["id"] = np.arange(len(joined["label"]))
+        joined["client"] = np.repeat(np.arange(len(parts)), [len(part["label"]) for part in parts])
         np.savez(folder / "pooled.npz", **joined)
         return folder / "pooled.npz"
 
@@ -236,7 +237,7 @@ def _bins(sums: torch.Tensor) -> torch.Tensor:
     return Classification().score_bins(sums)
 
 
-@pytest.mark.parametrize("forged", ["groups", "rows", "sums"])
+@pytest.mark.parametrize("forged", ["groups", "rows", "sums", "shares"])
 def test_the_server_drops_an_impossible_report(forged: str, sites: Sites) -> None:
     from polyfed.evaluation.site_scores import SiteScores, flaw_of
     from polyfed.objective import Classification
@@ -247,12 +248,14 @@ def test_the_server_drops_an_impossible_report(forged: str, sites: Sites) -> Non
         sums,
         torch.tensor([[3.0, 1.0], [2.0, 2.0]]).double(),
         torch.zeros(3, dtype=torch.int64),
+        torch.ones(2).double(),
         torch.tensor(5),
         torch.tensor(0),
     )
     assert flaw_of(objective, good, GROUPS, len(sums)) == ""
     bad = {
         "groups": replace(good, groups=good.groups * 9),
+        "shares": replace(good, shares=good.shares[:1]),
         "rows": replace(good, num_rows=torch.tensor(4)),
         "sums": replace(good, sums=sums[:-1]),
     }[forged]
@@ -316,7 +319,7 @@ def test_the_command_prints_json_csv_and_a_table_and_writes_a_page(sites: Sites,
     assert float(first["value"]) == content["pooled"]["metrics"]["accuracy"]["value"]
     assert len(lines) == len(Evaluation(content).lines())
     text = called()
-    assert "all sites" in text
+    assert "All 38 rows" in text
     assert "95 %" in text
     assert "<table>" in (tmp_path / "out" / "evaluation.html").read_text()
     assert (Path(json.loads(called("--json", "--app", str(tmp_path / "app")))["app"]) / "init.json").exists()
@@ -329,7 +332,7 @@ def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path
     with pytest.raises(RecipeError, match="does not fit this model"):
         polyfed.evaluate(export, recipe=polyfed.load_recipe(sites.recipe, ["model.embedding=7"]))
     with pytest.raises(RecipeError, match="must be distinct values"):
-        polyfed.evaluate(sites.model, groups={"sex": []})
+        polyfed.evaluate(sites.model, groups={"sex": ["f", "f"]})
     with pytest.raises(PolyfedError, match=r"groups needs the columns|no array"):
         polyfed.evaluate(sites.model, groups=GROUPS)
     none = polyfed.load_recipe(sites.recipe, ["clients.personal_test=0.2"])
@@ -374,3 +377,135 @@ def test_groups_are_columns_of_a_table_too(tmp_path: Path) -> None:
     assert polyfed.evaluate(tmp_path / "run", groups={"sex": ["f", "m"]}).content["pooled"]["groups"]["sex"]
     with pytest.raises(DataError, match=r"no array 'sexx'.*sex"):
         polyfed.evaluate(tmp_path / "run", groups={"sexx": ["f"]})
+
+
+# a table with names, holes and natural clients
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table with words for classes and clients, in which rows lack a modality."""
+    folder = tmp_path_factory.mktemp("homes")
+    table(folder / "my.csv", 400, 0)
+    table(folder / "new.csv", 300, 1)
+    recipe = f"""rounds = 2
+[data]
+name = "table"
+path = "{folder / "my.csv"}"
+modalities = {{ audio = "audio_*", text = "text_*" }}
+[clients]
+partition = "by-client"
+validation = 0.1
+[algorithm]
+name = "fedavg"
+[train]
+lr = 0.1
+"""
+    (folder / "recipe.toml").write_text(recipe)
+    polyfed.run(folder / "recipe.toml", folder / "run")
+    return folder
+
+
+def table(path: Path, rows: int, seed: int, without: str = "", short: bool = False) -> Path:
+    draw = np.random.default_rng(seed)
+    label, home = draw.integers(0, 3, rows), draw.integers(0, 6, rows)
+    x = draw.normal(size=(rows, 8)) + 1.5 * label[:, None]
+    lacks = draw.random(rows)
+    heads = [f"{m}_{k}" for m in ("audio", "text") for k in range(4)]
+    lines = [",".join([*heads, "label", "client", "kind"])]
+    for place in range(rows):
+        cells = [f"{v:.3f}" for v in x[place]]
+        if lacks[place] < 0.3:
+            cells[:4] = [""] * 4
+        elif lacks[place] > 0.8 and not without:
+            cells[4:] = [""] * 4
+        cells += [("bad", "good", "so-so")[label[place]], f"home{home[place] + 5}", ("x", "y", "")[place % 3]]
+        lines.append(",".join(cells))
+    kept = [k for k, head in enumerate((*heads, *"abc")) if not (without and head.startswith(without))]
+    kept = [k for k in kept if not (short and k == 7)]
+    text = [",".join(line.split(",")[k] for k in kept) for line in lines]
+    path.write_text("\n".join(text))
+    return path
+
+
+def test_sites_classes_and_groups_have_the_names_of_the_table(homes: Path) -> None:
+    found = polyfed.evaluate(homes / "run", data=homes / "new.csv", groups={"kind": []}).content
+    assert set(found["sites"]) == {f"home{k}" for k in range(5, 11)}
+    assert sum(one["rows"] for one in found["sites"].values()) == found["pooled"]["rows"] == 300
+    assert found["classes"] == ["bad", "good", "so-so"]
+    assert set(found["pooled"]["groups"]["kind"]) == {"x", "y"}
+    lacks = found["pooled"]["groups"]["missing"]
+    assert sum(one["rows"] for one in lacks.values()) == 300
+    assert lacks["nothing"]["accuracy"]["value"] > lacks["audio"]["accuracy"]["value"]
+    told = found["pooled"]["metrics"]["accuracy"]
+    assert told["clients"] == 6
+    assert told["low_by_rows"] < told["value"] < told["high_by_rows"]
+
+
+@pytest.mark.parametrize("form", ["no column", "all empty"])
+def test_a_file_without_a_modality_answers_how_good_the_model_is_without_it(
+    form: str, homes: Path, tmp_path: Path
+) -> None:
+    path = table(tmp_path / "silent.csv", 300, 1, "audio")
+    if form == "all empty":
+        head, *lines = path.read_text().splitlines()
+        extra = ",".join(f"audio_{k}" for k in range(4))
+        path.write_text("\n".join([f"{head},{extra}", *(line + "," * 4 for line in lines)]))
+    found = polyfed.evaluate(homes / "run", data=path).content["pooled"]
+    assert found["rows"] == 300
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    text = np.array([[float(row[f"text_{k}"] or "nan") for k in range(4)] for row in rows])
+    run = polyfed.load_run(homes / "run")
+    right = [
+        run.models.class_names[int(k)] == row["label"]
+        for k, row in zip(run.predict({"text": text}).argmax(1), rows, strict=True)
+    ]
+    assert found["metrics"]["accuracy"]["value"] == pytest.approx(np.mean(right))
+    assert set(found["groups"]["missing"]) == {"audio"}
+
+
+def test_a_missing_column_is_named(homes: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the model reads \\(4,\\): the file has no column 'text_3'"):
+        polyfed.evaluate(homes / "run", data=table(tmp_path / "short.csv", 300, 1, short=True))
+
+
+def test_the_best_round_is_scored_only_if_asked(homes: Path) -> None:
+    run = polyfed.load_run(homes / "run")
+    last, best = (polyfed.evaluate(homes / "run", data=homes / "new.csv", best=flag).content for flag in (False, True))
+    assert last["model"]["round"] == 2
+    assert best["model"]["round"] == last["model"]["best_round"] == run.result["best"]["round"]
+    same = run.result["best"]["round"] == 2
+    assert (last["pooled"]["metrics"]["loss"] == best["pooled"]["metrics"]["loss"]) == same
+
+
+def ended(*words: str) -> Any:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return end.value.code
+
+
+def test_the_terminal_names_everything_once(homes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", str(homes / "run"), "--data", str(homes / "new.csv"), "--out", str(tmp_path / "out")]
+    assert ended(*arguments, "--group", "kind") == 0
+    text = capsys.readouterr().out
+    assert "home10" in text
+    assert "so-so" in text
+    assert "by what a row lacks" in text
+    assert "100 rows, not scored apart" in text
+    assert "server" not in text
+    assert "min_group" not in text
+    assert "that of round 2" in text
+    assert "over 6 clients" in text
+    other = tmp_path / "other"
+    polyfed.load_run(homes / "run").export(other)
+    again = ["evaluate", str(other), "--recipe", str(homes / "recipe.toml"), "--data", str(homes / "new.csv")]
+    assert ended(*again, "--out", str(tmp_path / "out")) == 2
+    assert "holds the evaluation of" in capsys.readouterr().err
+
+
+def test_two_models_are_named_and_compared_over_clients(homes: Path) -> None:
+    found = polyfed.evaluate(homes / "run", homes / "run", data=homes / "new.csv").content["comparison"]
+    assert found["models"] == [str(homes / "run")] * 2
+    assert found["clients"] == 6
+    assert set(found["delong"]) == {"bad", "good", "so-so"}

@@ -72,6 +72,5 @@ FURTHER: dict[str, Callable[[], Recipe]] = {
     "fedavg, judged by prototypes": lambda: everybody(judged_by_prototypes("fedavg")),
     "fedavg, noise of the clients": noisy,
     "fedavg, secure aggregation": lambda: secured("fedavg"),
-    "scaffold, secure aggregation": lambda: secured("scaffold"),
     "fedproto, original": lambda: everybody(world("fedproto", mode="original")),
 }

@@ -14,6 +14,9 @@ import tiny_models
 from test_frozen import printed
 from test_lora import Two
 
+from laws.rows import ROWS
+from laws.test_variants import recorded as honest_messages
+from laws.test_variants import taken
 from oracles import lora as oracle
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, map_fields
@@ -442,3 +445,11 @@ def test_a_device_takes_adapters_of_its_own_rank_only(
     assert not attack.faults, "\n".join(attack.faults)
     assert not attack.lost
     assert {how for task, _, how in attack.tried if task == "update"} >= {"the ranks of the model", "a smaller rank"}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox"])
+def test_corrupt_messages_are_refused_under_ranks_of_clients(
+    name: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    parts, seen = honest_messages(made(folders, ranks=MIXED, method=name, **ROWS[name].options))
+    assert not (found := taken(parts, seen, tmp_path)), "\n".join(found)

@@ -10,6 +10,8 @@ from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError, command
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from polyfed.experiment.recipes.recipe import Recipe
 
 
@@ -29,8 +31,10 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[Path | None, typer.Option(metavar="FILE", help="Score the rows of this file.")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Score own validation rows, not test rows.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Score the run's best round, not its last.")] = False,
     group: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN=A,B", help="Score groups by a column. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="COLUMN[=A,B]", help="Score groups by a column, of all or these values. May be repeated."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write evaluation.json, .csv and .html into this folder.")
@@ -45,8 +49,7 @@ def evaluate(
     from polyfed.experiment.evaluate import Evaluation, job_of, write
     from polyfed.experiment.evaluate import evaluate as score
     from polyfed.experiment.recipes.recipe import load_recipe
-    from polyfed.report.pages.evaluation import NOTE, tables
-    from polyfed.report.text_layout import plain_table, titled
+    from polyfed.report.pages.evaluation import notes, tables
 
     groups = _groups(group or [])
     rows = "validation" if validation else "test"
@@ -59,21 +62,34 @@ def evaluate(
             raise RecipeError(
                 "--app writes a job for devices, which score one model on their own rows: leave out the rest"
             )
-        _write_app(job_of(model, given, rows, groups), job, as_json=as_json)  # type: ignore[arg-type]
+        _refuse_unnamed(groups)
+        _write_app(job_of(model, given, rows, groups, best), job, as_json=as_json)  # type: ignore[arg-type]
         return
-    found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups)  # type: ignore[arg-type]
+    found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups, best=best)  # type: ignore[arg-type]
     if out is not None:
         write(found, out)
     if as_csv:
         typer.echo(found.csv(), nl=False)
         return
-    shown = []
-    for title, heads, lines in tables(found.content):
-        table = plain_table(*heads)
-        for line in lines:
-            table.add_row(*line)
-        shown.append(titled(title, table))
-    answer(found.content, *shown, NOTE, as_json=as_json)
+    shown = [_shown(*parts) for parts in tables(found.content)]
+    answer(found.content, *shown, *notes(found.content), as_json=as_json)
+
+
+def _shown(title: str, heads: list[str], lines: list[list[str]]) -> "Group":
+    """Return a table, in which no number is broken."""
+    from polyfed.report.text_layout import plain_table, titled
+
+    table = plain_table(*heads)
+    for column in table.columns:
+        column.no_wrap = True
+    for line in lines:
+        table.add_row(*line)
+    return titled(title, table)
+
+
+def _refuse_unnamed(groups: dict[str, list[str]]) -> None:
+    if unnamed := [column for column, values in groups.items() if not values]:
+        raise RecipeError(f"--group {unnamed[0]}: a job for devices must name the values, as in --group sex=F,M")
 
 
 def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
@@ -88,9 +104,9 @@ def _groups(words: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for word in words:
         column, _, values = word.partition("=")
-        if not column or not values:
-            raise RecipeError(f"--group {word}: must be COLUMN=VALUE,VALUE, as in --group sex=F,M")
-        found[column] = [value.strip() for value in values.split(",")]
+        if not column:
+            raise RecipeError(f"--group {word}: must be COLUMN or COLUMN=VALUE,VALUE, as in --group sex=F,M")
+        found[column] = [value.strip() for value in values.split(",")] if values else []
     return found
 
 
@@ -126,8 +142,8 @@ def predict(
 ) -> None:
     """Predict new rows: classes by name with probabilities, or numbers, and the modalities that each row has."""
     from polyfed.core.system.files import replace_text
+    from polyfed.core.system.json_and_toml import to_json
     from polyfed.core.system.log_lines import escaped_lines
-    from polyfed.experiment.results.json_text import to_json
     from polyfed.experiment.results.run_result import load_run
     from polyfed.experiment.results.saved_model import load_model
     from polyfed.experiment.running.warm_start import DESCRIPTION

@@ -58,6 +58,32 @@ class Batch:
         """
         return self if self.key is None else replace(self, key=keys.fold_in(keys.fold_in(self.key, _REDRAWN), number))
 
+    def of_enough_rows(self, least: int) -> "Batch":
+        """Return the batch without each modality, and without each target, that some but fewer than `least` rows have.
+
+        The gradient of a modality's block comes from the rows that have the modality, and that of a target's output
+        from those in which the target is known. Without this, a large batch would tell a single row.
+
+        Args:
+            least: the least number of different rows.
+        """
+        few = {m: there for m, there in self.present.items() if self._are_few(there, least)}
+        x = {m: torch.zeros_like(value) if m in few else value for m, value in self.x.items()}
+        y = self.y
+        if y.is_floating_point():
+            targets = self.y.reshape(len(self.y), -1)
+            lost = [self._are_few(~target.isnan(), least) for target in targets.unbind(1)]
+            hidden = torch.tensor(lost, dtype=torch.bool, device=y.device).expand(targets.shape)
+            y = torch.where(hidden, torch.nan, targets).view_as(self.y) if any(lost) else y
+        if not few and y is self.y:
+            return self
+        return replace(self, x=x, y=y, present={**self.present, **{m: torch.zeros_like(few[m]) for m in few}})
+
+    def _are_few(self, there: Tensor, least: int) -> bool:
+        """Return whether these are some of the real rows, but fewer than `least` different ones."""
+        rows = self.rows[there if self.ok is None else there & self.ok]
+        return 0 < int(torch.unique(rows).numel()) < least
+
     @property
     def num_real(self) -> Tensor:
         """Number of real rows, a 0-dim float32 tensor."""

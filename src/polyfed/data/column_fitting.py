@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
-from polyfed.data.column_rules import MOST_WORDS, Feature, suggestion, word_of
+from polyfed.data.column_rules import MOST_WORDS, Feature, shape_of, suggestion, word_of
 from polyfed.data.columns import Column, Columns
+from polyfed.data.whole_columns import as_cells, read_cells
 
 Features = tuple[Feature, ...]
 
@@ -232,26 +233,45 @@ def told_shape(column: Column) -> tuple[int, ...]:
         return column.shape
     if is_fitted({"": features}):
         return (len(features),)
-    return (sum(feature.width for feature in agreed({"": features}, [], "")[""]),)
+    return shape_of(agreed({"": features}, [], "")[""])
 
 
 def samples_from(features: Features, value: Any, where: str) -> Tensor:
-    """Return the numbers (n, F) of new samples whose columns hold words, empty cells and dates.
+    """Return the numbers (n, ...) of new samples: words, empty cells, dates, image files or texts.
 
     Args:
         features: the columns of the modality, after the fit.
         value: a data frame or a dictionary with these columns, or rows of cells (n, columns), or (n,) for one column.
+            An empty cell of image files or texts is a sample that lacks the modality, and its numbers are NaN.
         where: the beginning of an error text.
 
     Raises:
         DataError: a column is missing, or a cell cannot be read.
     """
+    if features[0].rule is not None and features[0].is_whole:
+        found, there = read_cells(features[0].rule, _whole(features[0].column, value, where), where)
+        samples = torch.from_numpy(found).to(torch.float32)
+        samples[~torch.from_numpy(there)] = torch.nan
+        return samples
     cells = _cells(features, value, where)
     for feature in features:
         if feature.of_words and (line := unseen(feature, map(word_of, cells[feature.column]))):
             warnings.warn(f"{where}: {line}", PolyfedWarning, stacklevel=4)
     parts = [feature.expanded(feature.coded(cells[feature.column], where)) for feature in features]
     return torch.from_numpy(np.concatenate(parts, 1))
+
+
+def _whole(column: str, value: Any, where: str) -> list[Any]:
+    """Return the cells of the only column of a modality."""
+    if isinstance(value, Mapping) or hasattr(value, "columns"):
+        if column not in value:
+            raise DataError(f"{where} has no column '{column}', which the model reads")
+        value = value[column]
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        raise DataError(
+            f"{where} is a {type(value).__name__}: give a list with a cell for each sample, as in [{where}]"
+        )
+    return list(as_cells(value))
 
 
 def _cells(features: Features, value: Any, where: str) -> dict[str, list[Any]]:
@@ -286,6 +306,6 @@ def read_tables(said: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[in
     """
     found = {str(name): tuple(Feature.read(value) for value in own) for name, own in (said or {}).items()}
     for name, features in found.items():
-        if tuple(shapes[name]) != (sum(feature.width for feature in features),):
+        if tuple(shapes[name]) != shape_of(features):
             raise ValueError(f"the columns of '{name}' do not give samples of the shape {tuple(shapes[name])}")
     return found

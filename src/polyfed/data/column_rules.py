@@ -1,8 +1,9 @@
-"""How a column of a table becomes numbers: words, empty cells and dates, as [data.columns] says.
+"""How a column becomes numbers, as [data.columns] says: words, empty cells, dates, image files and texts.
 
 A table is read in two steps. `Feature.coded` turns the cells of a column into one number each: the place of a word
 among the words of the table, a number or NaN, or the time since a start. After the division into clients, the words and
 the means are agreed on (`column_fitting.py`), and `Feature.expanded` turns each code into one or several numbers.
+Columns of image files and texts are modalities of their own, read in one step (`whole_columns.py`).
 """
 
 import json
@@ -16,14 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
+from polyfed.core.option_checks import AT_LEAST_ONE, between, check_ranges, checked
 from polyfed.core.system.json_and_toml import toml_value
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Kind = Literal["one-hot", "embedding", "mean", "date"]
-KINDS = ("one-hot", "embedding", "mean", "date")
+Kind = Literal["one-hot", "embedding", "mean", "date", "image", "words"]
+KINDS = ("one-hot", "embedding", "mean", "date", "image", "words")
+
+WHOLE = ("image", "words")
+"""The kinds of which each column is a modality of its own."""
+
+SIDE = 32
+"""The height and width of images, if a rule does not say them."""
 
 SECONDS = {"days": 86_400.0, "hours": 3_600.0, "seconds": 1.0}
 
@@ -43,8 +50,12 @@ class ColumnRule:
     Attributes:
         kind: `one-hot` gives a column of words a 0 or 1 for each word; `embedding` makes a trained vector of each word,
             with the encoder `tabular`; `mean` replaces empty cells of a column of numbers by the mean, and adds a 1
-            where it did; `date` gives the time since `start`.
-        size: (`embedding` only) the length of the vector of a word.
+            where it did; `date` gives the time since `start`. Two kinds make a modality of the column alone: `image`
+            reads the paths of image files, which begin in the folder of the data file and stay inside it, as their
+            middle square in colour; `words` gives a text token ids, hashes of its words.
+        size: the length of the vector of a word (`embedding`), or the height and width of an image (`image`, 32).
+        buckets: (`words` only) the number of different ids.
+        length: (`words` only) the number of words that are read of a text.
         words: the words of the column. If they are not given, the clients agree on those that at least one client has
             in `min_rows` training rows, so each client reveals its own. Other words, such as those that only test rows
             hold, get zeros. An empty cell is the word "".
@@ -58,7 +69,9 @@ class ColumnRule:
     """
 
     kind: Kind
-    size: Annotated[int, NOT_NEGATIVE] = 0
+    size: Annotated[int, between(0, 1024)] = 0
+    buckets: Annotated[int, between(2, 2**20)] = 4096
+    length: Annotated[int, between(1, 4096)] = 32
     words: tuple[str, ...] = ()
     min_rows: Annotated[int, AT_LEAST_ONE] = 5
     mean: float | None = None
@@ -71,6 +84,21 @@ class ColumnRule:
     def of_words(self) -> bool:
         """Whether the column holds words."""
         return self.kind in ("one-hot", "embedding")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the column is a modality of its own."""
+        return self.kind in WHOLE
+
+    @property
+    def side(self) -> int:
+        """The height and width of an image."""
+        return self.size or SIDE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample of a column that is a modality of its own."""
+        return (3, self.side, self.side) if self.kind == "image" else (self.length,)
 
     @property
     def fills(self) -> bool:
@@ -94,6 +122,8 @@ class ColumnRule:
             "embedding": {"words", "min_rows", "size"},
             "mean": {"mean"},
             "date": {"start", "unit", "format", "impute", "mean"},
+            "image": {"size"},
+            "words": {"buckets", "length"},
         }[self.kind]
         idle = [f.name for f in fields(self) if f.name not in used | {"kind"} and getattr(self, f.name) != f.default]
         if idle:
@@ -168,8 +198,15 @@ class Feature:
         return self.rule is not None and self.rule.fills and not self.rule.of_words
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the column is a modality of its own."""
+        return self.rule is not None and self.rule.is_whole
+
+    @property
     def width(self) -> int:
         """How many numbers the column gives a sample."""
+        if self.rule is not None and self.rule.is_whole:
+            return math.prod(self.rule.shape)
         return len(self.words) if self.of_words else 1 + self.imputes
 
     @property
@@ -239,6 +276,12 @@ class Feature:
         if mean is not None and not math.isfinite(mean):
             raise ValueError("the mean of a column is not finite")
         return cls(column=str(value["column"]), rule=made, words=words, mean=mean)
+
+
+def shape_of(features: Sequence[Feature]) -> tuple[int, ...]:
+    """Return the shape of a sample of a modality with these columns, after the fit."""
+    rule = features[0].rule if len(features) == 1 else None
+    return rule.shape if rule is not None and rule.is_whole else (sum(feature.width for feature in features),)
 
 
 def word_of(cell: Any) -> str:

@@ -157,7 +157,7 @@ def _scaled(column: Column, found: Moments, rows: Tensor) -> Column:
 
 def _quantities(column: Column, found: Moments) -> Moments:
     """Return the statistics with zeros for words and marks of empty cells, which stay 0 or 1."""
-    if column.features is None:
+    if column.features is None or column.features[0].is_whole:
         return found
     kept = torch.tensor([number for feature in column.features for number in feature.numeric])
     parts = (torch.where(kept, part, 0.0) for part in (found.mean, found.deviation, found.low, found.high))

@@ -156,7 +156,7 @@ class Columns:
             `label`. If there are no labels at all, `label` is 0 everywhere.
         numbered: Whether `ids` are only row numbers, because the source has no ids. They mean nothing in other tables.
         groups: By column, the group of each row, int64 (N,): the position of its value among the values that an
-            evaluation job names, or their number for any other value.
+            evaluation job names, or a number from their number on for any other value.
         origin: Modality, or `labels` -> the columns or arrays of the file that it reads, where the source knows them.
             The entry "" lists those that nothing reads.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
@@ -209,6 +209,10 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.label)
+
+    def name_of_client(self, client: int) -> str:
+        """Return the name of a natural client, or its number if the data has no names."""
+        return str(client) if self.client_names is None else self.client_names[client]
 
     def column(self, modality: str) -> Column:
         """Return the column of a modality.

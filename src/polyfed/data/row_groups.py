@@ -10,12 +10,15 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.core.registry import allowed_arrays
 from polyfed.data.reading.array_files import Arrays
 from polyfed.data.sources.own.table_files import Table, read
 
 
 def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
-    """Return the group of each row by each column: the position of its value in the list, or the list's length.
+    """Return the group of each row by each column: the position of its value in the list.
+
+    Other values have numbers from the list's length on, so that what a device hides does not depend on the list.
 
     Args:
         source: the source of the data, or the path of an `.npz` file or of a folder of `.npy` files.
@@ -35,11 +38,34 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
         words = columns[name]
         if words.shape != (rows,):
             raise DataError(f"[algorithm] groups: the array '{name}' has the shape {words.shape}, and not ({rows},)")
-        codes = np.full(rows, len(values), dtype=np.int64)
+        codes = len(values) + np.unique(words, return_inverse=True)[1].astype(np.int64)
         for code, value in enumerate(values):
             codes[words == str(value)] = code
         found[name] = torch.from_numpy(codes)
     return found
+
+
+def values_of(source: Any, name: str) -> list[str]:
+    """Return the different values of a column, without empty cells, in sorted order.
+
+    Raises:
+        RecipeError, DataError: see `group_codes`.
+    """
+    columns = _columns(source, (name,))
+    if name not in columns:
+        raise DataError(f"--group {name}: the data has no column '{name}'; {did_you_mean(name, list(columns))}")
+    return sorted({str(word) for word in columns[name].ravel()} - {"nan", "None", "<NA>", ""})
+
+
+def device_groups(path: str, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
+    """Return `group_codes` of a device, with every other column that its owner allows.
+
+    Two jobs could ask for one column each, so the device compares the groups of all of them.
+    """
+    if not groups:
+        return {}
+    more = {name: () for name in allowed_arrays("groups") if name in Arrays(path)}
+    return group_codes(path, {**more, **groups}, rows)
 
 
 def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ def vocabulary_of(column: Column) -> int | None:
 
     Vectors of whole numbers from 0 are token ids if that is plausible; see `are_plausible`.
     """
+    rule = column.features[0].rule if column.features else None
+    if rule is not None and rule.kind == "words":
+        return rule.buckets + 1
     raw = column.shift is None and column.scale is None
     if not raw or column.values.dtype not in WHOLE or len(column.shape) != 1 or int(column.values.min()) < 0:
         return None

@@ -30,6 +30,7 @@ from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import Model
 from polyfed.objective import Classification, Objective
+from polyfed.objective.report import raised
 from polyfed.training import ClientData
 
 Kind = Literal["none", "split", "class"]
@@ -159,7 +160,8 @@ def own_counts(
 ) -> ScoreCounts:
     """Count the scores of a client's own validation rows, for each subset of the modalities that its model reads.
 
-    With "class", a class with fewer rows than the device's limit `min_rows_per_class` is left out.
+    With "class", a class with fewer rows than the device's limit `min_rows_per_class` is left out. Under `min_group`,
+    each bin holds as many rows or none (`raised`), which makes sets larger and keeps the promise.
 
     Args:
         w: the client's own model.
@@ -185,7 +187,24 @@ def own_counts(
     counts = torch.stack(found)
     if kind == "class" and (least := data.min_rows_per_class) > 1:
         counts = torch.where(counts.sum(-1, keepdim=True) >= least, counts, 0)
+    if (least := data.min_group) > 1:
+        counts = raised(_without_near(counts, model.modalities, least), least)
     return ScoreCounts(counts, counts.sum() * 0)
+
+
+def _without_near(counts: Tensor, modalities: tuple[str, ...], least: int) -> Tensor:
+    """Return the counts (S, G, N) without subsets whose rows are almost those of a smaller subset.
+
+    The rows of a larger subset are among those of a smaller one, so the difference would tell of the few others.
+    """
+    subsets, rows, found = subsets_of("all", modalities), counts.sum(-1), counts.clone()
+    for larger, of in enumerate(subsets):
+        for smaller in range(larger):
+            apart = rows[smaller] - found[larger].sum(-1)
+            near = (apart > 0) & (apart < least) & (found[smaller].sum(-1) > 0)
+            if set(subsets[smaller]) < set(of):
+                found[larger][near] = 0
+    return found
 
 
 SIZE_BINS = BINS // WIDTH + 1

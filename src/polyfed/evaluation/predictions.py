@@ -2,17 +2,18 @@
 
 from collections.abc import Collection, Mapping
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError, counted, did_you_mean
+from polyfed.core.errors import PolyfedWarning, RecipeError, counted, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.column_fitting import Features, samples_from
 from polyfed.data.reading.values import without_nan_rows
-from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of
+from polyfed.evaluation.sample_forms import refuse_other_forms, refuse_unknown_ids, samples_of, turned
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model
 from polyfed.objective import Objective
@@ -107,6 +108,13 @@ def _samples(
     for m in used:
         given[m], there[m] = _present_rows(m, given[m], there.get(m))
         given[m] = refuse_unknown_ids(m, given[m], there[m], ids.get(m))
+        if m in ids and (padding := int(((given[m] == 0).all(1) & there[m].to(given[m].device)).sum())):
+            warn(
+                f"x['{m}']: {counted(padding, 'row holds', 'rows hold')} only padding, the id 0, and counts as "
+                f"present. If it lacks '{m}', mark it in present={{'{m}': ...}}, or give None in a list",
+                PolyfedWarning,
+                stacklevel=4,
+            )
     return n, used, given, there
 
 
@@ -125,6 +133,7 @@ def _tensors(
             given[m] = samples_from(features[m], value, f"x['{m}']")
             continue
         given[m], held = samples_of(m, value, model.shapes.get(m, ()), tokens=m in ids)
+        given[m] = turned(given[m], model.shapes.get(m, ()))
         if held is not None:
             there[m] = held if m not in there or len(there[m]) != len(held) else held & there[m]
     return given, there
@@ -144,7 +153,9 @@ def _rows_of(model: Model, x: Tree, present: Tree) -> int:
     for m, value in x.items():
         if not value.dim() or tuple(value.shape[1:]) != model.shapes[m]:
             wanted = ", ".join(map(str, ("n", *model.shapes[m])))
-            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}) for n samples")
+            one = tuple(value.shape) == model.shapes[m]
+            cure = f". For a single sample, give x['{m}'][None]" if one else ""
+            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}) for n samples{cure}")
     counts = {m: len(value) for m, value in x.items()} | {f"present of {m}": len(rows) for m, rows in present.items()}
     if len(set(counts.values())) > 1:
         raise RecipeError(f"every modality must have as many rows as the others; there are {counts}")

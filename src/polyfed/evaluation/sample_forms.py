@@ -64,7 +64,25 @@ def samples_of(name: str, value: Any, shape: Shape, *, tokens: bool) -> tuple[Te
         array = np.asarray(value)
         return tensor_of(array if array.flags.writeable else array.copy()), None
     except (TypeError, ValueError):
-        raise RecipeError(f"x['{name}'] holds values that are not numbers; give an array of numbers (n, ...)") from None
+        raise RecipeError(
+            f"x['{name}'] holds values that are not numbers; give an array of numbers (n, ...). The model reads words, "
+            f"texts and image files only if it was trained with a rule in [data.columns] for them"
+        ) from None
+
+
+def turned(value: Tensor, shape: Shape) -> Tensor:
+    """Return images in the order of axes of the training, (n, C, H, W), as training data is turned: see `laid_out`.
+
+    Args:
+        value: the samples (n, ...).
+        shape: the shape of a sample in training.
+    """
+    own = tuple(value.shape[1:])
+    if len(shape) != 3 or own == shape:
+        return value
+    if own == (*shape[1:], shape[0]) and shape[0] in (1, 3, 4):
+        return value.movedim(-1, 1)
+    return value.unsqueeze(1) if own == shape[1:] and shape[0] == 1 else value
 
 
 def refuse_unknown_ids(name: str, value: Tensor, there: Tensor, vocabulary: int | None) -> Tensor:

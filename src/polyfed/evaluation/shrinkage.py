@@ -20,6 +20,7 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.subsets import subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model
+from polyfed.objective.report import raised
 from polyfed.training import ClientData
 
 LEVELS = 8
@@ -83,7 +84,8 @@ def own_sizes(
 ) -> SizeCounts:
     """Count the scores of all classes on a client's own validation rows.
 
-    The counts of a subset and a modality that is in it, or that the client does not hold, are 0.
+    The counts of a subset and a modality that is in it, or that the client does not hold, are 0. Under the device's
+    limit `min_group`, so are those of a level with fewer rows, and bins are joined.
 
     Args:
         context: the client context.
@@ -110,6 +112,8 @@ def own_sizes(
 
             counts = further not in subset and set(both) <= set(context.modalities)
             found.append(data.fold(step, none) if counts else none)
+    if data.min_group > 1:  # a row has a score of each class
+        found = [raised(own, data.min_group * context.num_classes) for own in found]
     return SizeCounts(torch.stack(found).view(-1, len(model.modalities), LEVELS, num_bins))
 
 

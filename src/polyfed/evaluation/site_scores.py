@@ -4,6 +4,7 @@ A report holds sums and counts only (`objective/report.py`), of classes and grou
 The sums of all sites are those of one pooled file.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,16 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
-from polyfed.objective.report import LEVELS, at_levels, coarsened, shown_groups, wilson
+from polyfed.objective.report import (
+    LEVELS,
+    NAMES,
+    UNKNOWN,
+    at_levels,
+    by_client,
+    coarsened,
+    shown_columns,
+    wilson,
+)
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 
@@ -32,12 +42,14 @@ class SiteScores(Message):
     `sums` (S,) are the objective's `site_sums`, and `num_rows` is the number of rows in them. `groups` (G, 1 + W) has a
     row for each value of each column: the number of rows of the group, and the objective's `group_sums`. A hidden group
     is 0. `levels` (K,) says how far the bins of each histogram in `sums` are joined (`objective.report.coarsened`).
+    `shares` (2,) are the `joint_shares` of the rows, or (0,) without histograms.
     `hidden` is 1 if the site has hidden a class or a group, because it has too few rows.
     """
 
     sums: Tensor = carries("statistic", dtype="sums", shape=(None,), tells=HISTOGRAM, scored=True)
     groups: Tensor = carries("statistic", dtype="sums", shape=(None, None), tells=HISTOGRAM, within=None, scored=True)
     levels: Tensor = carries("statistic", dtype="int64", within=between(0, LEVELS), shape=(None,), scored=True)
+    shares: Tensor = carries("statistic", dtype="sums", within=between(0, 1), shape=(None,), scored=True)
     num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
     hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
 
@@ -66,13 +78,14 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
         total = sums if total is None else total + sums
     hidden = int((~kept).sum()) > 0 or not torch.equal(y.isnan(), batch.y[:count].cpu().isnan())
     tables = []
+    codes_of = {name: rows.groups[name].cpu() for name in sorted(rows.groups)}
+    shown_of = shown_columns({name: codes[kept] for name, codes in codes_of.items()}, y[kept], least)
     for name, names in values.items():
-        codes = rows.groups[name].cpu()
-        sizes = torch.bincount(codes[kept], minlength=len(names) + 1)
-        shown = shown_groups(sizes, least)
+        codes, shown = codes_of[name], shown_of[name]
         hidden = hidden or not bool(shown.all())
         for code in range(len(names)):
-            of = (kept & (codes == code) if bool(shown[code]) else torch.zeros_like(kept)).nonzero()[:, 0]
+            known = code < len(shown) and bool(shown[code])
+            of = (kept & (codes == code) if known else torch.zeros_like(kept)).nonzero()[:, 0]
             sums = objective.group_sums(outputs[of], Batch({}, y[of], torch.arange(len(of))))
             tables.append(torch.cat([torch.tensor([float(len(of))], dtype=torch.float64), sums]))
     assert total is not None, "a split of no rows has one part"
@@ -81,7 +94,9 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
     if (bins := objective.score_bins(total)) is not None:
         joined, levels = coarsened(bins, least)
         bins.copy_(joined)
-    return SiteScores(total, groups, levels, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
+    some = kept.nonzero()[:, 0]
+    shares = objective.joint_shares(outputs[some], Batch({}, y[some], torch.arange(len(some))))
+    return SiteScores(total, groups, levels, shares, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
 
 
 def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) -> str:
@@ -101,6 +116,8 @@ def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) 
     bins = objective.score_bins(reply.sums.cpu())
     if len(reply.levels) != (0 if bins is None else bins.shape[1]):
         return "has levels of another length than the job asks for"
+    if len(reply.shares) != (0 if bins is None else len(UNKNOWN)):
+        return "has shares of another length than the job asks for"
     return objective.site_flaw(reply.sums.cpu(), rows)
 
 
@@ -115,37 +132,69 @@ def summary(
         values: the columns and the values that name their groups.
         class_names: the names of the classes or labels.
     """
-    each = {name: _of_site(objective, one.sums, float(one.num_rows), one.groups, values) for name, one in sites.items()}
+    each = {name: _of_site(objective, one.sums, one, values) for name, one in sites.items()}
     for name, one in sites.items():
         each[name]["hidden"] = bool(one.hidden)
     together = list(sites.values())
-    pooled = _of_site(
-        objective,
-        _pooled(objective, together),
-        float(sum(int(one.num_rows) for one in together)),
-        torch.stack([one.groups for one in together]).sum(0),
-        values,
+    rows = torch.stack([one.num_rows.cpu().double() for one in together])
+    shares = torch.stack([one.shares.cpu() for one in together])
+    everyone = SiteScores(
+        _pooled(objective, together).sum(0),
+        torch.stack([one.groups.cpu() for one in together]).sum(0),
+        together[0].levels,
+        (shares * rows.unsqueeze(-1)).sum(0) / rows.sum().clamp(min=1.0),
+        rows.sum().long(),
+        torch.stack([one.hidden.cpu() for one in together]).amax(),
     )
-    pooled["hidden"] = any(bool(one.hidden) for one in together)
+    pooled = _of_site(objective, everyone.sums, everyone, values) | {"hidden": bool(everyone.hidden)}
+    _add_intervals(objective, pooled, _pooled(objective, [one for one in together if int(one.num_rows)]))
     names = {} if class_names is None else {"classes": list(class_names)}
     return {"task": objective.NAME, "score": objective.SCORE, **names, "pooled": pooled, "sites": each}
 
 
+def _add_intervals(objective: Objective, pooled: dict[str, Any], sums: Tensor) -> None:
+    """Add the intervals over sites to the pooled metrics. Those over rows take the rows of a site as independent.
+
+    Args:
+        objective: the task.
+        pooled: the pooled metrics, which this function changes.
+        sums: the sums of each site with rows, (K, S).
+    """
+    count = min(len(sums), MOST_SITES)
+    if count < 2:
+        return
+    parts = sums if len(sums) == count else torch.stack([sums[place::count].sum(0) for place in range(count)])
+    left = [objective.estimates(parts.sum(0) - part, draws=0) for part in parts]
+    for name, told in pooled["metrics"].items():
+        without = [one[name].value if name in one else math.nan for one in left]
+        share = name in SHARES or (name == "accuracy" and objective.SCORE == "accuracy")
+        if (ends := by_client(told["value"], without, share=share)) is not None:
+            error = told.get("error", 0.0)
+            ends = (max(ends[0] - error, 0.0), min(ends[1] + error, 1.0)) if share else ends
+            told |= {"low_by_rows": told["low"], "high_by_rows": told["high"], "clients": len(sums)}
+            told |= {"low": ends[0], "high": ends[1]}
+
+
+MOST_SITES = 200
+"""The largest number of groups that the jackknife leaves out; more sites are put into so many groups."""
+
+SHARES = ("accuracy", "exact_match", "top5", "uar", "macro_f1", "micro_f1", *NAMES)
+"""The metrics that lie in [0, 1]."""
+
+
 def _pooled(objective: Objective, sites: Sequence[SiteScores]) -> Tensor:
-    """Return the sums of all sites, with every histogram at the coarsest level of a site."""
-    levels = torch.stack([one.levels.cpu() for one in sites]).amax(0)
-    total = None
-    for one in sites:
-        sums = one.sums.cpu().clone()
+    """Return the sums of each site, (K, S), with every histogram at the coarsest level of a site."""
+    found = torch.stack([one.sums.cpu() for one in sites]) if sites else torch.zeros(0, 0)
+    for sums in found:
         if (bins := objective.score_bins(sums)) is not None:
+            levels = torch.stack([one.levels.cpu() for one in sites]).amax(0)
             bins.copy_(at_levels(bins, levels))
-        total = sums if total is None else total + sums
-    assert total is not None, "there is a site"
-    return total
+    return found
 
 
-def _of_site(objective: Objective, sums: Tensor, rows: float, groups: Tensor, values: Values) -> dict[str, Any]:
-    metrics = {name: one.facts() for name, one in objective.estimates(sums.cpu()).items()} if rows else {}
+def _of_site(objective: Objective, sums: Tensor, site: SiteScores, values: Values) -> dict[str, Any]:
+    rows, groups, shares = float(site.num_rows), site.groups, site.shares.tolist() or UNKNOWN
+    metrics = {name: one.facts() for name, one in objective.estimates(sums.cpu(), shares).items()} if rows else {}
     found = {"rows": int(rows), "support": objective.support(sums.cpu()) if rows else [], "metrics": metrics}
     lines = iter(groups.cpu())
     tables: dict[str, dict[str, Any]] = {}

@@ -282,8 +282,8 @@ def own_subset_scores(
 ) -> SubsetScores:
     """Compute a client's report on its own test rows, for each subset of the modalities that it holds.
 
-    A subset of which fewer than `data.min_test_rows` rows have all, or lack some, has no rows in the report: together
-    with the score of all rows, it would tell of few rows.
+    A subset of which fewer than `data.min_test_rows` rows have all, or lack some, has no rows in the report, and
+    neither has one whose rows are almost those of a smaller subset: together, two scores would tell of few rows.
 
     Args:
         w: the client's own model.
@@ -297,6 +297,7 @@ def own_subset_scores(
     zero, none = torch.zeros(shape, dtype=kind, device=device), torch.zeros_like(data.num_rows)
     sizes = data.fold(lambda total, batch: total + objective.group_sizes(batch), torch.zeros((), device=device))
     found, rows = [], []
+    told: list[tuple[Sequence[str], Tensor, Tensor]] = []
     for subset in subsets_of(which, model.modalities):
         if not set(subset) <= set(context.modalities):
             found.append(zero)
@@ -312,8 +313,10 @@ def own_subset_scores(
             return tuple(before + now for before, now in total)  # type: ignore[return-value]
 
         sums, count, held = data.fold(step, (zero, none, torch.zeros_like(sizes)))
-        few = [(part > 0) & (part < data.min_test_rows) for part in (held, sizes - held)]
+        apart = [torch.where(known, wider - held, 0) for smaller, wider, known in told if set(smaller) < set(subset)]
+        few = [(part > 0) & (part < data.min_test_rows) for part in (held, sizes - held, *apart)]
         shown = ~torch.stack(few).any()
+        told.append((subset, held, shown))
         found.append(torch.where(shown, sums, zero))
         rows.append(torch.where(shown, count, none))
     return SubsetScores(torch.stack(found), torch.stack(rows))

@@ -1,17 +1,21 @@
-"""Two models on the same rows: DeLong's test of AUROCs, McNemar's test, and the paired bootstrap. All are two-sided."""
+"""Two models on the same rows: DeLong's test of AUROCs, McNemar's test, and the paired bootstrap. All are two-sided.
+
+Rows of one client, such as a person, are alike. Given the client of each row, all three take the clients as a sample,
+instead of the rows.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from polyfed.objective.report import Z
-
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class Difference:
     p: float | None = None
 
 
-def delong(positive: Bools, first: Floats, second: Floats) -> Difference | None:
+def delong(positive: Bools, first: Floats, second: Floats, clients: Ints | None = None) -> Difference | None:
     """Compare two AUROCs on the same rows; None if all rows have the same label.
+
+    With clients, the structural components are summed by client (Obuchowski, Biometrics 53, 1997), with Student's t.
 
     Source: DeLong, DeLong, Clarke-Pearson, Biometrics 44 (1988), with the ranks of Sun and Xu, IEEE Signal Processing
     Letters 21 (2014).
@@ -43,6 +49,7 @@ def delong(positive: Bools, first: Floats, second: Floats) -> Difference | None:
         positive: which rows are positive, (n,).
         first: scores of the first model, (n,).
         second: scores of the second model, (n,).
+        clients: the client of each row, from 0, (n,).
     """
     m, n = int(positive.sum()), int((~positive).sum())
     if not m or not n:
@@ -54,14 +61,20 @@ def delong(positive: Bools, first: Floats, second: Floats) -> Difference | None:
         areas.append((both[:m].sum() / m - (m + 1) / 2) / n)
         of_positive.append((both[:m] - own) / n)
         of_negative.append(1 - (both[m:] - other) / m)
-    spread = np.zeros((2, 2))
-    for parts, count in ((of_positive, m), (of_negative, n)):
-        if count > 1:
-            spread += np.cov(np.stack(parts)) / count
     gap = areas[0] - areas[1]
-    deviation = math.sqrt(max(spread[0, 0] + spread[1, 1] - 2 * spread[0, 1], 0.0))
-    p = float(2 * stats.norm.sf(abs(gap) / deviation)) if deviation else float(gap == 0)
-    return Difference(float(areas[0]), float(areas[1]), gap - Z * deviation, gap + Z * deviation, p)
+    gaps = [(parts[0] - parts[1] - gap) / count for parts, count in ((of_positive, m), (of_negative, n))]
+    law: Any = stats.norm
+    if clients is None:
+        spread = sum(float(np.square(one).sum()) * len(one) / (len(one) - 1) for one in gaps if len(one) > 1)
+    else:
+        rows = np.empty(m + n)
+        rows[positive], rows[~positive] = gaps
+        sums = np.bincount(clients, rows)
+        count = len(np.unique(clients))
+        spread, law = float(np.square(sums).sum()) * count / max(count - 1, 1), stats.t(max(count - 1, 1))
+    deviation, quantile = math.sqrt(spread), float(law.ppf(0.975))
+    p = float(2 * law.sf(abs(gap) / deviation)) if deviation else float(gap == 0)
+    return Difference(float(areas[0]), float(areas[1]), gap - quantile * deviation, gap + quantile * deviation, p)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,8 @@ class Disagreement:
     Attributes:
         first_only: rows that only the first model predicts correctly.
         second_only: rows that only the second model predicts correctly.
-        p: the exact p-value. Source: McNemar, Psychometrika 12 (1947); the exact test is the sign test.
+        p: the exact p-value. Source: McNemar, Psychometrika 12 (1947); the exact test is the sign test. With
+            clients, the test of Durkalski et al. (Statistics in Medicine 22, 2003).
     """
 
     first_only: int
@@ -79,29 +93,49 @@ class Disagreement:
     p: float
 
 
-def mcnemar(first: Bools, second: Bools) -> Disagreement:
-    """Compare which rows two models predict correctly, each (n,)."""
+def mcnemar(first: Bools, second: Bools, clients: Ints | None = None) -> Disagreement:
+    """Compare which rows two models predict correctly, each (n,), and the client of each row, from 0, if it counts."""
     one, other = int((first & ~second).sum()), int((~first & second).sum())
-    p = float(stats.binomtest(one, one + other).pvalue) if one + other else 1.0
+    if not one + other:
+        return Disagreement(one, other, 1.0)
+    if clients is None:
+        return Disagreement(one, other, float(stats.binomtest(one, one + other).pvalue))
+    gaps = np.bincount(clients, first.astype(float) - second.astype(float))
+    spread = float(np.square(gaps).sum())
+    p = float(stats.chi2.sf(float(gaps.sum()) ** 2 / spread, 1)) if spread else 1.0
     return Disagreement(one, other, p)
 
 
 def paired_bootstrap(
-    n: int, metric: Callable[[NDArray[np.int64]], tuple[float, float] | None], draws: int = 1000, seed: int = 0
+    n: int,
+    metric: Callable[[Ints], tuple[float, float] | None],
+    draws: int = 1000,
+    seed: int = 0,
+    clients: Ints | None = None,
 ) -> Difference | None:
     """Return the difference of a metric with the interval of the bootstrap, which draws the same rows for both models.
+
+    With clients, it draws clients with all their rows (Davison and Hinkley, Bootstrap Methods, 1997, section 3.8).
 
     Args:
         n: the number of rows.
         metric: returns the metric of both models on these rows, or None if it is undefined there.
         draws: the number of bootstrap samples.
         seed: the seed of the samples.
+        clients: the client of each row, from 0, (n,).
     """
     whole = metric(np.arange(n))
     if whole is None:
         return None
     random = np.random.default_rng(seed)
-    pairs = [metric(random.integers(0, n, n)) for _ in range(draws)]
+    rows_of = [] if clients is None else [np.flatnonzero(clients == client) for client in np.unique(clients)]
+
+    def drawn() -> Ints:
+        if not rows_of:
+            return random.integers(0, n, n)
+        return np.concatenate([rows_of[client] for client in random.integers(0, len(rows_of), len(rows_of))])
+
+    pairs = [metric(drawn()) for _ in range(draws)]
     gaps = [pair[0] - pair[1] for pair in pairs if pair is not None]
     low, high = np.quantile(gaps, [0.025, 0.975])
     return Difference(*whole, float(low), float(high))

@@ -6,11 +6,13 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from warnings import warn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,15 +20,21 @@ from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.core.scaling import Scaling
-from polyfed.core.system.files import RECIPE
+from polyfed.core.system.files import RECIPE, RESULT
+from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data import Columns, Population, Shards, populate, stacked
 from polyfed.data.column_fitting import Features, encoded, fits, read_tables
-from polyfed.data.columns import TEST
+from polyfed.data.columns import TEST, Column
 from polyfed.data.population.population import with_fitted_columns
-from polyfed.data.row_groups import group_codes
+from polyfed.data.reading.array_files import Arrays
+from polyfed.data.row_groups import group_codes, values_of
+from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table_files import Table, read, word_columns
 from polyfed.evaluation.scores import Evaluation as EvaluationSpec
 from polyfed.evaluation.scores import all_rows
+from polyfed.evaluation.subsets import lacking, patterns_of
 from polyfed.evaluation.two_models import Floats, delong, mcnemar, paired_bootstrap
 from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
@@ -36,7 +44,7 @@ from polyfed.experiment.results.saved_model import facts_of_data
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
-from polyfed.experiment.running.run_state import load_content
+from polyfed.experiment.running.run_state import BEST, load_content
 from polyfed.experiment.running.warm_start import DESCRIPTION
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
 from polyfed.objective.report import log_odds
@@ -94,6 +102,7 @@ def evaluate(
     data: str | Path | None = None,
     rows: Rows = "test",
     groups: Mapping[str, Sequence[str | int]] | None = None,
+    best: bool = False,
 ) -> Evaluation:
     """Score the global model of a run, of an exported folder or of a safetensors file, without training.
 
@@ -103,21 +112,94 @@ def evaluate(
         recipe: says which clients have which rows. None takes the recipe of the run in `model`.
         data: a file in the form of the recipe's data: all its rows are scored, or those of its split 1.
         rows: whether clients are scored on their own test rows or on their own validation rows.
-        groups: column -> values: scores of the rows with each value too.
+        groups: column -> values: scores of the rows with each value too; no values stand for all of the column.
+        best: whether to score the model of a run's best round instead of its last one.
 
     Raises:
         PolyfedError: the model does not fit, or there are no rows to score.
     """
-    job = job_of(model, recipe, rows, groups)
+    job = job_of(model, recipe, rows, best=best)
+    groups = with_values(groups or {}, job, data)
+    job = job_of(model, recipe, rows, groups, best)
     population = population_for(job, data, trained_facts(model))
+    job, population = with_lacks(job, population)
     finished = execute(job, None, Emitter([]), population=population)
     content = dict(finished.result["evaluation"])
+    names = {str(k): name for k in range(population.num_clients) if (name := population.name_of(k)) is not None}
+    names = names if len(set(names.values())) == len(names) else {}
+    content["sites"] = {names.get(site, site): told for site, told in content["sites"].items()}
+    if population.columns.class_names and content["pooled"]["support"]:
+        content["classes"] = list(population.columns.class_names)
+    content["model"] = {"path": str(model)} | round_of(model, best=best)
     if other is not None:
         mine, theirs = (
-            assemble(job_of(one, recipe or model, rows, groups), population=population) for one in (model, other)
+            assemble(job_of(one, recipe or model, rows, groups, best), population=population) for one in (model, other)
         )
-        content["comparison"] = comparison(mine, theirs, rows)
+        content["comparison"] = comparison(mine, theirs, rows) | {"models": [str(model), str(other)]}
     return Evaluation(content)
+
+
+def with_values(
+    groups: Mapping[str, Sequence[str | int]], job: Recipe, data: str | Path | None
+) -> dict[str, list[str | int]]:
+    """Return the groups, in which a column without values has all of its values.
+
+    Raises:
+        RecipeError: a column has too many values.
+    """
+    found: dict[str, list[str | int]] = {}
+    for name, values in groups.items():
+        found[name] = list(values)
+        if not values:
+            source: Any = job.data
+            found[name] = [*values_of(source if data is None else replace(source, path=str(data)), name)]
+            if not 0 < len(found[name]) <= MOST_VALUES:
+                raise RecipeError(
+                    f"--group {name}: the column has {len(found[name])} different values. Name those to score, as in "
+                    f"--group {name}=A,B"
+                )
+    return found
+
+
+MOST_VALUES = 50
+"""The largest number of values of a column of groups that are taken without being named."""
+
+
+def round_of(model: str | Path, *, best: bool) -> dict[str, Any]:
+    """Return the round of a run's model, the last one or the best, and its best round, if it chose one."""
+    path = Path(model).expanduser() / RESULT
+    if not path.exists():
+        return {}
+    result = parse_json(path.read_text(encoding="utf-8"))
+    chosen = result.get("best")
+    known = {} if chosen is None else {"best_round": chosen["round"]}
+    return {"round": known["best_round"] if best and known else result.get("rounds")} | known
+
+
+MISSING = "missing"
+"""The group by what a row lacks."""
+
+
+def with_lacks(job: Recipe, population: Population) -> tuple[Recipe, Population]:
+    """Return the job with the group `missing`, by what rows lack, and the codes of the rows, if some lack something."""
+    method, columns = job.algorithm, population.columns
+    shards = (population.test, population.own_validation)
+    rows = torch.cat([*(one.rows for one in shards if one is not None), population.test_rows])
+    names = tuple(columns.modalities)
+    batch = Batch(
+        {}, columns.label, torch.arange(len(columns)), present={m: p.cpu() for m, p in columns.present.items()}
+    )
+    codes = lacking(names, batch)
+    there = torch.unique(codes[rows]).tolist()
+    assert isinstance(method, Evaluate)
+    if there in ([], [0]) or MISSING in method.groups:
+        return job, population
+    place = torch.full((len(patterns_of(names)),), len(there))
+    place[torch.tensor(there)] = torch.arange(len(there))
+    values: list[str | int] = [patterns_of(names)[code] for code in there]
+    method = replace(method, groups={MISSING: values, **method.groups})
+    columns = replace(columns, groups={MISSING: place[codes], **columns.groups})
+    return replace(job, algorithm=method), replace(population, columns=columns)
 
 
 def job_of(
@@ -125,8 +207,9 @@ def job_of(
     recipe: Recipe | str | Path | None,
     rows: Rows = "test",
     groups: Mapping[str, Sequence[str | int]] | None = None,
+    best: bool = False,
 ) -> Recipe:
-    """Return the recipe of an evaluation job.
+    """Return the recipe of an evaluation job; see `evaluate`.
 
     Raises:
         RecipeError: there is no recipe, or the recipe is wrong.
@@ -147,7 +230,7 @@ def job_of(
     return replace(
         base,
         algorithm=method,
-        model=replace(base.model, init=str(path), init_blocks=(), freeze=()),
+        model=replace(base.model, init=str(path / "checkpoint" / BEST if best else path), init_blocks=(), freeze=()),
         rounds=1,
         stop=StopSpec(),
         attack=None,
@@ -166,11 +249,13 @@ class TrainedFacts:
         scaling: the shift and scale of each modality. None for a safetensors file, and if devices scaled their rows.
         names: the names of the classes, or None.
         features: the columns of each modality with rules in [data.columns].
+        shapes: the shape of a sample of each modality; empty for a safetensors file.
     """
 
     scaling: dict[str, Scaling] | None = None
     names: tuple[str, ...] | None = None
     features: Mapping[str, Features] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def trained_facts(model: str | Path) -> TrainedFacts:
@@ -189,7 +274,9 @@ def trained_facts(model: str | Path) -> TrainedFacts:
     shapes = facts.get("shapes", {})
     names, scaling = facts.get("class_names"), facts.get("scaling")
     read = None if scaling is None else {m: Scaling.read(by, tuple(shapes[m])) for m, by in scaling.items()}
-    return TrainedFacts(read, None if names is None else tuple(names), read_tables(facts.get("columns"), shapes))
+    features = read_tables(facts.get("columns"), shapes)
+    known = {name: tuple(shape) for name, shape in shapes.items()}
+    return TrainedFacts(read, None if names is None else tuple(names), features, known)
 
 
 def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) -> Population:
@@ -209,29 +296,145 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             )
         own = {"test_share": 0.0} if hasattr(source, "test_share") else {}
         source = replace(source, path=str(data), **own)
+    wanted = source
+    absent: tuple[str, ...] = ()
+    if data is not None:
+        source, absent = without_absent(source, trained.shapes)
     columns = prepared(job, stacked(source.load(), job.stack))
+    if data is not None:
+        refuse_other_shapes(columns, source, trained.shapes)
     if trained.features or data is not None:
         columns = _encoded(columns, trained.features)
     columns = _renumbered(_scaled(columns, scaling), names)
+    columns = (
+        with_absent(columns, tuple(wanted.modalities), {m: trained.shapes[m] for m in absent}) if absent else columns
+    )
     columns = replace(columns, groups=codes_of(source, job, len(columns)))
     if data is None:
         seed = job.seed if job.clients.seed is None else job.clients.seed
         population = with_fitted_columns(populate(columns, job.clients, keys.key(seed, "population")))
         rows = torch.unique(population.train.rows)
-        return population if scaling else replace(population, columns=scaled(job, population.columns, rows))
+        population = population if scaling else replace(population, columns=scaled(job, population.columns, rows))
+        method: Any = job.algorithm
+        shards = population.test if method.rows == "test" else population.own_validation
+        pooled = population.test_rows if method.rows == "test" else population.validation_rows
+        if shards is None and natural_clients_of(population.columns, pooled):
+            return by_natural_client(population.columns, pooled, method.rows)
+        return population
     if scaling is None:
         warn(UNSCALED, PolyfedWarning, stacklevel=3)
     marked = columns.rows(TEST)
-    nobody = Shards(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    return by_natural_client(columns, marked if len(marked) else torch.arange(len(columns)), "test")
+
+
+def by_natural_client(columns: Columns, rows: Tensor, held_out: Rows) -> Population:
+    """Return a population that only evaluates: a client for each natural client of these rows, if there are several.
+
+    Args:
+        columns: the table.
+        rows: positions of the rows to score, ascending.
+        held_out: whether they are test or validation rows.
+    """
+    sites = natural_clients_of(columns, rows)
+    test = held_out == "test"
     return Population(
         columns=columns,
-        train=nobody,
-        test=None,
-        holds=torch.ones(1, len(columns.modalities), dtype=torch.bool),
+        train=Shards.of([rows[:0].numpy()] * max(len(sites), 1)),
+        test=Shards.of([rows[codes].numpy() for codes in sites.values()]) if sites and test else None,
+        holds=torch.ones(max(len(sites), 1), len(columns.modalities), dtype=torch.bool),
         silo=None,
-        test_rows=marked if len(marked) else torch.arange(len(columns)),
-        validation_rows=marked[:0],
+        test_rows=rows if test else rows[:0],
+        validation_rows=rows[:0] if test else rows,
+        own_validation=None if test or not sites else Shards.of([rows[codes].numpy() for codes in sites.values()]),
     )
+
+
+def natural_clients_of(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
+    """Return the name of each natural client of these rows, and its places among them; empty without several."""
+    if columns.client is None:
+        return {}
+    numbers = columns.client.cpu()[rows]
+    found = torch.unique(numbers).tolist()
+    return {columns.name_of_client(k): (numbers == k).nonzero()[:, 0] for k in found} if len(found) > 1 else {}
+
+
+def without_absent(source: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[str, ...]]:
+    """Return the source without the modalities that its file lacks altogether, and the names of these.
+
+    Args:
+        source: a table or an .npz file.
+        shapes: the modalities of the model, with the shape of a sample.
+    """
+    given = getattr(source, "modalities", ())
+    if not isinstance(source, Table | Npz) or not given:
+        return source, ()
+    groups = given if isinstance(given, Mapping) else {name: name for name in given}
+    words = {m: [group] if isinstance(group, str) else list(group) for m, group in groups.items()}
+    held = held_columns(source)
+    absent = tuple(m for m in words if m in shapes and not any(fnmatchcase(c, w) for c in held for w in words[m]))
+    if not absent or len(absent) == len(words):
+        return source, ()
+    kept = {m: group for m, group in groups.items() if m not in absent}
+    lost = [word for m in absent for word in words[m]]
+    options: dict[str, Any] = {"modalities": kept if isinstance(given, Mapping) else tuple(kept)}
+    options["columns"] = {c: r for c, r in source.columns.items() if not any(fnmatchcase(c, w) for w in lost)}
+    for name in ("shapes", "layout"):
+        if hasattr(source, name):
+            options[name] = {m: value for m, value in getattr(source, name).items() if m not in absent}
+    if isinstance(source.standardise, tuple | list):
+        options["standardise"] = tuple(m for m in source.standardise if m not in absent)
+    return replace(source, **options), absent
+
+
+def held_columns(source: Table | Npz) -> list[str]:
+    """Return the columns or arrays of a file that hold a value in some row."""
+    if isinstance(source, Table):
+        problems = Problems()
+        rules = dict.fromkeys(word_columns(source.columns), False)
+        frame = read(Path(source.path).expanduser(), problems, lambda _: rules, source.dialect)
+        return [str(name) for name in frame.columns if bool(frame[name].notna().any())]
+    arrays = Arrays(source.path)
+    marks = {name: bool(np.asarray(arrays[name]).any()) for name in arrays.names if name.endswith("_present")}
+    return [name for name in arrays.names if marks.get(f"{name}_present", True)]
+
+
+def with_absent(columns: Columns, order: Sequence[str], absent: Mapping[str, tuple[int, ...]]) -> Columns:
+    """Return the table with further modalities that no row has.
+
+    Args:
+        columns: the table.
+        order: all modalities, in the order of the model.
+        absent: the modalities that the table lacks, with the shape of a sample.
+    """
+    nowhere = torch.zeros(len(columns), dtype=torch.bool)
+    blank = {m: Column(torch.zeros(1, *shape), index=nowhere.long()) for m, shape in absent.items()}
+    made = {**columns.modalities, **blank}
+    return replace(
+        columns,
+        modalities={m: made[m] for m in order},
+        present={**columns.present, **dict.fromkeys(absent, nowhere)},
+    )
+
+
+def refuse_other_shapes(columns: Columns, source: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a file whose samples have other shapes than those that the model was trained on.
+
+    Raises:
+        DataError: for each such modality, the columns that are missing, as far as their numbers tell them.
+    """
+    problems = Problems()
+    for name, column in columns.modalities.items():
+        if column.coded is not None or (wanted := shapes.get(name, column.shape)) == column.shape:
+            continue
+        text = f"'{source.path}': '{name}' has samples of shape {column.shape}, and the model reads {tuple(wanted)}"
+        given = source.modalities[name] if isinstance(source.modalities, Mapping) else name
+        if isinstance(source, Table) and isinstance(given, str) and given.endswith("*") and len(wanted) == 1:
+            held = set(held_columns(source))
+            numbered = [f"{given[:-1]}{number}" for number in range(wanted[0])]
+            if lacking_ := [word for word in numbered if word not in held]:
+                text += f": the file has no column '{', '.join(lacking_[:5])}'"
+        problems.add(DataError(f"{text}. Give it the columns that the model was trained on"))
+    problems.raise_all()
 
 
 def codes_of(source: Any, job: Recipe, rows: int) -> dict[str, Tensor]:
@@ -253,6 +456,14 @@ def _encoded(columns: Columns, features: Mapping[str, Features]) -> Columns:
             raise DataError(
                 f"'{name}' has the columns {', '.join(f.column for f in after)}, and the model was trained with "
                 f"{', '.join(known) or 'numbers'}. Name the same columns in [data]"
+            )
+    for name, column in columns.modalities.items():
+        made = column.features or ()
+        if made and made[0].is_whole and made != features.get(name):
+            rules = [None if f.rule is None else f.rule.kind for f in features.get(name, ())]
+            raise DataError(
+                f"'{name}' is made of the column '{made[0].column}' by another rule in [data.columns] than "
+                f"in training ({', '.join(map(str, rules)) or 'none'}). Write the rule of the run's recipe.toml"
             )
     return encoded(columns, features) if own else columns
 
@@ -301,17 +512,22 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
         Each is there if the task has it.
     """
     objective = first.fed.context.objective
-    (one, y), (two, _) = (outputs_of(parts, rows) for parts in (first, second))
+    (one, y, clients), (two, _, _) = (outputs_of(parts, rows) for parts in (first, second))
+    codes = clients.numpy() if 1 < len(torch.unique(clients)) < len(clients) else None
     found: dict[str, Any] = {"rows": len(y), "bootstrap": {}}
+    found |= {} if codes is None else {"clients": len(np.unique(codes))}
     names = objective.measured(objective.sums(one, _batch(y))).keys()
     for name in names:
-        pair = paired_bootstrap(len(y), partial(_pair, objective, one, two, y, name))
+        pair = paired_bootstrap(len(y), partial(_pair, objective, one, two, y, name), clients=codes)
         if pair is not None:
             found["bootstrap"][name] = dataclasses.asdict(pair)
     if isinstance(objective, Classification | Ordinal):
         right = [(objective.decided(outputs) == y).numpy() for outputs in (one, two)]
-        found["mcnemar"] = dataclasses.asdict(mcnemar(*right))
-    tests = {label: delong(*parts) for label, parts in _binary(objective, one, two, y).items()}
+        found["mcnemar"] = dataclasses.asdict(mcnemar(right[0], right[1], codes))
+    names_of = first.population.columns.class_names
+    tests = {}
+    for label, (positive, mine, theirs, some) in _binary(objective, one, two, y, names_of).items():
+        tests[label] = delong(positive, mine, theirs, None if codes is None else codes[some])
     known = {label: dataclasses.asdict(test) for label, test in tests.items() if test is not None}
     return found | ({"delong": known} if known else {})
 
@@ -328,30 +544,42 @@ def _pair(
     return None if None in found else (found[0], found[1])  # type: ignore[return-value]
 
 
-def _binary(objective: Objective, one: Tensor, two: Tensor, y: Tensor) -> dict[str, tuple[Any, Floats, Floats]]:
-    """Return, for each class, label or question, which rows are positive, and the scores of both models."""
-    found: dict[str, tuple[Any, Floats, Floats]] = {}
+def _binary(
+    objective: Objective, one: Tensor, two: Tensor, y: Tensor, names: Sequence[str] | None
+) -> dict[str, tuple[Any, Floats, Floats, Any]]:
+    """Return, for each class, label or question, which rows are positive, the scores of both models, and the rows."""
+    found: dict[str, tuple[Any, Floats, Floats, Any]] = {}
+    everyone = slice(None)
+
+    def name_of(number: int) -> str:
+        return str(number) if names is None else names[number]
+
     if isinstance(objective, Classification):
         scores = [log_odds(outputs).numpy() for outputs in (one, two)]
         for c in [1] if one.shape[1] == 2 else range(one.shape[1]):
-            found[str(c)] = ((y == c).numpy(), scores[0][:, c], scores[1][:, c])
+            found[name_of(c)] = ((y == c).numpy(), scores[0][:, c], scores[1][:, c], everyone)
     elif isinstance(objective, Ordinal):
         for k in range(one.shape[1]):
-            found[f"above {k}"] = ((y > k).numpy(), one[:, k].double().numpy(), two[:, k].double().numpy())
+            pair = (outputs[:, k].double().numpy() for outputs in (one, two))
+            found[f"above {name_of(k)}"] = ((y > k).numpy(), *pair, everyone)  # type: ignore[assignment]
     elif isinstance(objective, MultiLabel):
         for t in range(one.shape[1]):
             known = ~y[:, t].isnan()
-            parts = (outputs[known, t].double().numpy() for outputs in (one, two))
-            found[str(t)] = ((y[known, t] == 1).numpy(), *parts)  # type: ignore[assignment]
+            pair = (outputs[known, t].double().numpy() for outputs in (one, two))
+            found[name_of(t)] = ((y[known, t] == 1).numpy(), *pair, known.numpy())  # type: ignore[assignment]
     return found
 
 
-def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the model's outputs for all rows of an evaluation job, client after client, and their labels."""
+def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the model's outputs for all rows of an evaluation job, client after client, their labels and clients.
+
+    Their clients are the natural clients of the table, or else those of the population.
+    """
     engine, context = parts.engine, parts.fed.context
     own = engine.registry.tested if rows == "test" else engine.registry.validated
     clients: list[int] = list(own) or list(parts.fed.evaluation_clients)[:1]
-    outputs, labels = [], []
+    outputs, labels, codes = [], [], []
+    natural = parts.population.columns.client
     for client in clients:
         index = engine.own_rows(client, rows) if client >= 0 else engine.rows(client)
         view = SingleClientData(
@@ -368,11 +596,24 @@ def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor]:
         if found is not None:
             outputs.append(found[0].cpu())
             labels.append(found[1].y.cpu())
-    return torch.cat(outputs), torch.cat(labels)
+            codes.append(torch.full((len(index),), max(client, 0)) if natural is None else natural.cpu()[index.cpu()])
+    numbers = torch.unique(torch.cat(codes), return_inverse=True)[1]
+    return torch.cat(outputs), torch.cat(labels), numbers
 
 
 def write(found: Evaluation, folder: Path) -> Path:
-    """Write evaluation.json, evaluation.csv and evaluation.html into a folder, and return the path of the page."""
+    """Write evaluation.json, evaluation.csv and evaluation.html into a folder, and return the path of the page.
+
+    Raises:
+        RecipeError: the folder holds the evaluation of another model.
+    """
+    path = folder / "evaluation.json"
+    if path.exists():
+        earlier = parse_json(path.read_text(encoding="utf-8")).get("model", {}).get("path")
+        if earlier != found.content["model"]["path"]:
+            raise RecipeError(
+                f"{folder} holds the evaluation of {earlier or 'another model'}. Give another folder, or delete it"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "evaluation.json").write_text(json.dumps(found.content, indent=1), encoding="utf-8")
     (folder / "evaluation.csv").write_text(found.csv(), encoding="utf-8")

@@ -17,7 +17,7 @@ from polyfed.core.option_checks import check_ranges
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
 from polyfed.model import Model
-from polyfed.objective.report import Estimate, drawn, shown_groups, wilson
+from polyfed.objective.report import DRAWS, UNKNOWN, Estimate, drawn, joint_shares, shown_groups, wilson
 
 UNDEFINED = -1.0
 """Stands for an undefined exact score, such as the AUROC of a single class, because a message must not hold NaN."""
@@ -197,8 +197,23 @@ class Objective(ABC):
         """Return the sums of an evaluation job over some rows, float64 (S,). `estimates` explains them."""
         return self.sums(outputs, batch).double()
 
-    def estimates(self, sums: Tensor) -> dict[str, Estimate]:
-        """Return the metrics of some rows with their intervals, given the `site_sums` of these rows."""
+    def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return scores (B, K) of K labels or classes, and which rows are positive and negative; None without any."""
+        return None
+
+    def joint_shares(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the `joint_shares` of the ranking metrics of some rows, (2,), or (0,) if there are no such metrics."""
+        found = self.ranked_rows(outputs, batch)
+        return torch.zeros(0, dtype=torch.float64) if found is None else joint_shares(*found)
+
+    def estimates(self, sums: Tensor, shares: Sequence[float] = UNKNOWN, draws: int = DRAWS) -> dict[str, Estimate]:
+        """Return the metrics of some rows with their intervals, given the `site_sums` of these rows.
+
+        Args:
+            sums: the sums.
+            shares: the `joint_shares` of the rows.
+            draws: the number of bootstrap samples; without any, these intervals are left out.
+        """
         return {name: Estimate(value) for name, value in self.measured(sums).items()}
 
     def score_bins(self, sums: Tensor) -> Tensor | None:
@@ -289,10 +304,12 @@ class OfClasses(Objective):
             return "counts fewer than 0 rows"
         return "" if float(self.site_matrix(sums).sum()) == rows else "counts other rows than it says"
 
-    def of_matrix(self, matrix: Tensor, metrics: Mapping[str, Callable[[Tensor], float | None]]) -> dict[str, Estimate]:
+    def of_matrix(
+        self, matrix: Tensor, metrics: Mapping[str, Callable[[Tensor], float | None]], draws: int
+    ) -> dict[str, Estimate]:
         """Return metrics of a confusion matrix with their intervals: Wilson's for the accuracy, else the bootstrap."""
         found = {"accuracy": wilson(float(matrix.diagonal().sum()), float(matrix.sum()))}
-        drawings = {name: drawn(matrix, metric) for name, metric in metrics.items()}
+        drawings = {name: drawn(matrix, metric, draws) for name, metric in metrics.items()}
         return found | {name: one for name, one in drawings.items() if one is not None}
 
     @override

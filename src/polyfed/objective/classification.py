@@ -1,5 +1,6 @@
 """`Classification`: one of C classes for each row, with cross-entropy loss. `base.py` explains the shape letters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -131,17 +132,20 @@ class Classification(OfClasses):
         loss = F.cross_entropy(outputs.double(), batch.y, reduction="none")
         hits = matrices.top_k_hits(outputs, batch.y, batch.ok)
         matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).double().flatten()
-        classes = torch.arange(outputs.shape[-1], device=outputs.device)
-        hot = batch.y.unsqueeze(-1) == classes
-        real = torch.ones_like(hot) if batch.ok is None else batch.ok.unsqueeze(-1).expand_as(hot)
-        read = slice(1, 2) if len(classes) == 2 else slice(None)
-        scores = report.log_odds(outputs)[:, read]
-        bins = report.histograms(scores, (hot & real)[:, read], (~hot & real)[:, read])
+        bins = report.histograms(*self.ranked_rows(outputs, batch))
         moments = torch.stack([hits.double(), batch.sum(loss), batch.sum(loss.square())])
         found = torch.cat([matrix, moments, bins.flatten()])
         # non-finite logits make the sums NaN, so that reply validation drops the reply as diverged
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
         return torch.where(broken, torch.nan, found)
+
+    @override
+    def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        classes = torch.arange(outputs.shape[-1], device=outputs.device)
+        hot = batch.y.unsqueeze(-1) == classes
+        real = torch.ones_like(hot) if batch.ok is None else batch.ok.unsqueeze(-1).expand_as(hot)
+        read = slice(1, 2) if len(classes) == 2 else slice(None)
+        return report.log_odds(outputs)[:, read], (hot & real)[:, read], (~hot & real)[:, read]
 
     @override
     def score_bins(self, sums: Tensor) -> Tensor:
@@ -158,18 +162,20 @@ class Classification(OfClasses):
         return self._site_parts(sums)[0]
 
     @override
-    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+    def estimates(
+        self, sums: Tensor, shares: Sequence[float] = report.UNKNOWN, draws: int = report.DRAWS
+    ) -> dict[str, report.Estimate]:
         matrix, (hits, loss, squares), bins = self._site_parts(sums.cpu())
         rows = float(matrix.sum())
         if not rows:
             return {}
-        found = self.of_matrix(matrix, {"uar": matrices.uar, "macro_f1": matrices.macro_f1})
+        found = self.of_matrix(matrix, {"uar": matrices.uar, "macro_f1": matrices.macro_f1}, draws)
         if len(matrix) > matrices.TOP_K:
             found["top5"] = report.wilson(float(hits), rows)
         mean = float(loss) / rows
         spread = max(float(squares) / rows - mean * mean, 0.0)
         found["loss"] = report.around(mean, report.Z * (spread / rows) ** 0.5, low=0.0)
-        return found | report.ranked(bins)
+        return found | report.ranked(bins, shares, draws)
 
     @override
     def decided(self, predicted: Tensor) -> Tensor:

@@ -179,9 +179,13 @@ class MultiLabel(Objective):
 
     @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        real = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok.unsqueeze(-1)
-        bins = report.histograms(outputs, real & (batch.y == 1), real & (batch.y == 0))
+        bins = report.histograms(*self.ranked_rows(outputs, batch))
         return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
+
+    @override
+    def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        real = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok.unsqueeze(-1)
+        return outputs, real & (batch.y == 1), real & (batch.y == 0)
 
     @override
     def score_bins(self, sums: Tensor) -> Tensor:
@@ -202,21 +206,23 @@ class MultiLabel(Objective):
         return not_counts(torch.cat([own[:-2], bins.sum(-1).flatten()]), rows)
 
     @override
-    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+    def estimates(
+        self, sums: Tensor, shares: Sequence[float] = report.UNKNOWN, draws: int = report.DRAWS
+    ) -> dict[str, report.Estimate]:
         own, bins = self._site_parts(sums.cpu())
         values = self.measured(own)
         if not values:
             return {}
         found = {name: report.Estimate(value) for name, value in values.items()}
         counts = own[:-REST].view(COUNTS, -1).T
-        shares = [
+        single_shares = [
             report.wilson(float(tp + tn), float(tp + fp + fn + tn))
             for tp, fp, fn, tn in counts
             if known(tp, fp, fn, tn)
         ]
         rows, right = own[-REST : -REST + 2].tolist()
         found["exact_match"] = report.wilson(right, rows)
-        single = report.mean_of(shares)
+        single = report.mean_of(single_shares)
         assert single is not None, "a label is known"
         found["accuracy"] = report.around(
             values["accuracy"],
@@ -225,7 +231,7 @@ class MultiLabel(Objective):
             0.0,
             1.0,
         )
-        return found | report.ranked(bins)
+        return found | report.ranked(bins, shares, draws)
 
     @override
     def group_sums(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -1,5 +1,6 @@
 """`Ordinal`: one of C ordered levels for each row. `base.py` explains the shape letters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -118,11 +119,15 @@ class Ordinal(OfClasses):
     @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return `sums`, and for each question "is the level above k?" histograms of its logit, (2, C - 1, BINS)."""
+        bins = report.histograms(*self.ranked_rows(outputs, batch))
+        return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
+
+    @override
+    def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         levels = torch.arange(outputs.shape[-1], device=outputs.device)
         above = batch.y.unsqueeze(-1) > levels
         real = torch.ones_like(above) if batch.ok is None else batch.ok.unsqueeze(-1).expand_as(above)
-        bins = report.histograms(outputs, above & real, ~above & real)
-        return torch.cat([self.sums(outputs, batch).double(), bins.flatten()])
+        return outputs, above & real, ~above & real
 
     @override
     def score_bins(self, sums: Tensor) -> Tensor:
@@ -140,16 +145,18 @@ class Ordinal(OfClasses):
         return self.confusion(self._site_parts(sums)[0])
 
     @override
-    def estimates(self, sums: Tensor) -> dict[str, report.Estimate]:
+    def estimates(
+        self, sums: Tensor, shares: Sequence[float] = report.UNKNOWN, draws: int = report.DRAWS
+    ) -> dict[str, report.Estimate]:
         own, bins = self._site_parts(sums.cpu())
         matrix = self.confusion(own)
         if not bool(matrix.sum() > 0):
             return {}
         metrics = {"mae": matrices.level_error, "uar": matrices.uar, "macro_f1": matrices.macro_f1}
-        found = self.of_matrix(matrix, metrics | {"weighted_kappa": matrices.weighted_kappa})
+        found = self.of_matrix(matrix, metrics | {"weighted_kappa": matrices.weighted_kappa}, draws)
         loss, weight = own[-2:].tolist()
         found |= {"loss": report.Estimate(loss / weight)} if weight > 0 else {}
-        return found | report.ranked(bins)
+        return found | report.ranked(bins, shares, draws)
 
     @override
     def decided(self, predicted: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Regression(Objective):
         return self.flaw(own, rows) or not_counts(fourth, float("inf"))
 
     @override
-    def estimates(self, sums: Tensor) -> dict[str, Estimate]:
+    def estimates(self, sums: Tensor, shares: Sequence[float] = (), draws: int = 0) -> dict[str, Estimate]:
         """Return the metrics of `measured`; MAE, RMSE, Pearson's r and R^2 with intervals, as means over targets.
 
         The intervals are normal, for the RMSE by the delta method, and for r by Fisher's transformation. That of R^2

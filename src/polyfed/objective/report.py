@@ -1,14 +1,15 @@
 """Metrics of several sites with intervals, from sums alone: what an evaluation job computes from the sites' replies.
 
 Counts and sums are exact after they are added up. AUROC and average precision come from histograms of scores, and each
-has a bound on its error: the scores of rows in one bin may be in any order. All intervals are for 95 %. For a
-mean over labels or classes, the half-width is the mean of the single ones, which is never too small, because the same
-rows count in each of them.
+has a bound on its error: the scores of rows in one bin may be in any order. All intervals are for 95 %. The half-width
+of a mean over labels or classes is at most the mean of the single ones, and this where nothing else is known; AUROC and
+average precision are narrower by a share that sites compute from their rows (`joint_shares`).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,16 +62,22 @@ def wilson(hits: float, n: float, quantile: float = Z) -> Estimate:
     return Estimate(share, min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share))
 
 
-def mean_of(each: Sequence[Estimate]) -> Estimate | None:
-    """Return the mean of several estimates, or None without any; the module's docstring explains its interval."""
+def mean_of(each: Sequence[Estimate], share: float = 1.0) -> Estimate | None:
+    """Return the mean of several estimates, or None without any; the module's docstring explains its interval.
+
+    Args:
+        each: the estimates.
+        share: the variance of their mean, divided by the square of their mean standard deviation.
+    """
     if not each:
         return None
     value, error = (math.fsum(getattr(one, name) for one in each) / len(each) for name in ("value", "error"))
     if any(one.low is None for one in each):
         return Estimate(value, error=error)
-    below = math.fsum(one.value - (one.low or 0.0) for one in each) / len(each)
-    above = math.fsum((one.high or 0.0) - one.value for one in each) / len(each)
-    return Estimate(value, value - below, value + above, error)
+    below = math.fsum(max(one.value - (one.low or 0.0) - one.error, 0.0) for one in each) / len(each)
+    above = math.fsum(max((one.high or 0.0) - one.value - one.error, 0.0) for one in each) / len(each)
+    root = math.sqrt(share)
+    return Estimate(value, value - root * below - error, value + root * above + error, error)
 
 
 def t_quantile(clusters: int) -> float:
@@ -126,20 +133,21 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool) -> Esti
     return Estimate(value, found.low, found.high)
 
 
-def drawn(cells: Tensor, metric: Callable[[Tensor], float | None]) -> Estimate | None:
+def drawn(cells: Tensor, metric: Callable[[Tensor], float | None], draws: int = DRAWS) -> Estimate | None:
     """Return a metric of counts with its bootstrap interval, which equals that of a bootstrap of the rows.
 
     Args:
         cells: the number of rows in each cell, of any shape.
         metric: computes the metric from such counts.
+        draws: the number of bootstrap samples; without any there is no interval.
     """
     value = metric(cells)
-    if value is None:
-        return None
+    if value is None or not draws:
+        return None if value is None else Estimate(value)
     counts = cells.double().numpy()
     total = round(float(counts.sum()))
-    draws = np.random.default_rng(0).multinomial(total, counts.ravel() / counts.sum(), size=DRAWS)
-    found = [metric(torch.from_numpy(draw.reshape(counts.shape)).double()) for draw in draws]
+    samples = np.random.default_rng(0).multinomial(total, counts.ravel() / counts.sum(), size=draws)
+    found = [metric(torch.from_numpy(one.reshape(counts.shape)).double()) for one in samples]
     known = [one for one in found if one is not None]
     low, high = np.quantile(known, [0.025, 0.975])
     return Estimate(value, float(low), float(high))
@@ -153,12 +161,65 @@ def histograms(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         positive: which rows are positive, bool (B, K).
         negative: which rows are negative, bool (B, K).
     """
-    reach = math.asinh(REACH)
-    place = ((scores.double().asinh() / reach + 1) * (BINS / 2)).clamp(0, BINS - 1).nan_to_num(0.0).long()
-    found = torch.zeros(2, scores.shape[1], BINS, dtype=torch.float64, device=scores.device)
-    for side, counted in enumerate((positive, negative)):
-        found[side].scatter_add_(1, place.T, counted.double().T)
+    return _binned(_places(scores), torch.stack([positive, negative]).double())
+
+
+def _places(scores: Tensor) -> Tensor:
+    """Return the bin of each score, int64 (B, K)."""
+    scaled = scores.double().asinh() / math.asinh(REACH) + 1
+    return (scaled * (BINS / 2)).clamp(0, BINS - 1).nan_to_num(0.0).long()
+
+
+def _binned(places: Tensor, weights: Tensor) -> Tensor:
+    """Return the sums of the weights (2, B, K) in each bin, float64 (2, K, BINS)."""
+    found = torch.zeros(2, places.shape[1], BINS, dtype=torch.float64, device=places.device)
+    for side, weight in enumerate(weights):
+        found[side].scatter_add_(1, places.T, weight.T)
     return found
+
+
+SHARE_DRAWS, SHARE_ROWS = 200, 20_000
+"""Bootstrap samples of the rows for `joint_shares`, and the largest number of rows in one."""
+
+
+def joint_shares(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Return by how much less the mean over labels or classes varies than the single ones, float64 (2,).
+
+    A row counts in every label or class, in one of which it is positive, so that their errors are correlated, but not
+    fully. The two numbers, for AUROC and average precision, are the variance of the mean divided by the square of the
+    mean standard deviation, over bootstrap samples of the rows: at most 1.
+
+    Args:
+        scores: (B, K), for K labels or classes.
+        positive: which rows are positive, bool (B, K).
+        negative: which rows are negative, bool (B, K).
+    """
+    rows = len(scores)
+    if scores.shape[1] < 2 or rows < 2:
+        return torch.ones(2, dtype=torch.float64)
+    random = np.random.default_rng(0)
+    some = torch.from_numpy(random.permutation(rows)[:SHARE_ROWS])
+    places, sides = _places(scores[some]), torch.stack([positive[some], negative[some]]).double()
+    values = []
+    for _ in range(SHARE_DRAWS):
+        weights = np.bincount(random.integers(0, len(some), len(some)), minlength=len(some))
+        values.append(_areas(_binned(places, sides * torch.from_numpy(weights).double().unsqueeze(-1))))
+    found = torch.stack(values)  # (draws, 2, K), NaN where a class has no rows
+    means, single = found.nanmean(-1), found - found.nanmean(0)
+    deviations = single.square().nanmean(0).sqrt().nanmean(-1)
+    ratio = (means - means.nanmean(0)).square().nanmean(0) / deviations.square()
+    return torch.where(deviations > 0, ratio, 1.0).nan_to_num(1.0).clamp(0.0, 1.0)
+
+
+def _areas(bins: Tensor) -> Tensor:
+    """Return AUROC and average precision of each pair of histograms (2, K, BINS), (2, K)."""
+    positive, negative = bins
+    below, pairs = negative.cumsum(-1) - 0.5 * negative, positive.sum(-1) * negative.sum(-1)
+    area = (positive * below).sum(-1) / torch.where(pairs > 0, pairs, torch.nan)
+    falling, rows = positive.flip(-1), (positive + negative).flip(-1).cumsum(-1)
+    precision = (falling * falling.cumsum(-1) / rows.clamp(min=1.0)).sum(-1)
+    total = positive.sum(-1)
+    return torch.stack([area, precision / torch.where(total > 0, total, torch.nan)])
 
 
 LEVELS = BINS.bit_length() - 1
@@ -182,6 +243,27 @@ def coarsened(bins: Tensor, least: int) -> tuple[Tensor, Tensor]:
             sides = sides.view(2, -1, 2).sum(-1)
             levels[label] += 1
     return at_levels(bins, levels), levels
+
+
+def raised(bins: Tensor, least: int) -> Tensor:
+    """Join the bins of histograms of ascending scores, (..., N), each with its neighbours on a fixed binary grid.
+
+    A bin is split in two only if each half has `least` rows or none. The rows of a joined bin count at its upper end,
+    so that no score becomes smaller. A histogram of fewer rows becomes empty.
+    """
+    found = torch.zeros_like(bins)
+    for own, into in zip(bins.reshape(-1, bins.shape[-1]), found.view(-1, bins.shape[-1]), strict=True):
+        last = len(own) - 1
+        parts = [(0, 1 << last.bit_length())] if int(own.sum()) >= least else []
+        while parts:
+            low, high = parts.pop()
+            middle = (low + high) // 2
+            halves = [int(own[low:middle].sum()), int(own[middle:high].sum())]
+            if high - low > 1 and all(rows == 0 or rows >= least for rows in halves):
+                parts += [(low, middle)] * (halves[0] > 0) + [(middle, high)] * (halves[1] > 0)
+            else:
+                into[min(high - 1, last)] += sum(halves)
+    return found
 
 
 def at_levels(bins: Tensor, levels: Tensor) -> Tensor:
@@ -218,7 +300,7 @@ def auroc(positive: Tensor, negative: Tensor) -> Estimate | None:
     return around(value, Z * math.sqrt(spread), error, 0.0, 1.0)
 
 
-def average_precision(positive: Tensor, negative: Tensor) -> Estimate | None:
+def average_precision(positive: Tensor, negative: Tensor, draws: int = DRAWS) -> Estimate | None:
     """Return the average precision of two histograms of ascending score, or None without positive rows.
 
     The value takes each bin as one threshold. The true value is at least that with the negative rows of each bin first,
@@ -235,25 +317,66 @@ def average_precision(positive: Tensor, negative: Tensor) -> Estimate | None:
         count = float(pos.sum())
         return float((pos * hits / rows.clamp(min=1.0)).sum()) / count if count else None
 
-    found = drawn(torch.stack([p, n]), value_of)
+    found = drawn(torch.stack([p, n]), value_of, draws)
     assert found is not None, "there are positive rows"
     hits, misses = p.cumsum(0), n.cumsum(0)
     highest = float((p * hits / (hits + misses - n).clamp(min=1.0)).sum()) / total
     first, behind = (hits - p).numpy(), misses.numpy()
     lowest = float((p.numpy() - behind * (digamma(first + p.numpy() + behind + 1) - digamma(first + behind + 1))).sum())
     error = max(highest - found.value, found.value - lowest / total, 0.0)
-    low, high = max((found.low or 0.0) - error, 0.0), min((found.high or 0.0) + error, 1.0)
+    if found.low is None or found.high is None:
+        return Estimate(found.value, error=error)
+    low, high = max(found.low - error, 0.0), min(found.high + error, 1.0)
     return Estimate(found.value, low, high, error)
 
 
-def ranked(bins: Tensor) -> dict[str, Estimate]:
-    """Return `auroc` and `average_precision` as means over the K labels or classes of histograms (2, K, BINS)."""
+def ranked(bins: Tensor, shares: Sequence[float], draws: int = DRAWS) -> dict[str, Estimate]:
+    """Return `auroc` and `average_precision` as means over the K labels or classes of histograms (2, K, BINS).
+
+    Args:
+        bins: the histograms.
+        shares: for both metrics, how much less the mean varies than the single ones (`joint_shares`).
+        draws: the number of bootstrap samples.
+    """
     found = {}
-    for name, metric in (("auroc", auroc), ("average_precision", average_precision)):
+    metrics: tuple[Callable[..., Estimate | None], ...] = (auroc, partial(average_precision, draws=draws))
+    for name, share, metric in zip(NAMES, shares, metrics, strict=True):
         each = [one for pair in bins.unbind(1) if (one := metric(*pair)) is not None]
-        if (mean := mean_of(each)) is not None:
+        if (mean := mean_of(each, share)) is not None:
             found[name] = mean
     return found
+
+
+NAMES = ("auroc", "average_precision")
+"""The metrics that come from histograms."""
+
+UNKNOWN = (1.0, 1.0)
+"""The shares of `ranked` where nothing is known: the widest intervals."""
+
+
+def by_client(value: float, without: Sequence[float], *, share: bool) -> tuple[float, float] | None:
+    """Return the interval of a metric over clients: the jackknife that leaves out one client at a time.
+
+    With Student's t of K - 1 degrees of freedom, it takes the clients as a sample of others (Efron and Stein, Annals of
+    Statistics 9, 1981). The interval of a share is Wilson's, as in `of_moments`.
+
+    Args:
+        value: the metric of all rows.
+        without: the metric without each of the K clients.
+        share: whether the metric lies in [0, 1].
+    """
+    known = np.array([one for one in without if math.isfinite(one)])
+    if len(known) < 2:
+        return None
+    spread = float((len(known) - 1) / len(known) * np.square(known - known.mean()).sum())
+    quantile = t_quantile(len(known))
+    if not share:
+        return value - quantile * math.sqrt(spread), value + quantile * math.sqrt(spread)
+    independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else float(len(known))
+    found = wilson(value * independent, independent, quantile)
+    assert found.low is not None
+    assert found.high is not None
+    return found.low, found.high
 
 
 def shown_groups(sizes: Tensor, least: int) -> Tensor:
@@ -271,3 +394,53 @@ def shown_groups(sizes: Tensor, least: int) -> Tensor:
         candidates = torch.where(shown & (sizes > 0), sizes, sizes.max() + 1)
         shown[int(candidates.argmin())] = False
     return shown
+
+
+def shown_columns(codes: Mapping[str, Tensor], y: Tensor, least: int) -> dict[str, Tensor]:
+    """Return which groups of each column may be shown, bool (G,); see `shown_groups`.
+
+    A group whose rows are almost the rows of a class, or of shown groups of an earlier column, is hidden: the
+    difference of their sums would tell of the few rows in which they differ.
+
+    Args:
+        codes: the group of each row by each column, int64 (n,), in an order that is the same in every job.
+        y: the labels or targets of the rows.
+        least: the smallest number of rows that may be shown.
+    """
+    targets = [y] if y.dim() == 1 else y.unbind(1)
+    apart = [torch.where(t.isnan(), 2, t == 1).long() if y.is_floating_point() else t for t in targets]
+    found = {}
+    for name, own in codes.items():
+        shown = shown_groups(torch.bincount(own), least)
+        while (code := _telling(own, shown, apart, least)) is not None:
+            shown[code] = False
+        found[name] = shown
+        apart.append(_cells(own, shown))
+    return found
+
+
+def _cells(codes: Tensor, shown: Tensor) -> Tensor:
+    """Return the shown group of each row, int64 (n,); all hidden groups have one number."""
+    return torch.where(shown[codes], codes, len(shown))
+
+
+def _telling(codes: Tensor, shown: Tensor, others: Sequence[Tensor], least: int) -> int | None:
+    """Return a shown group that, alone or with others, differs from a group of another column in few rows; or None."""
+    if least < 2 or not len(codes):
+        return None
+    for cells in others:
+        for code in torch.unique(codes[shown[codes]]).tolist():
+            if 0 < _nearest(codes == code, cells) < least:
+                return int(code)
+        for cell in torch.unique(cells).tolist():
+            inside = codes[(cells == cell) & shown[codes]]
+            if len(inside) and 0 < _nearest(cells == cell, _cells(codes, shown)) < least:
+                return int(torch.bincount(inside).argmax())
+    return None
+
+
+def _nearest(rows: Tensor, cells: Tensor) -> int:
+    """Return in how many rows a set, bool (n,), differs from the nearest union of cells, int64 (n,)."""
+    size = int(cells.max()) + 1
+    inside, outside = (torch.bincount(cells[of], minlength=size) for of in (rows, ~rows))
+    return int(torch.minimum(inside, outside).sum())

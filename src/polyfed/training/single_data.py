@@ -52,7 +52,8 @@ class SingleClientData(ClientData):
         rounds: number of rounds of the run.
         test_index: positions of the client's own test rows in the table.
         privacy: how training protects single rows. None means no protection.
-        smallest: least number of rows of the last batch of an epoch; a smaller batch is left out, see `usable_rows`.
+        smallest: least number of rows of the last batch of an epoch; a smaller batch is left out, see `usable_rows`. A
+            modality or a target that fewer rows of a batch have is left out of it.
     """
 
     columns: Columns
@@ -122,7 +123,7 @@ class SingleClientData(ClientData):
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
             for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
                 try:
-                    grads, value, aux = self._gradient(job, w, leaves, batch)
+                    grads, value, aux = self._gradient(job, w, leaves, self._allowed(batch))
                 except Exception as error:
                     error.add_note(f"in step {count + 1} of local training, on {len(batch.rows)} rows")
                     raise
@@ -175,7 +176,14 @@ class SingleClientData(ClientData):
         order = keys.permutation(keys.fold_in(order_key, epoch), n, device=self.index.device)
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows = order[slot * size : min((slot + 1) * size, end)]
-        return with_dropout(self._gather(rows, keys.fold_in(dropout_key, int(number) - 1)), train)
+        return self._allowed(with_dropout(self._gather(rows, keys.fold_in(dropout_key, int(number) - 1)), train))
+
+    def _allowed(self, batch: Batch) -> Batch:
+        """Return a training batch without what too few of its rows have.
+
+        Under [privacy], noise protects each row; a choice that depends on the other rows would void its accounting.
+        """
+        return batch if self.smallest < 2 or self.privacy is not None else batch.of_enough_rows(self.smallest)
 
     def _batches(self, train: Train, model: Model, stream: int, first_epoch: int, first_step: int) -> Iterator[Batch]:
         n = len(self.index)

@@ -58,6 +58,18 @@ class Population:
         """Number of clients K."""
         return len(self.train)
 
+    def name_of(self, client: int) -> str | None:
+        """Return the name of the natural client from which all rows of a client come, if there is one.
+
+        Only a machine that has read the table knows names. No message has one, so a deployment has numbers.
+        """
+        if self.columns.client is None:
+            return None
+        shards = (self.train, self.test, self.own_validation)
+        own = torch.cat([one[client] for one in shards if one is not None and client < len(one)])
+        numbers = torch.unique(self.columns.client.cpu()[own])
+        return self.columns.name_of_client(int(numbers[0])) if len(numbers) == 1 else None
+
     def modalities(self, client: int) -> tuple[str, ...]:
         """Names of the modalities that a client holds."""
         held = self.holds[client].tolist()

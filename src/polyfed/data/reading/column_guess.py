@@ -13,6 +13,7 @@ from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import MOST_WORDS, ColumnRule, suggestion, word_of
 from polyfed.data.reading.values import is_list, is_missing
+from polyfed.data.whole_columns import are_images, are_texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -254,7 +255,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
         if column in special:
             continue
         if column in (rules or {}):
-            found["number"].append(column)
+            found["list" if (rules or {})[column].is_whole else "number"].append(column)
         elif not UNNAMED.fullmatch(column):
             found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
@@ -270,16 +271,20 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
 
 
 def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
-    """Return the entry of [data.columns] that would make numbers of a column of words or dates. None for texts."""
-    cells = [cell for cell in column.tolist() if not is_missing(cell)]
+    """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files."""
+    cells = [cell for cell in column.tolist() if not is_missing(cell) and cell != ""]
     if column.dtype.kind == "m" or not cells:
         return None
+    if are_images(cells):
+        return "image"
     if are_dates(column):
         form = _format_of([cell for cell in cells if isinstance(cell, str)])
         return {"kind": "date", "start": "2000-01-01"} | ({"format": form} if form else {})
     words = [word_of(cell) for cell in cells if isinstance(cell, str | int | float | np.generic)]
     few = 2 * len({*words}) <= len(words) and len({*words}) <= MOST_WORDS
-    return "one-hot" if len(words) == len(cells) and few and max(map(len, words)) <= LONGEST_WORD else None
+    if len(words) == len(cells) and few and max(map(len, words)) <= LONGEST_WORD:
+        return "one-hot"
+    return "words" if are_texts(cells) else None
 
 
 LONGEST_WORD = 60

@@ -17,6 +17,7 @@ from polyfed.data.reading.frames import Joined, joined
 from polyfed.data.reading.given import ROLES, Given
 from polyfed.data.reading.row_facts import as_array
 from polyfed.data.reading.values import array_of
+from polyfed.data.whole_columns import are_images, are_texts, as_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     notes = _told({role: key for role, key in keys.items() if role not in named}, list(modalities))
     for name, cells in modalities.items():
         if name in given.columns:
-            found[name] = np.array([_single(cell) for cell in cells], dtype=object)
+            found[name] = as_cells([_single(cell) for cell in cells])
             continue
         with problems.noting():
             _refuse_other_cells(name, cells)
@@ -181,6 +182,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
         where="data",
         modalities=made.modalities,
         coded=made.coded,
+        whole=made.whole,
         cut=made.cut,
         labels=read.get("labels", given.labels),
         clients=read.get("clients", given.clients),
@@ -257,8 +259,10 @@ def _refuse_other_cells(name: str, cells: Sequence[Any]) -> None:
     for row, cell in enumerate(cells):
         where = f"data: modality '{name}', row {row}"
         if isinstance(cell, str):
+            rule = "image" if are_images([cell]) else "words" if are_texts([cell]) else "one-hot"
             raise DataError(
-                f"{where} holds {cell[:40]!r}, which is no number and no list of numbers. If '{name}' is the natural "
+                f"{where} holds {cell[:40]!r}, which is no number and no list of numbers. To make numbers of it, write "
+                f"columns={{'{name}': '{rule}'}}. If '{name}' is the natural "
                 f"client of a sample, write clients='{name}'. If it is the split, write split='{name}'. Otherwise, "
                 "name the keys to read, as in modalities=['image', 'audio']"
             )

@@ -60,6 +60,7 @@ class Draft:
         called: Part -> its name in error messages, where it is not the usual one.
         origin: see `Columns`.
         coded: Modality -> its columns, if [data.columns] speaks of one. The array of the modality then holds codes.
+        whole: Modality -> its only column, if [data.columns] made images or token ids of it.
         names: Modality -> the columns of the table, or the arrays, that hold it, in order.
     """
 
@@ -84,6 +85,7 @@ class Draft:
     owned: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     coded: Mapping[str, tuple[Feature, ...]] = field(default_factory=dict)
+    whole: Mapping[str, Feature] = field(default_factory=dict)
     origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -207,9 +209,14 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor]:
     where = draft.place(name)
     tensor = _numbers(values, where)
     there = torch.ones(len(tensor), dtype=torch.bool)
-    if name in draft.coded:
+    if name in draft.coded or name in draft.whole:
         if name in draft.layout:
-            raise DataError(f"{where} has columns in [data.columns], and is a vector: give it no shape and no layout")
+            raise DataError(
+                f"{where} has columns in [data.columns], which say its shape: give it no shape and no layout"
+            )
+        if name in draft.whole:
+            scale = torch.tensor(255.0) if tensor.dtype == torch.uint8 else None
+            return Column(tensor, scale=scale, features=(draft.whole[name],)), there
         return Column(tensor.to(torch.float64), coded=draft.coded[name]), there
     if draft.owned:  # nobody else uses the values, so a memory-mapped array need not be copied
         kept = zero_nan_rows(tensor, where)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.column_rules import ColumnRule, Feature, feature_of, suggestion
+from polyfed.data.column_rules import Feature, feature_of, suggestion
 from polyfed.data.reading.column_guess import (
     FOR_EMPTY,
     MOST_NAMED,
@@ -29,6 +29,7 @@ from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
 from polyfed.data.reading.row_facts import as_array, missing, ordered_words
 from polyfed.data.reading.values import array_of, is_missing
+from polyfed.data.whole_columns import as_cells, read_cells
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,12 +61,14 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     present: dict[str, Any] = {}
     cut: dict[str, Any] = {}
     coded: dict[str, tuple[Feature, ...]] = {}
+    whole: dict[str, Feature] = {}
     cures: dict[str, str] = {}
     refuse_idle_rules(groups, given, where, problems)
     for modality, group in groups.items():
         with problems.noting():
-            read = values_of(frame, group, f"{where}: modality '{modality}'", given.partial, given.columns)
+            read = values_of(frame, group, f"{where}: modality '{modality}'", given)
             values[modality] = read.values
+            whole |= {modality: read.whole} if read.whole else {}
             if read.coded:
                 coded[modality] = read.coded
             if not read.there.all():
@@ -82,7 +85,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
-    told |= {"cures": cures, "names": {modality: tuple(group) for modality, group in groups.items()}}
+    told |= {"cures": cures, "whole": whole}
+    told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     return Draft(name=name, where=where, **(told | found | facts_of | more))
 
@@ -222,6 +226,7 @@ class Read:
             modality. None if there is no such row.
         cure: the rules of [data.columns] that would fill in the empty cells of the rows in `cut`.
         coded: the columns, if one of them has a rule. The values are then codes, in which NaN is an empty cell.
+        whole: the column of image files or texts, if the modality consists of one.
     """
 
     values: Any
@@ -230,17 +235,19 @@ class Read:
     cut: NDArray[np.bool_] | None = None
     coded: tuple[Feature, ...] = ()
     cure: str = ""
+    whole: Feature | None = None
 
 
-def values_of(
-    frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial, rules: Mapping[str, ColumnRule]
-) -> Read:
+def values_of(frame: "pd.DataFrame", group: Sequence[str], where: str, given: Given) -> Read:
     """Return the values of a modality from its columns.
 
     Raises:
         DataError: cells cannot be read. The message lists all columns with such cells.
     """
+    partial, rules = given.partial, given.columns
     ruled = [column in rules for column in group]
+    if alone := [column for column in group if column in rules and rules[column].is_whole]:
+        return _whole(frame, group, alone[0], where, given)
     if len(group) == 1 and not ruled[0] and kind_of(frame[group[0]]) == "list":
         return Read(*array_of(frame[group[0]].tolist(), where))
     problems = Problems()
@@ -273,6 +280,22 @@ def values_of(
     return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, cure=cure)
 
 
+def _whole(frame: "pd.DataFrame", group: Sequence[str], column: str, where: str, given: Given) -> Read:
+    """Return the values of a modality that consists of one column of image files or texts."""
+    rule = given.columns[column]
+    if len(group) > 1:
+        raise DataError(
+            f"{where}: column '{column}' of the kind '{rule.kind}' is a modality of its own. Name it alone, as in "
+            f"modalities = {{ {column} = {json.dumps(column)} }}"
+        )
+    values, there = read_cells(rule, frame[column].tolist(), f"{where}: column '{column}'", given.folder)
+    if not there.any():
+        raise DataError(f"{where}: column '{column}' is empty in every row. Leave it out")
+    lacking = int((~there).sum())
+    note = f"{counted(lacking, 'row has', 'rows have')} an empty cell of '{column}' and so lack it" if lacking else ""
+    return Read(values, there, note, whole=Feature(column=column, rule=rule))
+
+
 @dataclass
 class Joined:
     """The modalities of arrays by name, several of which may form one modality, as the columns of a table do.
@@ -284,6 +307,7 @@ class Joined:
     present: dict[str, Any] = field(default_factory=dict)
     cut: dict[str, Any] = field(default_factory=dict)
     coded: dict[str, tuple[Feature, ...]] = field(default_factory=dict)
+    whole: dict[str, Feature] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -300,6 +324,8 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
     said = given.modalities if isinstance(given.modalities, Mapping) else {name: name for name in arrays}
     groups = problems.attempt(lambda: chosen(said, list(arrays), where)) or {}
     refuse_idle_rules(groups, given, where, problems)
+    whole = {name for name, rule in given.columns.items() if rule.is_whole and name in arrays}
+    arrays = {**arrays, **{name: as_cells(arrays[name]) for name in whole}}
     made = Joined()
     for modality, group in groups.items():
         made.names[modality] = tuple(group)
@@ -308,8 +334,9 @@ def joined(arrays: Mapping[str, Any], given: Given, where: str, problems: Proble
             continue
         with problems.noting():
             place = f"{where}: modality '{modality}'"
-            read = values_of(frame_of(arrays, group, place), group, place, given.partial, given.columns)
+            read = values_of(frame_of(arrays, group, place), group, place, given)
             made.modalities[modality] = read.values
+            made.whole |= {modality: read.whole} if read.whole else {}
             made.present |= {} if read.there.all() else {modality: read.there}
             made.coded |= {modality: read.coded} if read.coded else {}
             made.cut |= {} if read.cut is None else {modality: read.cut}

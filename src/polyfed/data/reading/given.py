@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -43,6 +44,7 @@ class Given:
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
         columns: column -> how its words, empty cells or dates become numbers.
+        folder: the folder of the data file, in which the paths of image files begin; None for data in memory.
         needs_labels: whether the task needs labels.
         numeric: whether the labels are targets, so that whole numbers are quantities and not class numbers.
         optional: the roles among `labels`, `clients`, `split` and `ids` whose column may be missing, because the user
@@ -62,6 +64,7 @@ class Given:
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
     columns: Mapping[str, ColumnRule] = field(default_factory=dict)
+    folder: Path | None = None
     needs_labels: bool = True
     numeric: bool = False
     optional: tuple[str, ...] = ()

@@ -359,6 +359,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         first,
         modalities=joined_arrays,
         coded=coded[0],
+        whole=first.whole,
         labels=labels,
         ids="rows",  # splits often number their rows separately
         clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),

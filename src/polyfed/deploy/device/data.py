@@ -13,7 +13,7 @@ from polyfed.data import Columns, Population, Shards
 from polyfed.data.column_fitting import Statistics, agreed, encoded, fits, read_tables, statistics
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.array_files import Arrays
-from polyfed.data.row_groups import group_codes
+from polyfed.data.row_groups import device_groups
 from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.deploy.device.allowed_arrays import ELSEWHERE
 from polyfed.deploy.device.configuration import WHERE, NodeConfig
@@ -57,7 +57,7 @@ def population_on(
     columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
     check_finite(columns)
     method: Any = recipe.algorithm
-    columns = replace(columns, groups=group_codes(node.data, getattr(method, "groups", {}), len(columns)))
+    columns = replace(columns, groups=device_groups(node.data, getattr(method, "groups", {}), len(columns)))
     if recipe.algorithm.aligns_rows and columns.numbered:
         raise DataError(
             f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "

@@ -20,7 +20,7 @@ import torch
 from polyfed.core.errors import BadReply, DataError, EgressError, RecipeError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.column_fitting import Features, Statistics, Told, agreed, encoded, fits, is_fitted, told_shape
-from polyfed.data.column_rules import MOST_WORDS
+from polyfed.data.column_rules import MOST_WORDS, shape_of
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
 from polyfed.deploy.device.data import refuse_own_numbers
@@ -174,7 +174,7 @@ class Admission:
         _refuse_many_words(_left(known, out), out)
         clients = sorted(_left(known, out), key=lambda told: told.client)
         features = _agreed_columns(recipe, shapes, clients)
-        shapes = {**shapes, **{name: (sum(f.width for f in own),) for name, own in features.items()}}
+        shapes = {**shapes, **{name: shape_of(own) for name, own in features.items()}}
         _refuse_other_shapes(recipe, shapes, features)
         return cls(clients, out, shapes, num_classes, own, recipe, _agreed_scaling(recipe, clients), features)
 

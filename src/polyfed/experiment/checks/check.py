@@ -97,12 +97,24 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     method = assembly.algorithm
     if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
         return
-    private = (*method.private, *blocks)
+    own = [block for block in blocks if block != SHARED]
+    apart = bool(own) and SHARED in blocks and (SHARED, "server") not in assembly.policy.rules
+    private = (*method.private, *(own if apart else blocks))
+    clients = assembly.recipe.clients
+    tested = clients if clients.personal_test is not None else replace(clients, personal_test=0.2)
     try:
-        replace(assembly.recipe, algorithm=replace(method, private=private))
+        replace(assembly.recipe, algorithm=replace(method, private=private), clients=tested)
     except RecipeError:  # the method cannot keep private blocks
         return
-    yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
+    lines = [f"[algorithm] private = {json.dumps(private)}"]
+    if apart:
+        kinds = {row.kind for row in refused if row.block == SHARED and row.destination == "server"}
+        lines.append(assembly.policy.fix(kinds, SHARED, "server"))
+    lines += [] if tested is clients else ["[clients] personal_test = 0.2"]
+    yield (
+        f"without sending {' and '.join(own if apart else blocks)}, every client can keep and train its own: "
+        f"{', '.join(lines)}"
+    )
 
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:

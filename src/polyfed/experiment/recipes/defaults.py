@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, ModelError
+from polyfed.core.errors import DataError, ModelError, counted
 from polyfed.core.problems import Problems
 from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data import Column, Columns
@@ -144,12 +145,20 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
 def told_of_whole(name: str, column: Column, spec: EncoderSpec) -> list[str]:
     """Return the line about whole numbers, which are either token ids or quantities, with the other reading."""
     kept = column.values.dtype in WHOLE and len(column.shape) == 1 and int(column.values.min()) >= 0
-    if not kept:
+    if not kept or column.features is not None:
         return []
     vocabulary = int(column.values.max()) + 1
     if isinstance(spec, TokenTransformer):
         cure = f'[model.encoders] {name} = {{ kind = "mlp", hidden = [64] }}'
-        return [f"the whole numbers of '{name}' are taken as token ids; if they are quantities, write {cure}"]
+        padding = int((column.raw(torch.arange(len(column))) == 0).all(1).sum())
+        lacking = (
+            f"{counted(padding, 'row holds', 'rows hold')} only padding in '{name}', the id 0. If such a row lacks it, "
+            f"say so: the boolean array '{name}_present' in a file, present={{'{name}': ...}} in Python"
+        )
+        return [
+            f"the whole numbers of '{name}' are taken as token ids; if they are quantities, write {cure}",
+            *([lacking] if padding else []),
+        ]
     cure = f'[model.encoders] {name} = {{ kind = "token-transformer", vocabulary = {vocabulary} }}'
     return [f"the whole numbers of '{name}' are taken as quantities; if they are token ids, write {cure}"]
 

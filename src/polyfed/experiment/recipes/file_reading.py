@@ -1,5 +1,7 @@
 """Reads a file of your own and guesses what its arrays or columns mean, for `polyfed init` and for Python functions."""
 
+import itertools
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -11,12 +13,13 @@ from polyfed.core.errors import DataError, RecipeError, command, counted
 from polyfed.core.option_checks import checked
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
-from polyfed.data.column_rules import rules_of
+from polyfed.data.column_rules import WHOLE, rules_of
 from polyfed.data.reading.array_files import Arrays, existing
-from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids
+from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids, rule_for
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
+from polyfed.data.whole_columns import SUFFIXES as IMAGES
 from polyfed.experiment.recipes.parts import build
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
     """
     found = existing(path, "data")
     is_arrays = found.is_dir() or found.suffix == ".npz"
+    if found.is_dir() and not any(found.glob("*.npy")):
+        raise DataError(_of_folder(found))
     if not is_arrays and found.suffix not in SUFFIXES:
         allowed = f".npz, {', '.join(SUFFIXES)}, or a folder of .npy files"
         raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
@@ -137,12 +142,15 @@ def _of_arrays(
     rules = rules_of("[data.columns]", options.get("columns"))
     kept = [name for name in rest if name in rules or (arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub")]
     if not kept:
+        told = _rules_told(str(path), _rules_for(arrays, rest), table)
         raise DataError(
             f"'{path}' has no array (N, ...) of numbers beside the labels. Save each modality as an array of at "
-            "least two axes"
+            f"least two axes{'. ' + told if told else ''}"
         )
     if left := [name for name in rest if name not in kept]:
         text = f"left out, because they are no arrays (N, ...) of numbers with two axes or more: {', '.join(left)}"
+        told = _rules_told(str(path), _rules_for(arrays, left), table)
+        text += f". {told}" if told else ""
         notes.append(text)
         remarks.append(f"'{path}': {text}")
     return table | {"modalities": kept}
@@ -169,7 +177,10 @@ def _of_table(
         if "ids" not in table and (ids := row_ids(frame, special)):
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", "")}, rules)
-        notes += guess.notes
+        told = _rules_told(path, guess.rules, table)
+        if not guess.groups and any(rule in WHOLE for rule in guess.rules.values()):
+            raise DataError(f"'{path}' has no column of numbers beside the labels. {told}")
+        notes += [*guess.notes, *([told] if told else [])]
         remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
@@ -187,6 +198,59 @@ def _of_table(
                 f"{filling(frame, [c for group in plain for c in group if frame[c].isna().any()][:MOST_NAMED])}"
             )
     return table
+
+
+def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:
+    """Return how `polyfed init` reads columns of image files and texts, or "" if there are none.
+
+    Args:
+        path: the data file.
+        rules: the entries of [data.columns] that would make numbers of columns that are left out.
+        table: the options of [data] so far, which the printed command repeats.
+    """
+    whole = {column: rule for column, rule in rules.items() if rule in WHOLE}
+    few = [column for column, rule in rules.items() if rule == "one-hot"] if "client" not in table else []
+    people = f"If {few[0]} names the client of a row, add {shlex.join(['--client', few[0]])}" if few else ""
+    if not whole:
+        return people
+    label = ["--label", table["label"]] if isinstance(table.get("label"), str) and table["label"] != "label" else []
+    label += ["--client", table["client"]] if table.get("client", "client") != "client" else []
+    known = {column: rule for column, rule in (table.get("columns") or {}).items() if isinstance(rule, str)}
+    words = [word for column, rule in {**known, **whole}.items() for word in ("--column", f"{column}={rule}")]
+    means = " and ".join(f"{column} as {MEANS[rule]}" for column, rule in whole.items())
+    return f"To read {means}, write {command('init', path, *label, *words)}" + (f". {people}" if people else "")
+
+
+MEANS = {"image": "images", "words": "texts"}
+"""What the kinds in `WHOLE` read."""
+
+
+def _rules_for(arrays: Arrays, names: Sequence[str]) -> dict[str, Any]:
+    """Return the entry of [data.columns] that reads each array of words, if one does."""
+    import pandas as pd  # imported here, because the import takes half a second
+
+    held = {name: arrays[name] for name in names}
+    found = {
+        name: rule_for(pd.Series(values.astype(str).tolist()))
+        for name, values in held.items()
+        if values.ndim == 1 and values.dtype.kind in "US"
+    }
+    return {name: rule for name, rule in found.items() if rule is not None}
+
+
+def _of_folder(folder: Path) -> str:
+    """Return why a folder without .npy files is no data, and what to do with the tables and images in it."""
+    tables = sorted(file for file in folder.iterdir() if file.suffix in (*SUFFIXES, ".npz"))
+    if tables:
+        commands = " or ".join(command("init", table) for table in tables[:3])
+        return f"'{folder}' is a folder without .npy files. Give the file in it: {commands}"
+    if any(file.suffix.lower() in IMAGES for file in itertools.islice(folder.rglob("*"), 10_000)):
+        table = folder / "images.csv"
+        return (
+            f"'{folder}' holds image files and no table. Write '{table}' with a line for each image, such as "
+            f"path,label,client and then cats/1.png,cat,ana. Then {command('init', table, '--column', 'path=image')}"
+        )
+    return f"'{folder}' is a folder without .npy files; give an .npz file, a table, or a folder of .npy files"
 
 
 def _roles(

@@ -1,8 +1,9 @@
 """Writes a first recipe for a file of your own. It guesses what the arrays or columns mean, and says so in comments."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -12,7 +13,7 @@ import torch
 
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
-from polyfed.data import Columns
+from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import uneven_modalities
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
@@ -20,6 +21,7 @@ from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.task_choice import needs_labels, prepared
+from polyfed.model import EncoderSpec, ResNet18
 from polyfed.objective.targets import doubtful_targets, looks_like, units_of
 
 REST = (
@@ -83,7 +85,8 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     clients, words = _clients(columns, table, task)
     notes.append(words)
     notes += _seen(columns)
-    encoders = {m: encoder_for(m, column, 64) for m, column in columns.modalities.items()}
+    found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
+    encoders = {m: spec for m, (spec, _) in found.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
     notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
     notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
@@ -105,7 +108,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "embedding = 64  # width of what each encoder gives",
         'fusion = "concat"',
         "[model.encoders]",
-        *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
+        *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}{cost}" for m, (spec, cost) in found.items()),
         "",
         *_task(columns, task),
         *REST,
@@ -115,6 +118,32 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+PER_PIXEL = 2.2e-6
+"""Seconds that a CPU core trains for each pixel of an image, with the default encoder of images: 71 ms for 32 images of
+32 x 32 pixels. With the stem `imagenet` it takes 11 ms, a perceptron 0.6 ms."""
+
+SLOW = 10.0
+"""Seconds of a round from which images get the faster stem (ours)."""
+
+
+def affordable(column: Column, spec: EncoderSpec) -> tuple[EncoderSpec, str]:
+    """Return the encoder of a modality, a faster one if a round would take long, and what to say of its cost.
+
+    Args:
+        column: the modality, of whose rows about two thirds train, twice in a round.
+        spec: its default encoder.
+    """
+    if not isinstance(spec, ResNet18) or spec.stem != "cifar":
+        return spec, ""
+    seconds = PER_PIXEL * math.prod(column.shape) / column.shape[0] * len(column) * 4 / 3
+    if seconds > SLOW:
+        return replace(spec, stem="imagenet"), f'; stem = "cifar" takes about {seconds:.0f} s a round on one CPU core'
+    return spec, (
+        f'; about {max(1, round(seconds))} s a round on one CPU core, stem = "imagenet" a sixth of it, '
+        'kind = "mlp" a hundredth'
+    )
 
 
 def _has_holes(columns: Columns, task: str | None) -> bool:

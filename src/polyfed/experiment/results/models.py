@@ -243,7 +243,9 @@ class Models:
             )
         where = f"'{x}'" if path else "x"
         rows = rows_of_file(x, form, self.features, ids) if path else x.to_pandas() if is_hugging_face(x) else x
-        return new_rows(rows, form, self.features, self.model.shapes, where, ids)
+        place = Path(x).expanduser() if path else None
+        folder = place if place is None or place.is_dir() else place.parent
+        return new_rows(rows, form, self.features, self.model.shapes, where, ids, folder)
 
     def _by_name(self, x: Any, present: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
         """Return samples by modality, if `x` is a data frame, or has some among its values."""

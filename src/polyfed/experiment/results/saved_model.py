@@ -193,8 +193,10 @@ def load_model(
         raise DataError(f"{folder / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
 
 
-def facts_of_data(folder: Path) -> tuple[dict[str, Scaling] | None, tuple[str, ...] | None, dict[str, Features]]:
-    """Return the scaling of the samples, the names of the classes and the columns with which a model was trained.
+def facts_of_data(
+    folder: Path,
+) -> tuple[dict[str, Scaling] | None, tuple[str, ...] | None, dict[str, Features], dict[str, tuple[int, ...]]]:
+    """Return the scaling, the names of the classes, the columns and the shapes of samples of a model's training.
 
     The first two are None where they are unknown.
 
@@ -204,7 +206,8 @@ def facts_of_data(folder: Path) -> tuple[dict[str, Scaling] | None, tuple[str, .
     said = _read_description(folder)
     try:
         shapes = _shapes(said)
-        return _scaling(said["scaling"], shapes), _class_names(said), read_tables(said.get("columns"), shapes)
+        features = read_tables(said.get("columns"), shapes)
+        return _scaling(said["scaling"], shapes), _class_names(said), features, shapes
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DataError(f"{folder / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
 

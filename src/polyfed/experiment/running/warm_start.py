@@ -8,6 +8,7 @@ import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +22,7 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tree import Tree, block_of, blocks, select
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.checkpoint import sha256_of
-from polyfed.experiment.running.run_state import load_content
+from polyfed.experiment.running.run_state import BEST, kept_best, load_content
 from polyfed.model import Model
 
 COPY = "init.safetensors"
@@ -87,6 +88,8 @@ def values_in(path: Path) -> Tree:
             raise DataError(f"{path / DESCRIPTION} is damaged ({error!r}). Restore it from a copy") from error
     if (path / RECIPE).exists():
         return _of_run(path)
+    if path.name == BEST and (path.parent.parent / RECIPE).exists():
+        return _of_run(path.parent.parent, best=True)
     what = "holds neither a run nor an exported model" if path.is_dir() else "does not exist"
     raise RecipeError(
         f"{path} {what}. Give the folder of a run, a folder that run.export wrote, or a safetensors file",
@@ -94,12 +97,21 @@ def values_in(path: Path) -> Tree:
     )
 
 
-def _of_run(folder: Path) -> Tree:
+def _of_run(folder: Path, *, best: bool = False) -> Tree:
     recipe = load_recipe(folder / RECIPE)
     found = load_content(folder / "checkpoint", recipe.algorithm)
     if found is None:
         raise CheckpointError(f"{folder} holds no checkpoint yet. Finish its run, or give another model")
-    params = recipe.algorithm.global_params(found[1]["state"])
+    content: Mapping[str, Any] = found[1]
+    if best:
+        chosen = kept_best(folder / "checkpoint", content.get("best"), recipe.algorithm)
+        if chosen is None:
+            raise RecipeError(
+                f"{folder} chose no best round. Run it with validation rows, as in --set clients.validation=0.1, or "
+                "take its last round"
+            )
+        content = chosen
+    params = recipe.algorithm.global_params(content["state"])
     if params is None:
         raise RecipeError(
             f"{folder} holds no global model, because {name_of(recipe.algorithm, NAMED)} trains one for each "

@@ -228,8 +228,9 @@ class LimitedClientData(ClientData):
         self._view, self._num_rows, self._model, self._guard = view, num_rows, model, guard
         self._whole, self._tests = whole, tests
         self.min_rows_per_class = guard.limits.value("min_rows_per_class") or 0
-        self.min_group = guard.limits.value("min_group") or 0
-        self.min_test_rows = guard.limits.value("min_test_rows") or 0
+        # under `score_noise`, noise hides each row, and a choice that depends on the rows would void its accounting
+        shown = guard.limits if guard.exact else NO_LIMITS
+        self.min_group, self.min_test_rows = shown.value("min_group") or 0, shown.value("min_test_rows") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     @override

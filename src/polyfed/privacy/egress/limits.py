@@ -72,7 +72,7 @@ class Limits:
     Attributes:
         min_rows: least number of training rows that the client must have to take part.
         min_batch_size: least number of rows in every batch of local training. `minimise` leaves out a smaller last
-            batch of an epoch.
+            batch of an epoch, and a modality or target that fewer rows of a batch have is left out of the batch.
         min_steps: least number of optimiser steps of local training within one request. A step may undo at most 10 % of
             what earlier steps have changed (`lr * weight_decay` and proximal terms).
         min_rows_per_class: least number of training rows of a class of which a reply tells, such as in prototypes and

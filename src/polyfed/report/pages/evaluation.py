@@ -19,46 +19,90 @@ def cell(numbers: Mapping[str, Any] | None, name: str) -> str:
     """Return a metric with its interval, as in `84.1 % (80.2 % to 87.5 %)`; empty if it is undefined."""
     if numbers is None or numbers.get("value") is None:
         return ""
+    ends = _ends(numbers, name, "")
+    return number_of(numbers["value"], unit_of(name)) + (f" ({ends})" if ends else "")
+
+
+def _ends(numbers: Mapping[str, Any], name: str, by: str) -> str:
+    low, high = numbers.get(f"low{by}"), numbers.get(f"high{by}")
+    if low is None or high is None:
+        return ""
     unit = unit_of(name)
-    text = number_of(numbers["value"], unit)
-    if numbers.get("low") is not None:
-        text += f" ({number_of(numbers['low'], unit)} to {number_of(numbers['high'], unit)})"
-    return text
+    return f"{number_of(low, unit)} to {number_of(high, unit)}"
 
 
 def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the tables of an evaluation: (title, headings, rows)."""
-    everyone = {"all sites": content["pooled"], **content["sites"]}
-    names = list(content["pooled"]["metrics"])
-    mark = {True: " *", False: ""}
-    rows = [
-        [f"{site}{mark[one['hidden']]}", f"{one['rows']:,}", *(cell(one["metrics"].get(n), n) for n in names)]
-        for site, one in everyone.items()
-    ]
-    found = [("Scores, with 95 % intervals", ["site", "rows", *map(title_of, names)], rows)]
-    if any(one["support"] for one in everyone.values()):
-        size = max(len(one["support"]) for one in everyone.values())
-        classes = content.get("classes") or [str(number) for number in range(size)]
-        lines = [[site, *(f"{n:,}" for n in one["support"])] for site, one in everyone.items()]
-        found.append(("Rows of each class", ["site", *map(str, classes)], lines))
+    pooled, sites = content["pooled"], content["sites"]
+    several = {"all": pooled, **sites} if len(sites) > 1 else {"all": pooled}
+    found = [_pooled(pooled)]
     score = content["score"]
-    for column in content["pooled"].get("groups", {}):
-        values = list(content["pooled"]["groups"][column])
-        lines = [
-            [site, *(_group(one["groups"][column][value], score) for value in values)] for site, one in everyone.items()
+    if len(several) > 1:
+        shown = [name for name in dict.fromkeys((score, *BESIDE)) if name in pooled["metrics"]]
+        mark = {True: " *", False: ""}
+        rows = [
+            [f"{site}{mark[one['hidden']]}", f"{one['rows']:,}", *(_of_site(one, name, score) for name in shown)]
+            for site, one in several.items()
         ]
-        found.append((f"{title_of(score)} by {column}, with rows", ["site", *values], lines))
+        found.append(("By site", ["site", "rows", *map(title_of, shown)], rows))
+    if pooled["support"]:
+        classes = content.get("classes") or [str(number) for number in range(len(pooled["support"]))]
+        few = several if len(several) <= MOST_SITES else {"all": pooled}
+        lines = [
+            [str(name), *(f"{one['support'][place]:,}" if one["support"] else "0" for one in few.values())]
+            for place, name in enumerate(classes)
+        ]
+        found.append(("Rows of each class", ["class", *few], lines))
+    for column, groups in pooled.get("groups", {}).items():
+        few = several if len(several) <= MOST_SITES else {"all": pooled}
+        lines = [
+            [value, *(_group(one["groups"][column][value], score, hidden=one["hidden"]) for one in few.values())]
+            for value in groups
+        ]
+        rest = pooled["rows"] - sum(told["rows"] for told in groups.values())
+        lines += [["other or empty", f"{rest:,} rows, not scored apart"]] if rest and not pooled["hidden"] else []
+        title = f"{title_of(score)} by {column}, with rows" if column != "missing" else LACKING.format(title_of(score))
+        found.append((title, ["", *few], [[*line, *[""] * (1 + len(few) - len(line))] for line in lines]))
     return found + _compared(content.get("comparison"))
 
 
-def _group(told: Mapping[str, Any], score: str) -> str:
-    return f"{cell(told.get(score), score)}, {told['rows']:,}" if told["rows"] else "hidden or none"
+BESIDE = ("auroc", "loss")
+"""The metrics that the table of sites shows beside the main score."""
+
+MOST_SITES = 6
+"""The largest number of sites that have a column of their own."""
+
+LACKING = "{} by what a row lacks, with rows"
+
+
+def _pooled(pooled: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Return the table of all rows: each metric with its intervals over rows and over clients."""
+    clients = max((one.get("clients", 0) for one in pooled["metrics"].values()), default=0)
+    rows = []
+    for name, one in pooled["metrics"].items():
+        by_rows = _ends(one, name, "_by_rows" if "clients" in one else "")
+        ends = [by_rows, _ends(one, name, "") if "clients" in one else ""] if clients else [by_rows]
+        rows.append([title_of(name), number_of(one["value"], unit_of(name)), *ends])
+    heads = ["", "score", "over rows", *([f"over {clients} clients"] if clients else [])]
+    return f"All {pooled['rows']:,} rows, with 95 % intervals", heads, rows
+
+
+def _of_site(one: Mapping[str, Any], name: str, score: str) -> str:
+    told = one["metrics"].get(name)
+    if name == score or told is None:
+        return cell(told, name)
+    return number_of(told["value"], unit_of(name))
+
+
+def _group(told: Mapping[str, Any], score: str, *, hidden: bool) -> str:
+    return f"{cell(told.get(score), score)}, {told['rows']:,}" if told["rows"] else "hidden" if hidden else "no rows"
 
 
 def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list[list[str]]]]:
     if told is None:
         return []
-    heads, rows = ["", "first", "second", "difference", "p"], []
+    first, second = told.get("models") or ("first", "second")
+    heads, rows = ["", first, second, "difference", "p"], []
     for name, one in told["bootstrap"].items():
         gap = f"{one['first'] - one['second']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})"
         rows.append([f"{title_of(name)}, bootstrap", f"{one['first']:.4f}", f"{one['second']:.4f}", gap, ""])
@@ -70,13 +114,31 @@ def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list
     if one := told.get("mcnemar"):
         only = (f"{one['first_only']} only", f"{one['second_only']} only")
         rows.append(["right, McNemar", *only, f"{one['first_only'] - one['second_only']:+d}", f"{one['p']:.3g}"])
-    return [(f"Two models on the same {told['rows']:,} rows", heads, rows)]
+    clients = told.get("clients")
+    whose = f" of {clients:,} clients, over which all tests are" if clients else ""
+    return [(f"Two models on the same {told['rows']:,} rows{whose}", heads, rows)]
 
 
-NOTE = (
-    "* a class or group with fewer rows than [limits] min_group is hidden, and not in the sums. AUROC and average "
-    "precision come from histograms; their intervals include the largest error of that."
-)
+def notes(content: Mapping[str, Any]) -> list[str]:
+    """Return what the reader of the tables must know."""
+    pooled, found = content["pooled"], []
+    told = content.get("model", {})
+    if told.get("round"):
+        best = told.get("best_round")
+        other = f"; its best round is {best} (--best)" if best not in (None, told["round"]) else ""
+        found.append(f"the model is that of round {told['round']}{other}")
+    if pooled["hidden"]:
+        found.append("* a class or group with fewer rows than [limits] min_group is hidden, and not in the sums")
+    if any("clients" in one for one in pooled["metrics"].values()):
+        found.append(
+            "over rows: as if all rows were independent; over clients: as a sample of clients, whose rows are alike, "
+            "as you need it to speak of new clients"
+        )
+    if any("error" in one for one in pooled["metrics"].values()):
+        found.append(
+            "AUROC and average precision come from histograms; their intervals include the largest error of that"
+        )
+    return found
 
 
 def page(content: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
@@ -91,4 +153,10 @@ def page(content: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
         head = "".join(f"<th>{escape(word)}</th>" for word in heads)
         body = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in rows)
         parts.append(f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>")
-    return "".join([*parts, f"<p>{escape(NOTE)}</p><p>{len(lines)} numbers in evaluation.csv</p>"])
+    return "".join(
+        [
+            *parts,
+            *(f"<p>{escape(note)}</p>" for note in notes(content)),
+            f"<p>{len(lines)} numbers in evaluation.csv</p>",
+        ]
+    )

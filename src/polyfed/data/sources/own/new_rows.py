@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from polyfed.data.columns import Columns
 from polyfed.data.reading.array_files import Arrays
 from polyfed.data.reading.column_guess import IDS, MOST_NAMED, kind_of
 from polyfed.data.reading.frames import frame_of, values_of
-from polyfed.data.reading.given import Partial
+from polyfed.data.reading.given import Given, Partial
 from polyfed.data.reading.values import array_of, as_in_training, is_missing, tensor_of
 from polyfed.data.sources.own.table_files import PLAIN, SUFFIXES, Dialect, read
 
@@ -119,6 +119,7 @@ def new_rows(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
     ids: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> NewRows:
     """Return the samples of new rows, and warn of what they lack. Other columns are not read.
 
@@ -131,12 +132,13 @@ def new_rows(
         shapes: the shape of a sample of each modality in training.
         where: the name of the rows in messages.
         ids: the columns that name the rows. If empty, the run's column of ids.
+        folder: the folder of the rows' file; see `Given.folder`.
 
     Raises:
         DataError: a column of `ids` or of a modality is missing, or cells cannot be read. The message lists all faults.
     """
     table = rows.rename(columns=str) if hasattr(rows, "iloc") else None
-    held = rows if table is None else table
+    held, given = rows if table is None else table, Given(partial=form.partial, folder=folder)
     problems, notes, filled = Problems(), list[str](), list[str]()
     x: Tree = {}
     present: Tree = {}
@@ -159,9 +161,8 @@ def new_rows(
             )
             continue
         with problems.noting():
-            values, there, told = _read(
-                held, one, form.partial, features.get(name), shapes[name], f"{where}: modality '{name}'"
-            )
+            place = f"{where}: modality '{name}'"
+            values, there, told = _read(held, one, given, features.get(name), shapes[name], place)
             x[name], present[name] = values, there
             filled += _filled(held, features.get(name, ()), there)
             notes += [f"modality '{name}': {line}" for line in told]
@@ -190,7 +191,7 @@ def _ids(held: Any, ids: Sequence[str], usual: str, where: str, problems: Proble
 
 
 def _read(
-    rows: Any, form: Form, partial: Partial, features: Features | None, shape: tuple[int, ...], where: str
+    rows: Any, form: Form, given: Given, features: Features | None, shape: tuple[int, ...], where: str
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Return the samples of a modality (n, ...), which rows have it, bool (n,), and what is to be said."""
     whole = None if hasattr(rows, "iloc") else np.asarray(rows[form.names[0]])
@@ -202,12 +203,14 @@ def _read(
     if len(group) == 1 and features is None and kind_of(frame[group[0]]) == "list":
         array, has, _ = array_of(frame[group[0]].tolist(), where)
         return _padded(as_in_training(tensor_of(array), shape, form.layout), shape), torch.from_numpy(has), []
-    rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
     filled = bool(features) and all(feature.rule is not None and feature.rule.fills for feature in features or ())
     if not filled and bool(frame[group].isna().all(axis=None)):
         return torch.zeros(len(frame), *shape), nothing, ["its cells are empty in every row"]
-    found = values_of(frame, group, where, partial, rules)
+    rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
+    found = values_of(frame, group, where, replace(given, columns=rules))
     told = [found.note] if found.note else []
+    if found.whole is not None:
+        return torch.from_numpy(found.values), torch.from_numpy(found.there), told
     values = torch.from_numpy(np.asarray(found.values, dtype=np.float64))
     there = torch.from_numpy(np.asarray(found.there))
     if features is not None:
@@ -274,7 +277,11 @@ def rows_of_file(path: str | Path, form: RowForm, features: Mapping[str, Feature
     if path.suffix not in SUFFIXES:
         raise DataError(f"'{path}' holds no rows that polyfed reads. Allowed: {', '.join((*SUFFIXES, '.npz'))}")
     inputs = {name for one in form.modalities.values() for name in one.names}
-    words = {f.column for own in features.values() for f in own if f.of_words} | {*more} | ({form.ids, *IDS} - inputs)
+    words = (
+        {f.column for own in features.values() for f in own if f.of_words or f.is_whole}
+        | {*more}
+        | ({form.ids, *IDS} - inputs)
+    )
     problems = Problems()
     found = read(path, problems, lambda _: dict.fromkeys(words, False), form.dialect)
     problems.raise_all()

@@ -153,6 +153,7 @@ class Npz(Source):
                 **{name: there & _true(present.get(name), there) for name, there in made.present.items()},
             },
             coded=made.coded,
+            whole=made.whole,
             names=made.names,
             cut=made.cut,
             notes=made.notes,
@@ -181,7 +182,8 @@ class Npz(Source):
             return Joined(modalities=dict(features), names={name: (name,) for name in features})
         said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
         read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
-        given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns))
+        folder = arrays.path if arrays.path.is_dir() else arrays.path.parent
+        given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns), folder=folder)
         return joined(
             {name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems
         )

@@ -93,8 +93,8 @@ class Table(Source):
         ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality. Else, or with "rows", row numbers are the ids.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
-        columns: Column -> how its words, empty cells or dates become numbers: "one-hot", "mean", or a table with a kind
-            and its options; see docs/data.md.
+        columns: Column -> how its words, empty cells, dates, image files or texts become numbers: "one-hot", "mean",
+            "image", "words", or a table with a kind and its options; see docs/data.md.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
@@ -197,6 +197,7 @@ class Table(Source):
             test_share=self.test_share,
             seed=self.seed,
             columns=rules_of("[data.columns]", self.columns),
+            folder=Path(self.path).expanduser().parent,
             optional=tuple(role for role, may_be_missing in defaults if may_be_missing),
         )
 
@@ -229,7 +230,7 @@ class Table(Source):
 def word_columns(columns: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns whose cells are words according to [data.columns], even if they look like numbers."""
     rules = rules_of("[data.columns]", columns)
-    return tuple(column for column, rule in rules.items() if rule.of_words)
+    return tuple(column for column, rule in rules.items() if rule.of_words or rule.is_whole)
 
 
 def read(
