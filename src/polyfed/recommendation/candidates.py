@@ -31,7 +31,7 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import PARTS
 from polyfed.experiment.recipes.task_choice import headline_of, with_task
 from polyfed.experiment.running.assembly import assemble, population_of
-from polyfed.experiment.study.metric_checks import measured_by, metric_fault
+from polyfed.experiment.study.run_checks import measured_by, metric_fault
 from polyfed.privacy.egress.policy import EVERY
 
 REFERENCES = {"local": "floor", "centralized": "ceiling"}

@@ -24,8 +24,7 @@ import tomli_w
 
 from polyfed.core.errors import TooFewReplies, counted
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import parse_json
-from polyfed.experiment.results.json_text import json_ready
+from polyfed.core.system.json_and_toml import json_ready, parse_json
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
