@@ -138,7 +138,7 @@ def recommend(
         max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading, task: for a data file: its columns, such as `label` and `client`, and the task, as in `polyfed init`.
+        reading, task: for a data file: `label`, `client`, `leave_out` ..., and the task, as in `polyfed init`.
         jobs, listeners: as in `polyfed.sweep`.
         say: called with a line about each guess and decision.
 
@@ -240,7 +240,11 @@ def _read(
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
         return read_table(path, overrides)
-    first = starter(path, reading, task)
+    told: dict[str, Any] = {}
+    for override in overrides:
+        apply(told, override)
+    data = {key: value for key, value in reading.items() if value is not None}
+    first = starter(path, told.get("data", {}) | data, task)
     for note in first.notes:
         say(f"guessed: {note}")
     made = parse_toml(first.text)
