@@ -136,11 +136,14 @@ def recommend(
         policy: a device's policy file, by default the recipe's [egress].
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
-        max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
+        max_bytes: the most bytes of a run, in both directions.
+        max_seconds: the most seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading, task: for a data file: `label`, `client`, `leave_out` ..., and the task, as in `polyfed init`.
-        jobs, listeners: as in `polyfed.sweep`.
+        reading: for a data file: `label`, `client`, `leave_out` ..., as in `polyfed init`.
+        task: for a data file: the task, as in `polyfed init`.
+        jobs: as in `polyfed.sweep`.
+        listeners: as in `polyfed.sweep`.
         say: called with a line about each guess and decision.
 
     Raises:
