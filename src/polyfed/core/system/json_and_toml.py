@@ -1,4 +1,4 @@
-"""Parse JSON and TOML files that another person may have written or damaged, and write values of TOML.
+"""Parse JSON and TOML files that another person may have written or damaged, and write both.
 
 A file can be valid JSON or TOML and still crash the code that uses its values: a very deep nesting breaks code that
 walks through the values, and an integer of thousands of digits cannot become a float. The functions here refuse such a
@@ -6,6 +6,7 @@ file with a ValueError, as if it were invalid.
 """
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -59,12 +60,18 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value on one line of TOML: a string, a number, a list, or an inline table with bare keys."""
+    """Return a value on one line of TOML: a string, a number, a list, or an inline table."""
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {toml_value(entry)}' for key, entry in value.items())} }}"
+        return f"{{ {', '.join(f'{toml_key(key)} = {toml_value(entry)}' for key, entry in value.items())} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def toml_key(name: str) -> str:
+    """Return a key of TOML: bare if its letters allow that, else in quotes."""
+    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if bare else toml_value(name)
 
 
 def _refuse_long_keys(text: str) -> None:
@@ -111,3 +118,17 @@ def refuse_extremes(content: Any) -> None:
 
 def _too_deep() -> str:
     return f"it is nested more than {MOST_DEPTH} levels deep"
+
+
+def json_ready(value: Any) -> Any:
+    """Convert nested lists and dictionaries for JSON. Numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(content: Any) -> str:
+    """Return indented JSON without NaN or infinity: the format of result.json and of `polyfed run --json`."""
+    return json.dumps(json_ready(content), indent=1, allow_nan=False)

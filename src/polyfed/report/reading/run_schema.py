@@ -209,6 +209,24 @@ class AttackFacts(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Ranking(TypedDict):
+    """How well the global model ranks the test rows of two classes."""
+
+    auroc: float
+    average_precision: float
+    positive: str
+
+
+@with_config(ANY_KEYS)
+class Baseline(TypedDict):
+    """The score of one answer for all test rows."""
+
+    answer: str
+    score: float
+    rows: Count
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -221,6 +239,9 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    ranking: Ranking
+    baseline: Baseline
+    unseen_clients: list[str]
     conformal: ConformalFacts
     privacy: PrivacyFacts
     attack: AttackFacts
