@@ -16,6 +16,7 @@ from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.option_checks import choices, search_ranges
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import json_ready, parse_toml
+from polyfed.data.population.splits import DRAWN
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
@@ -245,8 +246,10 @@ def _read(
         apply(told, override)
     data = {key: value for key, value in reading.items() if value is not None}
     first = starter(path, told.get("data", {}) | data, task)
+    held = any(key in told.get("clients", {}) for key in ("test_clients", "folds"))
     for note in first.notes:
-        say(f"guessed: {note}")
+        if not (held and (DRAWN in note or "[clients] test_clients" in note)):  # the override answers it
+            say(f"guessed: {note}")
     made = parse_toml(first.text)
     for override in overrides:
         apply(made, override)
