@@ -14,6 +14,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli.printing.catalogue import crossings, hyper_parameters, options
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import SOURCES
+from polyfed.experiment.recipes.overrides import apply
 
 RECIPE = """seed = 1
 rounds = 2
@@ -292,6 +293,9 @@ def test_a_key_is_set_and_not_a_whole_section(polyfed_command, recipe):
     code, _, err = polyfed_command("check", recipe, "--set", "train={lr=0.2}")
     assert code == 2
     assert "'train' is a section; set its keys one by one" in err
+    table = {"egress": {"audio": {"server": []}}, "rounds": 2}
+    apply(table, "egress={}")
+    assert table == {"rounds": 2}
 
 
 def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_command, recipe, tmp_path):

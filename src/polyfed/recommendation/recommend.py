@@ -127,7 +127,7 @@ def recommend(
 ) -> Recommendation:
     """Find the method for these data, under these policies, within a time.
 
-    A stopped recommendation goes on in its folder, and its minutes count over all calls.
+    A stopped recommendation goes on in its folder; its minutes add up. `jobs`, `listeners`: as in `polyfed.sweep`.
 
     Args:
         given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
@@ -136,11 +136,11 @@ def recommend(
         policy: a device's policy file, by default the recipe's [egress].
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
-        max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
+        max_bytes: the most bytes of a run, in both directions.
+        max_seconds: the most seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading, task: for a data file: `label`, `client`, `leave_out` ..., and the task, as in `polyfed init`.
-        jobs, listeners: as in `polyfed.sweep`.
+        reading: for a data file: `label`, `client`, `leave_out` ..., as in `polyfed init`; so is `task`.
         say: called with a line about each guess and decision.
 
     Raises:
