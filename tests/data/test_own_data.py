@@ -247,7 +247,7 @@ def test_nothing_is_no_data():
 
 def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
-    with pytest.raises(PolyfedError, match="x is a DataFrame; name the columns of each modality"):
+    with pytest.raises(PolyfedError, match="nobody knows which columns hold 'audio'"):
         run.predict(frame())
 
 

@@ -127,7 +127,7 @@ def recommend(
 ) -> Recommendation:
     """Find the method for these data, under these policies, within a time.
 
-    A stopped recommendation goes on in its folder, and its minutes count over all calls.
+    A stopped recommendation goes on in its folder; its minutes add up. `jobs`, `listeners`: as in `polyfed.sweep`.
 
     Args:
         given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
@@ -140,10 +140,7 @@ def recommend(
         max_seconds: the most seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading: for a data file: `label`, `client`, `leave_out` ..., as in `polyfed init`.
-        task: for a data file: the task, as in `polyfed init`.
-        jobs: as in `polyfed.sweep`.
-        listeners: as in `polyfed.sweep`.
+        reading: for a data file: `label`, `client`, `leave_out` ..., as in `polyfed init`; so is `task`.
         say: called with a line about each guess and decision.
 
     Raises:
