@@ -164,7 +164,7 @@ def claims_of(page: str) -> list[list[str]]:
 
 
 @cache
-def tests_of(path: Path) -> tuple[set[str], set[str]]:
+def cases_of(path: Path) -> tuple[set[str], set[str]]:
     """The tests of a file, and those of them that run and check something."""
     of_file = {one.name: one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)}
     text = {name: ast.unparse(one) for name, one in of_file.items()}
