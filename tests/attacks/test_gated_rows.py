@@ -1,7 +1,8 @@
 """A hostile server reads rows of `gray`, whose parameters may not leave, from the parameters of the block `color`.
 
 The attacks are possible under models that mix modalities. A device refuses them under its policy, and the same attacks
-succeed if its owner lets the parameters of `shared` leave.
+succeed if its owner lets the parameters of `shared` leave. Before, `concat` with a hidden head and `sum` counted as not
+mixing, and a raw gray image was read to 9e-5, also under all limits.
 """
 
 from dataclasses import asdict

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
@@ -21,6 +22,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
+from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, DataError, RecipeError, TooFewReplies
 from polyfed.deploy.server.enrolment import Admission, capped_rows
 from polyfed.deploy.server.membership import MEMBERS, Membership, expected
@@ -28,11 +30,17 @@ from polyfed.deploy.server.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.server.device_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
+from polyfed.evaluation.scores import OwnScore
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.client_registry import registry_of
+from polyfed.federation.replies import Replies, stacked
 from polyfed.federation.wire_format import Packet
+from polyfed.objective.multi_label import MultiLabel
+from world import algorithm
+from world import recipe as laws_recipe
 
 HOSTILE = 1
 """The device that lies; in `RECIPE` it has modality `a` only."""
@@ -169,6 +177,24 @@ def public_key(folder: Path, name: str) -> bytes:
     """A device's public key as Flower hands it on; the private one is in the folder."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(folder / name)], check=True)
     return public_key_to_bytes(load_ssh_public_key((folder / f"{name}.pub").read_bytes()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", [None, MultiLabel()])
+def test_claimed_test_rows_weigh_up_to_a_multiple_of_the_median(task: Any) -> None:
+    parts = assemble(laws_recipe(algorithm("fedavg")))
+    objective = task or parts.fed.context.objective
+    parts.fed.context = replace(parts.fed.context, objective=objective)
+    outputs, y = torch.tensor([[2.0, -1.0]]), torch.tensor([[1.0, 0.0]]) if task else torch.tensor([1])
+    wrong = objective.own_sums(outputs * (-1 if task else 1), Batch({}, y, torch.arange(1)))
+    right = objective.own_sums(outputs * (1 if task else -1), Batch({}, y, torch.arange(1)))
+    told: dict[int, Any] = {k: OwnScore(wrong * 20, torch.tensor(20)) for k in range(4)}
+    told[4] = OwnScore(right * 2.0**40, torch.tensor(2**40))
+    name = "pooled_accuracy" if task else "weighted"
+    for cap, most in ((0.0, 1.0), (10.0, 200 / 280)):
+        parts.fed.rows_cap = cap
+        group, scores = parts.algorithm.over_clients(Replies([*stacked(dict(told))]), parts.fed)
+        assert group[name] == pytest.approx(most, abs=1e-6)
+        assert scores[4] == 1.0
 
 
 def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,7 @@
-"""A device compares what a server sends with the model and with the message's declaration, before anything is spent."""
+"""A device compares what a server sends with the model and with the message's declaration, before anything is spent.
+
+Before, a bias of one row for each sample was broadcast: one request under every limit gave 64 of 64 rows with labels.
+"""
 
 import contextlib
 import hashlib

@@ -1,4 +1,7 @@
-"""Attacks on the digits of noisy values: floating-point noise leaves traces of the data there (Mironov, CCS 2012)."""
+"""Attacks on the digits of noisy values: floating-point noise leaves traces of the data there (Mironov, CCS 2012).
+
+Before, a server that sent float64 got noise of 24 bits in an answer of 53: at epsilon 1, a raw row to 6e-6.
+"""
 
 import math
 from collections.abc import Callable

@@ -191,6 +191,9 @@ def test_compare_and_report_read_what_run_wrote(polyfed_command, recipe, tmp_pat
     assert re.search(r"fedavg +2 +\d+\.\d ± \d+\.\d", out)
     assert (tmp_path / "comparison.html").exists()
     polyfed_command("compare", "1", "2", "--html", "other.html")
+    _, text, told = polyfed_command("compare", "1", "2", "--html", "--format", "csv")
+    assert "comparison.html" in told
+    assert "comparison.html" not in text
     assert (tmp_path / "other.html").exists()
     (row,) = json.loads(polyfed_command("compare", "1", "2", "--json")[1])
     assert row["n"] == 2

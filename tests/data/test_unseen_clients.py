@@ -180,3 +180,19 @@ def test_init_says_when_one_person_stands_on_both_sides(tmp_path: Any) -> None:
     assert note.startswith("7 of the natural clients")
     np.savez(path, wave=wave, label=columns.label.numpy(), client=person, split=np.where(person < 2, "test", "train"))
     assert not [one for one in starter(path, {}).notes if "were seen" in one]
+
+
+def test_settings_can_be_chosen_on_people_who_were_never_seen() -> None:
+    columns = table()
+    assert columns.client is not None
+    spec = ClientsSpec(partition="by-client", test_clients=0.2, validation_clients=0.25)
+    found = populate(columns, spec, 7)
+    parts = (found.train.rows, found.test_rows, found.validation_rows)
+    train, test, held = (set(columns.client[rows].tolist()) for rows in parts)
+    assert (len(train), len(test), len(held)) == (4, 2, 2)
+    assert train | test | held == set(range(PEOPLE))
+    note = found.columns.notes[-1]
+    assert "take no part in training (test_clients)" in note
+    assert not any(one.startswith("no split is given") for one in found.columns.notes)
+    with pytest.raises(RecipeError, match=r"validation_clients = 0\.99: of .* none would be left to train"):
+        populate(columns, ClientsSpec(partition="by-client", validation_clients=0.99), 7)

@@ -25,7 +25,7 @@ from polyfed.experiment.checks.check import plan
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.dry_run import metrics_of
-from polyfed.experiment.study.metric_checks import metric_fault
+from polyfed.experiment.study.run_checks import metric_fault
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.objective.report import moments, of_moments
 from polyfed.report.comparison.compare import compare

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import polyfed
 from polyfed.cli import main
@@ -271,3 +276,31 @@ def test_the_error_of_rows_is_that_of_their_bootstrap(tmp_path: Path) -> None:
         assert each.sum() == pytest.approx(0.0, abs=1e-9)
         picks = np.random.default_rng(0).integers(0, len(each), (3000, len(each)))
         assert line["error_of_rows"] == pytest.approx(1.96 * each[picks].sum(1).std(), rel=0.1, abs=1e-12)
+
+
+FOREIGN: dict[str, Callable[[str, Tensor], dict[str, Tensor]]] = {
+    "shape": lambda name, value: {name: torch.zeros(3, 3, 3)},
+    "NaN": lambda name, value: {name: value * torch.nan},
+    "no number": lambda name, value: {f"x|{name}": value.clone()},
+    "a digit of another script": lambda name, value: {f"\u0663|{name}": value.clone()},
+    "nobody": lambda name, value: {f"99|{name.partition('|')[2]}": value.clone()},
+    "negative": lambda name, value: {f"-1|{name.partition('|')[2]}": value.clone()},
+}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    polyfed.run(replace(keeping(), rounds=1), folder)
+    return folder
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_updates_that_are_not_of_this_run_are_refused_in_words(how: str, kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept, tmp_path / "run")
+    path = tmp_path / "run" / "updates" / "round-000001.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file({**tensors, **FOREIGN[how](name, tensors[name])}, path)
+    with pytest.raises(DataError, match="the updates of round 1 are not those of this run"):
+        contribution(tmp_path / "run")

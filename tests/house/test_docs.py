@@ -176,9 +176,36 @@ def tests_of(path: Path) -> tuple[set[str], set[str]]:
     return {name for name in of_file if name.startswith("test_")}, fine
 
 
-def idle_tests(path: Path, names: set[str]) -> set[str]:
+NEVER = re.compile(r"mark\.(skip(?!if)|xfail)|mark\.skipif\((True|1)\b|parametrize\((?:.*, )?(\[\]|\(\))\)")
+"""Decorators under which a test never runs, or may fail."""
+
+
+def checks_something(one: ast.FunctionDef) -> bool:
+    """Whether a function asserts something that is not constant, before it returns or skips without a condition."""
+    for statement in one.body:
+        if isinstance(statement, ast.Return) or re.match(r"pytest\.(skip|xfail)\(", ast.unparse(statement)):
+            return False
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assert) and any(isinstance(n, ast.Name) for n in ast.walk(node.test)):
+                return True
+            if isinstance(node, ast.Call) and re.search(r"\b(raises|fail)$", ast.unparse(node.func)):
+                return True
+    return False
+
+
+def idle_tests(path: Path, names: set[str], text: str = "") -> set[str]:
     """Those of the named tests that never run or check nothing; for a whole file, its tests if all of them are idle."""
-    every, fine = tests_of(path)
+    module = ast.parse(text or path.read_text())
+    of_file = {one.name: one for one in module.body if isinstance(one, ast.FunctionDef)}
+    called = {
+        name: {node.func.id for node in ast.walk(one) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        for name, one in of_file.items()
+    }
+    skipped = any(isinstance(one, ast.Assign) and NEVER.search(ast.unparse(one)) for one in module.body)
+    checks = {name for name, one in of_file.items() if checks_something(one)}
+    runs = {name for name, one in of_file.items() if not any(NEVER.search(ast.unparse(d)) for d in one.decorator_list)}
+    fine = set() if skipped else {name for name in runs if name in checks or checks & called[name]}
+    every = {name for name in of_file if name.startswith("test_")}
     return names - fine if names else every if not every & fine else set()
 
 
@@ -224,3 +251,25 @@ def test_a_claim_without_a_test_is_found(row: str) -> None:
     page = (ROOT / "docs" / "threat-model.md").read_text()
     last = page.index("\n\n## What is not defended")
     assert len(faults_of_claims(page[:last] + "\n" + row + page[last:])) == 1
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_a(): pass",
+        "def test_a(): assert True",
+        "def test_a(): assert 1 == 1",
+        "@pytest.mark.skip\ndef test_a(): assert f()",
+        "@pytest.mark.skipif(True, reason='')\ndef test_a(): assert f()",
+        "@pytest.mark.xfail(strict=False)\ndef test_a(): assert f()",
+        "@pytest.mark.parametrize('x', [])\ndef test_a(x): assert x",
+        "def test_a():\n    pytest.skip('later')\n    assert f()",
+        "def test_a():\n    return\n    assert f()",
+        "pytestmark = pytest.mark.skip('all')\ndef test_a(): assert f()",
+        "def helper(): assert f()\ndef test_a(): 'names helper only'",
+    ],
+)
+def test_a_test_that_shows_nothing_is_found(test: str) -> None:
+    assert idle_tests(ROOT, {"test_a"}, test) == {"test_a"}
+    shown = "def helper(x): assert x\n@pytest.mark.parametrize('x', [1])\ndef test_a(x): helper(x)"
+    assert not idle_tests(ROOT, {"test_a"}, shown)

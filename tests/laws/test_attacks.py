@@ -1,4 +1,8 @@
-"""Laws about clients that lie: every method x every simulated attack, every rule and every hostile reply."""
+"""Laws about clients that lie: every method x every simulated attack, every rule and every hostile reply.
+
+Before, two liars of ten with finite numbers, 3e38 and -5, took Krum's accuracy from 60 % to 25 % and ended the run of
+the geometric median.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

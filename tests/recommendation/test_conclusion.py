@@ -49,7 +49,7 @@ def test_every_number_of_the_paragraph_is_right(seed: int) -> None:
     text = found.paragraph
     n = len(best)
     assert text.startswith(
-        f"Take fedavgm with lr = 0.3: global.accuracy (%) is {100 * np.mean(best):.1f} ± "
+        f"Take fedavgm with train.lr = 0.3: global.accuracy (%) is {100 * np.mean(best):.1f} ± "
         f"{100 * np.std(best, ddof=1):.1f} over {n} seeds, against {100 * np.mean(low):.1f} where every client trains "
         f"alone and {100 * np.mean(high):.1f} where the server has all rows."
     )
@@ -102,6 +102,42 @@ def test_the_number_of_seeds_has_the_power_that_it_promises(effect: float) -> No
     assert seeds_to_show([0.1], 0.02) is None
     assert seeds_to_show([0.1, 0.1], 0.02) == 2
     assert seeds_to_show([-1.0, 1.0], 1e-9) == 10_000
+
+
+def test_of_methods_that_are_alike_the_simplest_is_taken() -> None:
+    best, base = arm("fedprox", [0.81, 0.83, 0.80, 0.82]), arm("fedavg", [0.80, 0.83, 0.81, 0.81])
+    found = concluded([best, base], ACCURACY, {}, {}, order=[best, base])
+    assert found.choice is base
+    assert found.paragraph.startswith("Take fedavg: ")
+    mean, p, low, high = by_scipy([*base.scores.values()], [*best.scores.values()])
+    assert (
+        f"No difference to fedprox is found, which is {100 * -mean:.1f} points better (95 % interval {100 * low:+.1f} "
+        f"to {100 * high:+.1f}, n = 4, p = {p:.2g}), and fedavg is simpler."
+    ) in found.paragraph
+    clear = arm("fedprox", [0.85, 0.87, 0.86, 0.85])
+    assert concluded([clear, base], ACCURACY, {}, {}, order=[clear, base]).choice is clear
+    cheap = arm("moon", [0.81, 0.83, 0.80, 0.82], round_bytes=1.0)
+    dear = arm("scaffold", [0.82, 0.83, 0.80, 0.82], round_bytes=2.0)
+    assert concluded([dear, cheap], ACCURACY, {}, {}, order=[dear, cheap]).choice is cheap
+    single = arm("fedprox", [0.9])
+    assert concluded([single, arm("fedavg", [0.8])], ACCURACY, {}, {}, order=[single, base]).choice is single
+
+
+def test_a_better_linear_model_is_named_and_is_no_rival() -> None:
+    base, linear = arm("fedavg", [0.80, 0.81]), arm("linear", [0.90, 0.91], "reference")
+    found = concluded([base, linear], ACCURACY, {}, {}, order=[base])
+    assert "against 90.5 by a linear model on all rows in one place. The linear model is 10.0 points better" in (
+        found.paragraph
+    )
+    assert found.rivals == ()
+
+
+def test_without_a_score_it_still_ends_with_what_is_known() -> None:
+    found = concluded([arm("fedavg", [], validation=0.8)], ACCURACY, {}, {}, order=[arm("fedavg", [], validation=0.8)])
+    assert found.paragraph == (
+        "Take fedavg for now: the time ended before any method had a run on the reported seeds; on validation rows it "
+        "had 80.0."
+    )
 
 
 def test_equal_scores_are_named_as_equal() -> None:

@@ -6,18 +6,30 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import tomli_w
+import torch
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from study_world import HerePool
-from test_candidates import TABLE
+from test_candidates import TABLE, Planner
 
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.study.board import Board
 from polyfed.recommendation import pilot as pilot_module
+from polyfed.recommendation.linear import linear_scores
 from polyfed.recommendation.pilot import Arm, Journal, Pilot
 from polyfed.recommendation.recommend import Recommendation
+from polyfed.report.scores import Metric
 
 FEW = ["fedavg", "feddyn"]
 
@@ -61,10 +73,11 @@ def test_a_csv_ends_as_a_recipe_that_runs_a_table_and_a_paragraph(
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((out / "recommendation.json").read_text())
     assert found["choice"] in ("fedavg", "fedprox")
-    assert found["paragraph"].startswith(f"Take {found['choice']} with lr = ")
+    assert found["paragraph"].startswith(f"Take {found['choice']} with train.lr = ")
     assert "partialfl was not tried, because partialfl shares nothing" in found["paragraph"]
     assert "b adds nothing to a that 4 seeds show" in found["paragraph"]
     rows = {row["method"]: row for row in found["methods"]}
+    assert rows.pop("linear")["role"] == "reference"
     assert rows.keys() == {"fedavg", "fedprox", "local", "centralized"}
     assert {name: row["seeds"] for name, row in rows.items()} == {name: [1, 2, 3, 4] for name in rows}
     made = polyfed.run(out / "recommended.toml")
@@ -102,7 +115,7 @@ def test_the_numbers_are_those_of_the_runs(tmp_path: Path) -> None:
     assert found.conclusion is not None
     measured = {result["metrics"]["global"]["accuracy"] for result in results if "global" in result["metrics"]}
     for row in found.table():
-        assert row["role"] == "floor" or set(row["scores"]) <= measured
+        assert row["role"] in ("floor", "reference") or set(row["scores"]) <= measured
     placebo = next(row for row in found.table() if row["role"] == "feddyn")
     assert placebo["settings"] == next(row for row in found.table() if row["method"] == "feddyn")["settings"]
 
@@ -126,7 +139,7 @@ def test_the_time_is_kept_and_what_is_finished_counts(tmp_path: Path) -> None:
     journal.write()
     assert Journal(path, minutes=1.0, clock=lambda: 0.0, started=0.0).left <= 0, "an earlier call counts"
     assert Journal(path, minutes=3.0, clock=lambda: 0.0, started=0.0).left > 100, "more minutes go on"
-    with pytest.raises(TooFewReplies, match=r"no method has finished a run in 0\.001 minutes"):
+    with pytest.raises(TooFewReplies, match=r"no method has finished 2 rounds in 0\.001 minutes"):
         asked(tmp_path / "short", minutes=0.001)
 
 
@@ -136,11 +149,65 @@ def test_too_little_time_for_all_methods_drops_the_slowest(tmp_path: Path) -> No
     pilot.arms = {
         name: Arm(name, "candidate", {}, seconds=s) for name, s in (("fedavg", 4.0), ("slow", 9.0), ("fast", 1.0))
     }
+    pilot.arms["ceiling"] = Arm("ceiling", "ceiling", {}, seconds=10.0)
     plan = pilot._planned_search()
-    assert list(plan["dropped"]) == ["slow"]
+    assert list(plan["dropped"]) == ["ceiling", "slow"]
+    pilot.arms["slow"].named = True
+    assert list(pilot._planned_search()["dropped"]) == ["ceiling", "fast", "slow"]
+    del pilot.arms["ceiling"]
+    pilot.arms["slow"].named = False
     assert "1 minutes are too few for all methods" in plan["dropped"]["slow"]
     # 7 trials of a round, 3 of 2 more, 1 of 6 more: 19 of the 9 rounds of a run; then two runs
     assert pilot._price(pilot.arms["fast"], 7, 1) == pytest.approx(19 / 9 + 2)
+
+
+def test_when_the_time_ends_in_the_search_it_recommends_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(pilot: Pilot) -> None:
+        raise pilot_module.TimeUp
+
+    monkeypatch.setattr(Pilot, "_search", late)
+    told: list[str] = []
+    found = asked(tmp_path / "out", say=told.append)
+    assert found.paragraph.startswith("Take fedavg for now: the time ended before any method had a run")
+    assert (tmp_path / "out" / "recommended.toml").is_file()
+    assert told[0].startswith("2 rounds of 4 methods: ")
+
+
+@pytest.mark.parametrize(
+    ("method", "chosen", "same"),
+    [
+        ("fedavgm", {"server.lr": 1.0, "server.momentum": 0.0, "train.lr": 0.1}, True),
+        ("fedavgm", {"server.lr": 1.0, "server.momentum": 0.9}, False),
+        ("fedadam", {"server.lr": 1.0}, False),
+        ("fedprox", {"algorithm.mu": 0.0}, True),
+        ("fedprox", {"algorithm.mu": 0.1}, False),
+        ("scaffold", {}, False),
+    ],
+)
+def test_a_method_at_the_values_at_which_it_is_fedavg_counts_as_fedavg(
+    method: str, chosen: dict[str, Any], same: bool
+) -> None:
+    changes = next(c.changes for c in Planner(TABLE).all() if c.name == method)
+    found = pilot_module._as_fedavg(Arm(method, "candidate", {}, chosen=chosen), dict(changes))
+    assert bool(found) == same
+    assert ("server.lr = 1, server.momentum = 0" in found) == (same and method == "fedavgm")
+
+
+def test_the_question_and_the_guesses_are_said(tmp_path: Path) -> None:
+    told: list[str] = []
+    reading = {"client": "site"}
+    polyfed.recommend(tiny(tmp_path), tmp_path / "a", minutes=0, methods=FEW, reading=reading, say=told.append)
+    text = "\n".join(told)
+    assert "guessed: 'a' holds" in text
+    assert "the test rows belong to clients that train" in text
+    told.clear()
+    unseen = ["clients.test_clients=0.34"]
+    polyfed.recommend(
+        tiny(tmp_path), tmp_path / "b", minutes=0, methods=FEW, reading=reading, overrides=unseen, say=told.append
+    )
+    assert "take no part in training, and settings are chosen on rows of others that do not train either" in told[-1]
 
 
 def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
@@ -180,8 +247,9 @@ def test_without_minutes_it_lists_what_no_policy_refuses(tmp_path: Path, capsys:
         main(["recommend", str(recipe), "--minutes", "0", "--methods", "cmsfed", "--out", str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert end.value.code == 0
-    assert "cmsfed prototypes=local" in out
-    assert "prototypes of a to the server" in out
+    line = next(line for line in out.splitlines() if line.strip().startswith("cmsfed"))
+    assert "prototypes of a to the server" in line
+    assert out.count("cmsfed") == 1, "one line for each method"
     assert not (tmp_path / "out" / "recommended.toml").exists()
     assert not (tmp_path / "out" / "study").exists(), "nothing was trained"
 
@@ -195,3 +263,27 @@ def test_budgets_of_bytes_and_privacy_leave_methods_out(tmp_path: Path) -> None:
     verdicts = {c.name: c for c in listed.candidates}
     assert verdicts["fedprox"].planned
     assert not verdicts["fedproto"].planned
+
+
+def test_the_linear_reference_is_that_of_scikit_learn(tmp_path: Path) -> None:
+    planner = Planner(parse_toml(starter(tiny(tmp_path), {"client": "site"}).text))
+    found = linear_scores(planner, Metric("global.accuracy", lowest=False, share=True), [1, 2])
+    population = population_of(parse_recipe(planner.recipe_table({"algorithm": {"name": "fedavg"}})), planner.columns)
+    rows = pd.read_csv(tmp_path / "tiny.csv")
+    x, y = rows[[name for name in rows if name[:2] in ("a_", "b_")]].to_numpy(), rows["label"].to_numpy()
+    train, test = torch.unique(population.train.rows).numpy(), population.test_rows.numpy()
+    whole = make_pipeline(StandardScaler(), LogisticRegression(max_iter=300)).fit(x[train], y[train])
+    assert found[1] == pytest.approx(whole.score(x[test], y[test]))
+    assert linear_scores(planner, Metric("personal.mean", lowest=False, share=True), [1]) == {}
+
+
+def test_the_linear_reference_of_numbers_is_a_ridge_regression(tmp_path: Path) -> None:
+    first = starter(tiny(tmp_path), {"client": "site", "label": "a_0", "modalities": {"b": "b_*"}})
+    planner = Planner(parse_toml(first.text))
+    error = linear_scores(planner, Metric("global.mae", lowest=True, share=False), [1])[1]
+    population = population_of(parse_recipe(planner.recipe_table({"algorithm": {"name": "fedavg"}})), planner.columns)
+    rows = pd.read_csv(tmp_path / "tiny.csv")
+    x, y = rows.filter(like="b_").to_numpy(), rows["a_0"].to_numpy()
+    train, test = torch.unique(population.train.rows).numpy(), population.test_rows.numpy()
+    line = make_pipeline(StandardScaler(), Ridge()).fit(x[train], y[train])
+    assert error == pytest.approx(np.abs(line.predict(x[test]) - y[test]).mean(), rel=1e-3)

@@ -4,6 +4,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from polyfed.cli import main
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.study.plan import Cell
+from polyfed.experiment.study.results import fold_means
 from polyfed.report import compare
 from polyfed.report.comparison.compare import POOLED, REACHED
+from polyfed.report.scores import Metric
 from polyfed.start import run
 from world import algorithm, played, recipe
 
@@ -178,3 +182,15 @@ name = "fedavg"
         raise AssertionError(f"{word} is no JSON")
 
     assert json.loads(out, parse_constant=refuse)["metrics"]["global"]["uar"] is None
+
+
+def test_the_page_of_a_study_has_the_mean_over_folds() -> None:
+    cells = [Cell("fedavg", "base", {"clients.fold": fold}, {}, {}) for fold in (1, 2, 3)]
+    cells.append(Cell("local", "base", {}, {}, {}))
+    board: Any = SimpleNamespace(
+        cells=cells,
+        scores=[[0.7], [0.8], [0.9], [0.1]].__getitem__,
+        metric=lambda number, entries: Metric("global.accuracy", lowest=False, share=True),
+        reported={},
+    )
+    assert fold_means(board, ["base"]) == [("fedavg, mean of 3 folds", ["80.0 ± 10.0"])]

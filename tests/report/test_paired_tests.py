@@ -253,4 +253,23 @@ def test_equal_differences_have_no_interval_and_no_test():
     rows = [Difference("s", "idea", "control", **vars(paired([0.1, 0.1, 0.1])), p_holm=None)]
     proof = Evidence({"s": Metric.of("global.accuracy")}, "t", (), tuple(rows), (), None, "seeds", {})
     sheet = comparison_tables.placebos_sheet(proof)
-    assert list(sheet.rows[0]) == ["idea", "control", "3", "+10.0", "equal on all seeds", "no test", "no test"]
+    assert list(sheet.rows[0]) == ["idea", "control", "3", "+10.0", "equal in all pairs", "no test", "no test"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "units", "folded"),
+    [
+        ([(1, ""), (2, "")], "seed", False),
+        ([(1, "fold 1"), (1, "fold 2")], "fold", True),
+        ([(1, "fold 1"), (2, "fold 2")], "seed and fold", True),
+    ],
+)
+def test_folds_are_called_folds_and_have_a_caveat(runs: list[tuple[int, str]], units: str, folded: bool) -> None:
+    scores = {
+        ("base", m): {run: 0.5 + n / 10 + place / 7 * n for place, run in enumerate(runs)} for n, m in enumerate("ab")
+    }
+    proof = Evidence({"base": Metric("global.accuracy", False, True)}, "t", (), (), (), None, "seeds", scores)
+    assert (proof.units, proof.folded) == (units, folded)
+    title = comparison_tables._pairing(proof, [Difference("base", "b", "a", 2, 0.1, 0.0, 0.2, 0.04, 0.04)])
+    assert title.startswith(f"paired by {units}: ")
+    assert ("folds share training rows" in title) == folded

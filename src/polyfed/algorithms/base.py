@@ -627,9 +627,12 @@ class Algorithm(ABC, Generic[S]):
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
         scores = {client: score for client, score in each.items() if score is not None}
-        group = client_statistics.personal(scores, rows, rising=objective.RISING)
+        counted = fed.capped(rows)
+        group = client_statistics.personal(scores, counted, rising=objective.RISING)
         if scores:
-            together = objective.pooled(torch.stack(list(sums.values())).sum(0))
+            shares = [counted[client] / rows[client] if counted[client] < rows[client] else 1.0 for client in sums]
+            parts = [own * share for own, share in zip(sums.values(), shares, strict=True)]
+            together = objective.pooled(torch.stack(parts).sum(0))
             group |= {f"pooled_{name}": value for name, value in together.items()}
         return group, scores
 

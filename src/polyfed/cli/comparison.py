@@ -107,17 +107,26 @@ def compare_runs(
         written.append(f"{len(drawn)} figures in {figures}")
     if as_json:
         print_json([*comparison.rows(), *comparison.absent_rows()])
+        tell(written)
     else:
         print_as(form, comparison, proof, written)
 
 
+def tell(written: list[str]) -> None:
+    """Say on standard error which files were written, because standard output holds the comparison alone."""
+    for line in written:
+        typer.echo(f"polyfed: {line}", err=True)
+
+
 def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written: list[str]) -> None:
-    """Print a comparison. The terminal also shows `written`, the lines about the files that were written."""
+    """Print a comparison, and `written`, the lines about the files that were written."""
     from rich.text import Text
 
     from polyfed.cli.printing import tables
     from polyfed.report.comparison import tables as comparison_tables
 
+    if form is not Format.table:
+        tell(written)
     match form:
         case Format.json:
             print_json(comparison_tables.content(comparison, proof))

@@ -142,8 +142,8 @@ def predict(
 ) -> None:
     """Predict new rows: classes by name with probabilities, or numbers, and the modalities that each row has."""
     from polyfed.core.system.files import replace_text
+    from polyfed.core.system.json_and_toml import to_json
     from polyfed.core.system.log_lines import escaped_lines
-    from polyfed.experiment.results.json_text import to_json
     from polyfed.experiment.results.run_result import load_run
     from polyfed.experiment.results.saved_model import load_model
     from polyfed.experiment.running.warm_start import DESCRIPTION

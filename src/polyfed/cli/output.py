@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def print_json(content: Any) -> None:
     """Print JSON on standard output. As in the files of a run, numbers that are not finite are null."""
-    from polyfed.experiment.results.json_text import to_json
+    from polyfed.core.system.json_and_toml import to_json
 
     typer.echo(to_json(content))
 

@@ -111,6 +111,7 @@ def recommend_method(
                 task=task,
                 jobs=jobs,
                 listeners=[progress],
+                say=progress.say,
             )
     except KeyboardInterrupt:
         again = command("recommend", given, "--out", out)
@@ -122,17 +123,20 @@ def _shown(found: "Recommendation") -> list["RenderableType"]:
     """Return the tables and lines that the command prints."""
     from rich.text import Text
 
-    from polyfed.recommendation.candidates import reason_of
+    from polyfed.recommendation.candidates import options_text
     from polyfed.recommendation.recommend import PAGE, RECIPE
     from polyfed.report.formatting import MISSING, number_of
     from polyfed.report.text_layout import plain_table, titled
 
     if found.conclusion is None:
-        table = plain_table("method and option", "verdict", "bytes of a reply", "", left=1)
-        for entry in found.candidates:
-            verdict = "accepted" if entry.planned else "refused"
-            size = number_of(entry.reply_bytes, "bytes") if entry.planned else MISSING
-            table.add_row(Text(entry.name), verdict, size, Text(reason_of(entry)))
+        table = plain_table("method", "verdict", "bytes of a reply", "", left=1)
+        for name, entries in found.by_method().items():
+            known = [entry for entry in entries if entry.planned]
+            verdict = (
+                "accepted" if entries[0].planned else f"with {known[0].name.partition(' ')[2]}" if known else "refused"
+            )
+            size = number_of(known[0].reply_bytes, "bytes") if known else MISSING
+            table.add_row(Text(name), Text(verdict), size, Text(options_text(entries)))
         return [titled("What no policy refuses", table), Text(f"page: {found.folder / PAGE}")]
     metric, rivals = found.conclusion.metric, {rival.name: rival for rival in found.conclusion.rivals}
     table = plain_table("method", "role", metric.title, "seeds", "p", "bytes a round", left=2)
@@ -141,7 +145,11 @@ def _shown(found: "Recommendation") -> list["RenderableType"]:
         p = MISSING if rival is None or rival.p_holm is None else f"{rival.p_holm:.3f}"
         unit = "share" if metric.share else "number"
         score = MISSING if row["mean"] is None else number_of(row["mean"], unit)
-        role = row["role"] if row["role"] in ("candidate", "floor", "ceiling") else f"placebo of {row['role']}"
+        role = (
+            row["role"]
+            if row["role"] in ("candidate", "floor", "ceiling", "reference")
+            else f"placebo of {row['role']}"
+        )
         table.add_row(row["method"], role, score, str(len(row["seeds"])), p, number_of(row["round_bytes"], "bytes"))
     recipe = found.folder / RECIPE
     go_on = f"page: {found.folder / PAGE}; the recipe: {command('run', recipe)}"

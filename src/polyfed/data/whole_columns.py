@@ -101,7 +101,7 @@ def token_ids(text: str, buckets: int, length: int) -> NDArray[np.int64]:
     machine.
 
     >>> token_ids("A fox, a FOX!", 4096, 6).tolist()
-    [1573, 1361, 1573, 1361, 0, 0]
+    [560, 952, 560, 952, 0, 0]
     """
     found = np.zeros(length, np.int64)
     words = WORD.findall(unicodedata.normalize("NFC", text).lower())[:length]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.evaluation.shapley import Shares, Z, shapley
@@ -167,6 +167,7 @@ def contribution(
     recipe = replace(recipe, engine=replace(recipe.engine, name="sequential", device="cpu"))
     parts = assemble(recipe, folder=folder)
     refuse_changes(Folder(folder).json(FACTS, RUN_FACTS), facts_of(parts), folder, "cannot score coalitions")
+    _refuse_foreign(updates, parts, folder)
     if VALIDATION not in parts.fed.evaluation_clients:
         raise RecipeError(
             f"{folder}: the server has no validation rows on which coalitions could be scored. Run it with [clients] "
@@ -228,6 +229,26 @@ def _error_of_rows(influences: NDArray[np.float64] | None, codes: NDArray[np.int
     sums = np.bincount(codes, influences)
     count = len(np.unique(codes))
     return t_quantile(count) * float(np.sqrt(np.square(sums).sum() * count / (count - 1)))
+
+
+def _refuse_foreign(updates: list[dict[str, Tree]], parts: Assembly, folder: Path) -> None:
+    """Refuse updates that the run cannot have kept.
+
+    Raises:
+        DataError: an update is of no client, has another shape than the model, or is not finite.
+    """
+    num, initial = len(parts.fed.clients), parts.initial
+    for round, of in enumerate(updates, 1):
+        for player, tree in of.items():
+            numbers = [int(part) if part.isascii() and part.isdecimal() else num for part in player.split("+")]
+            wrong = next((n for n, v in tree.items() if n in initial and v.shape != initial[n].shape), None)
+            wrong = wrong or next((n for n, v in tree.items() if not bool(torch.isfinite(v).all())), None)
+            if max(numbers) >= num or wrong:
+                what = f"'{wrong}' of client {player!r:.40}" if wrong else f"client {player!r:.40}"
+                raise DataError(
+                    f"{folder}: the updates of round {round} are not those of this run: {what} does not fit. Restore "
+                    "them from a copy"
+                )
 
 
 def _games(worth: Worth, players: list[str], orders: int) -> dict[str, Shares[Any]]:

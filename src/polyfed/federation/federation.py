@@ -5,6 +5,7 @@ run. The server validates each reply, drops a bad one with a reason, and continu
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class Federation:
         evaluation_clients: the evaluation clients of this run: TEST, VALIDATION, both or neither.
         outlier_factor: how many times as large as the median update an update may be (`OutlierCheck`); 0 allows any
             size.
+        rows_cap: largest weight of the test rows that a device reports, as a multiple of the median over the devices
+            (`[deployment] rows_cap`); 0 sets no limit.
         min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
             `min_replies` clients needs a reply from each of them.
         emit: called with the name and the fields of each event.
@@ -93,6 +96,7 @@ class Federation:
     evaluation_clients: tuple[int, ...] = ()
     min_replies: int = 1
     outlier_factor: float = 100.0
+    rows_cap: float = 0.0
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
@@ -113,6 +117,15 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = MessageValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    def capped(self, rows: Mapping[int, float]) -> dict[int, float]:
+        """Return the numbers of rows that clients reported, each at most `rows_cap` times the median of those above 0.
+
+        The server cannot check these numbers, and one of them could decide a weighted mean.
+        """
+        known = [count for count in rows.values() if count]
+        most = self.rows_cap * statistics.median_low(known) if self.rows_cap and known else math.inf
+        return {client: min(count, most) for client, count in rows.items()}
 
     def private_mean(self, moments: Moments) -> PrivateMean | None:
         """Return the private mean of the current request if [privacy] protects clients; see `PrivateMean.after`."""

@@ -5,7 +5,7 @@ hostile server use the same list of corruptions.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from polyfed.engines.workers.process import Unit
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
-from polyfed.federation.replies import Answer, Replies, stacked
+from polyfed.federation.replies import Answer, Replies, ReplyStack, stacked
 from polyfed.laws.federation import through
 from polyfed.selection import Uniform
 
@@ -179,19 +179,45 @@ class Watched(Sequential):
 
     Args:
         seen: gets the request, what was sent and the answer, and returns the answer that the server gets.
+        before: the first answers of an equal run, which are not computed again.
         parts: what every engine gets.
         options: what every engine gets by name.
     """
 
-    def __init__(self, seen: Seen, *parts: Any, **options: Any) -> None:
+    def __init__(self, seen: Seen, before: Sequence["Answered"], *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._seen = seen
+        self._seen, self._before = seen, list(before)
 
     @override
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        return self._seen(request, send, super().answer(request, clients, send, units))
+        if not self._before:
+            return self._seen(request, send, super().answer(request, clients, send, units))
+        answered = self._before.pop(0)
+        assert answered.task == request.name
+        self.keep(answered.locals)
+        return self._seen(request, send, answered.copy())
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request that clients have answered.
+
+    Attributes:
+        task: the task.
+        answer: the answer.
+        locals: the local states afterwards.
+    """
+
+    task: str
+    answer: Answer
+    locals: Mapping[int, Tree]
+
+    def copy(self) -> Answer:
+        """Return the answer with tensors that the server may change."""
+        parts = [ReplyStack(part.clients, map_tensors(part.message, torch.clone)) for part in self.answer.parts]
+        return replace(self.answer, parts=parts)
 
 
 def bent(answer: Answer, bend: Callable[[Message], Message]) -> Answer:
@@ -204,8 +230,14 @@ def bent(answer: Answer, bend: Callable[[Message], Message]) -> Answer:
     return replace(answer, parts=list(stacked(singly)))  # what is not told apart by its form shares a stack
 
 
-def run(made: Recipe, bend: Callable[[str, Message], Message]) -> Outcome:
-    """Run two rounds and an evaluation, in which one client's replies go through `bend`."""
+def run(made: Recipe, bend: Callable[[str, Message], Message], before: Sequence[Answered]) -> Outcome:
+    """Run two rounds and an evaluation, in which one client's replies go through `bend`.
+
+    Args:
+        made: the recipe.
+        bend: changes the replies.
+        before: the first answers, up to the first that `bend` changes.
+    """
     found = Outcome()
 
     def listen(event: str, **facts: Any) -> None:
@@ -217,7 +249,7 @@ def run(made: Recipe, bend: Callable[[str, Message], Message]) -> Outcome:
     def seen(request: Request, send: Send, answer: Answer) -> Answer:
         return bent(answer, partial(bend, request.name))
 
-    parts = assemble(made, emit=Emitter([listen]), engine=partial(Watched, seen))
+    parts = assemble(made, emit=Emitter([listen]), engine=partial(Watched, seen, before))
     parts.algorithm.evaluate(through(parts, 2), parts.fed)
     return found
 
@@ -274,13 +306,13 @@ def bends(task: str, msg: Message) -> list[Bend]:
     return found
 
 
-def sorted_out(made: Recipe) -> tuple[list[Bend], list[Bend]]:
+def sorted_out(made: Recipe) -> tuple[list[Bend], list[Bend], list[Answered]]:
     """Try all changes at the first reply to each task.
 
     Returns:
-        The changes after which the server drops this reply as it must, and no other; and all the rest.
+        The changes after which the server drops this reply as it must, and no other; all the rest; and the answers.
     """
-    dropped, others, tried = list[Bend](), list[Bend](), set[str]()
+    dropped, others, tried, answers = list[Bend](), list[Bend](), set[str](), list[Answered]()
 
     def drops(bend: Bend, request: Request, send: Send, answer: Answer) -> bool:
         try:
@@ -295,18 +327,21 @@ def sorted_out(made: Recipe) -> tuple[list[Bend], list[Bend]]:
             tried.add(request.name)
             for bend in bends(request.name, found[BAD]):
                 (dropped if drops(bend, request, send, answer) else others).append(bend)
-        return answer
+        kept = {client: dict(local) for client, local in parts.engine.locals.items()}
+        answers.append(Answered(request.name, answer, kept))
+        return answers[-1].copy()
 
-    parts = assemble(made, engine=partial(Watched, seen))
+    parts = assemble(made, engine=partial(Watched, seen, ()))
     parts.algorithm.evaluate(through(parts, 2), parts.fed)
     assert tried, "the client was never asked"
-    return dropped, others
+    return dropped, others, answers
 
 
-def fault(made: Recipe, bend: Bend) -> str:
-    """Return what the server does wrong in a run in which a field is changed."""
+def fault(made: Recipe, bend: Bend, answers: Sequence[Answered]) -> str:
+    """Return what the server does wrong in a run in which a field is changed, given the answers without the change."""
+    first = next(place for place, answered in enumerate(answers) if answered.task == bend.task)
     try:
-        found = run(made, bend)
+        found = run(made, bend, answers[: first + 1])
     except PolyfedError as error:
         return f"the run ends: {error!s:.150}" if bend.refused else ""
     except Exception as error:
@@ -325,11 +360,11 @@ def faults(made: Recipe) -> list[str]:
     such a reply, and only changes that the server lets pass, or handles otherwise, have runs of their own.
     """
     made = briefly(everybody(made))
-    dropped, others = sorted_out(made)
+    dropped, others, answers = sorted_out(made)
     first = {bend.task: bend for bend in reversed(dropped)}
     wrong = []
     for bend in (*first.values(), *others):
-        words = fault(made, bend)
+        words = fault(made, bend, answers)
         if words and not (bend.how == "huge" and words.startswith("others")):
             # a form says nothing of how large numbers are, and silos compute on them
             wrong.append(f"{bend.task}.{bend.name} {bend.how}: {words}")

@@ -6,12 +6,14 @@ Nothing is trained: what a method can send is announced before the first round. 
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
@@ -21,7 +23,7 @@ from polyfed.core.option_checks import IN_RECIPE, PLACEBO, choices, not_searched
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.core.tree import SHARED
 from polyfed.data import Columns
-from polyfed.data.columns import VALIDATION
+from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.experiment.checks.check import Check, check, fixes_of, refuse_forbidden
@@ -29,7 +31,7 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import PARTS
 from polyfed.experiment.recipes.task_choice import headline_of, with_task
 from polyfed.experiment.running.assembly import assemble, population_of
-from polyfed.experiment.study.metric_checks import measured_by, metric_fault
+from polyfed.experiment.study.run_checks import measured_by, metric_fault
 from polyfed.privacy.egress.policy import EVERY
 
 REFERENCES = {"local": "floor", "centralized": "ceiling"}
@@ -43,6 +45,10 @@ EVALUATES = (Algorithm.score.__name__, Algorithm.score_own.__name__, Algorithm.s
 
 VALIDATION_SHARE = 0.1
 """The share of the clients' rows on which settings are chosen, unless the recipe or the data say which."""
+
+
+FEWEST_CLIENTS = 5
+"""With fewer natural clients, none is held out to choose settings."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,9 @@ class Planner:
         if not self.metrics:
             self.metrics = default_metrics(self.table, headline_of(with_task(self._plain(), self.columns))["score"])
         clients = self.table.setdefault("clients", {})
-        held_out = clients.get("validation") or clients.get("personal_validation")
+        held_out = any(clients.get(key) for key in ("validation", "validation_clients", "personal_validation"))
         if not held_out and not len(self.columns.rows(VALIDATION)):
-            clients["validation"] = VALIDATION_SHARE
+            clients["validation_clients" if self.unseen else "validation"] = VALIDATION_SHARE
 
     @cached_property
     def columns(self) -> Columns:
@@ -116,6 +122,32 @@ class Planner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return stacked(recipe.data.load(), recipe.stack)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the scores are about clients that take no part in training, of which there are enough to hold out."""
+        own = self.table.get("clients", {})
+        held = own.get("test_clients") is not None or own.get("folds") is not None
+        return held and self.columns.client is not None and len(torch.unique(self.columns.client)) >= FEWEST_CLIENTS
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Say which question the scores answer: about clients that train, or about others."""
+        if self.columns.client is None:
+            return
+        own = self.table["clients"]
+        if own.get("test_clients") is None and own.get("folds") is None:
+            test, train = (torch.unique(self.columns.client[self.columns.rows(split)]) for split in (TEST, TRAIN))
+            if bool(torch.isin(test, train).any()):
+                say(
+                    "the test rows belong to clients that train, so the scores say how good a method is for them. "
+                    "To ask about clients that take no part in training, add --set clients.test_clients=0.2"
+                )
+        else:
+            others = "others that do not train either" if own.get("validation_clients") else "those that do"
+            say(
+                "the test rows belong to clients that take no part in training, and settings are chosen on rows of "
+                f"{others}"
+            )
 
     def _plain(self) -> Recipe:
         """Return the recipe with FedAvg, which every section that does not depend on the method accepts."""
@@ -238,6 +270,20 @@ def reason_of(candidate: Candidate) -> str:
     """Return the first sentence of why a candidate was not tried, on one line."""
     words = " ".join((candidate.refused or candidate.unmeasured).split())
     return words.partition(". ")[0].rstrip(".")
+
+
+def options_text(entries: Sequence[Candidate]) -> str:
+    """Return on one line why a method, or which of its options, is refused.
+
+    Args:
+        entries: the method itself, then its options.
+    """
+    method, options = entries[0], entries[1:]
+    if not method.planned:
+        return reason_of(method)
+    refused = [entry.name.partition(" ")[2] for entry in options if not entry.planned]
+    told = reason_of(method)  # why it cannot be compared
+    return "; ".join([told] * bool(told) + ([f"not with {', '.join(refused)}"] if refused else []))
 
 
 def _options(cls: type[Algorithm], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,7 @@ from typing import Any
 
 from polyfed.core.errors import counted
 from polyfed.evaluation.client_statistics import mean_and_spread
-from polyfed.experiment.study.results import settings_text
-from polyfed.recommendation.pilot import Arm
+from polyfed.recommendation.pilot import REFERENCE, Arm, keys_text
 from polyfed.report.comparison.paired_tests import LEVEL, Paired, holm, paired, seeds_to_show
 from polyfed.report.scores import Metric
 
@@ -73,7 +72,10 @@ class Conclusion:
         gains: what each modality adds.
         floor: the clients alone, if this was run.
         ceiling: centralized training, if this was run.
+        linear: a linear model on all rows in one place, if this was fitted.
         not_tried: name -> why, for methods that had no run.
+        best: the method with the best mean, if it is not the chosen one, because the two are alike.
+        skipped: why the chosen method was not scored from every subset of the modalities; empty if it was.
         out_of_time: whether the time ended before all stages.
         minutes: the time.
     """
@@ -84,7 +86,10 @@ class Conclusion:
     gains: tuple[Gain, ...] = ()
     floor: Arm | None = None
     ceiling: Arm | None = None
+    linear: Arm | None = None
     not_tried: Mapping[str, str] | None = None
+    best: Arm | None = None
+    skipped: str = ""
     out_of_time: bool = False
     minutes: float = 0.0
 
@@ -96,6 +101,8 @@ class Conclusion:
     def sentences(self) -> Iterator[str]:
         """Yield the sentences of the paragraph."""
         yield self._choice()
+        yield from self._beaten()
+        yield from self._tie()
         if (base := self._rival("fedavg")) is not None:
             yield f"It is {self._apart(base)} FedAvg ({self._proof(base)})."
         yield from self._alike()
@@ -107,8 +114,15 @@ class Conclusion:
             yield f"The {self.minutes:.3g} minutes ended before all runs; the same command with more --minutes goes on."
 
     def _choice(self) -> str:
+        words = f" with {keys_text(self.choice.chosen)}" if self.choice.chosen else ""
+        if not self.choice.scores:
+            found = self.choice.validation
+            told = "" if found is None else f"; on validation rows it had {self._number(found)}"
+            return (
+                f"Take {self.choice.name}{words} for now: the time ended before any method had a run on the reported "
+                f"seeds{told}."
+            )
         mean, spread = mean_and_spread(list(self.choice.scores.values()))
-        words = f" with {settings_text(self.choice.chosen)}" if self.choice.chosen else ""
         n = len(self.choice.scores)
         around = f" ± {self._number(spread)}" if n > 1 else ""
         text = f"Take {self.choice.name}{words}: {self.metric.title} is {self._number(mean)}{around} over {_seeds(n)}"
@@ -117,13 +131,38 @@ class Conclusion:
             ends.append(f"{self._number(self.floor.mean)} where every client trains alone")
         if self.ceiling is not None and self.ceiling.scores:
             ends.append(f"{self._number(self.ceiling.mean)} where the server has all rows")
-        return f"{text}, against {' and '.join(ends)}." if ends else f"{text}."
+        if self.linear is not None:
+            ends.append(f"{self._number(self.linear.mean)} by a linear model on all rows in one place")
+        return f"{text}, against {_listed(ends)}." if ends else f"{text}."
+
+    def _beaten(self) -> Iterator[str]:
+        """Yield whether the linear model is better, which says that the model or its training can be improved."""
+        if self.linear is None or not self.choice.scores:
+            return
+        gap = self.linear.mean - self.choice.mean
+        if gap < 0 if self.metric.lowest else gap > 0:
+            yield (
+                f"The linear model is {self._size(abs(gap))} better, so another model, more rounds or another "
+                "learning rate may help more than another method."
+            )
+
+    def _tie(self) -> Iterator[str]:
+        """Yield why the method with the best mean is not the chosen one."""
+        rival = None if self.best is None else self._rival(self.best.name)
+        if rival is not None:
+            lead = "has the same mean" if not rival.test.mean else f"is {self._size(abs(rival.test.mean))} better"
+            cheaper = "simpler" if self.choice.name == "fedavg" else "cheaper"
+            yield (
+                f"No difference to {rival.name} is found, which {lead} ({self._proof(rival)}), and {self.choice.name} "
+                f"is {cheaper}."
+            )
 
     def _alike(self) -> Iterator[str]:
         """Yield which methods the seeds do not tell apart, and how many more would show two points."""
-        alike = [r for r in self.rivals if r.role == "candidate" and r.alike and r.name != self.choice.name]
+        told = {self.choice.name} | ({self.best.name} if self.best is not None else set())
+        alike = [r for r in self.rivals if r.role == "candidate" and r.alike and r.name not in told]
         if not alike:
-            if any(rival.role == "candidate" for rival in self.rivals):
+            if any(rival.role == "candidate" and rival.name not in told for rival in self.rivals):
                 yield "Every other method that was tried differs significantly from it."
             return
         equal = [r.name for r in alike if not r.test.mean and r.test.p is None and r.test.n > 1]
@@ -167,6 +206,8 @@ class Conclusion:
                     f"{gain.modality} adds nothing to {to} that {_seeds(test.n)} show "
                     f"({self._size(test.mean, signed=True)}, p {_p(test.p)})."
                 )
+        if self.skipped:
+            yield f"What each modality adds was not measured, because {self.skipped}."
 
     def _left_out(self) -> Iterator[str]:
         lost = dict(self.not_tried or {})
@@ -228,6 +269,7 @@ def concluded(
     not_tried: Mapping[str, str],
     *,
     order: Sequence[Arm],
+    skipped: str = "",
 ) -> Conclusion:
     """Compare the best method with all others that have a score.
 
@@ -237,11 +279,12 @@ def concluded(
         subsets: subset of the modalities, as in `audio+text` -> seed -> score of the chosen method.
         not_tried: name -> why.
         order: the candidates that had all stages, the best first.
+        skipped: why there are no `subsets`.
     """
-    choice = order[0]
+    choice = simplest(order)
     # scores of a method that failed on other seeds say nothing about it
     compared = (arm for arm in arms if arm.scores and not arm.failed and arm is not choice)
-    others = [arm for arm in compared if arm.role in ("candidate", choice.name)]
+    others = [arm for arm in compared if arm.role in ("candidate", choice.name) and not arm.same]
     pairs = [(arm, gaps) for arm in others if (gaps := differences(choice.scores, arm.scores))]
     tests = [paired(gaps) for _, gaps in pairs]
     corrected = holm([test.p for test in tests])
@@ -259,8 +302,30 @@ def concluded(
         tuple(_gains(subsets, lowest=metric.lowest)),
         roles.get("floor"),
         roles.get("ceiling"),
+        roles.get(REFERENCE),
         not_tried,
+        None if choice is order[0] else order[0],
+        skipped,
     )
+
+
+def simplest(order: Sequence[Arm]) -> Arm:
+    """Return the simplest method that is as good as the best: FedAvg, or else the one with the fewest bytes a round.
+
+    Of methods within one standard error of the best, the simplest is taken (Breiman et al., "Classification and
+    Regression Trees", 1984); here it is the standard error of the paired differences.
+
+    Args:
+        order: methods on the same seeds, the best first.
+    """
+
+    def alike(arm: Arm) -> bool:
+        gaps = differences(order[0].scores, arm.scores)
+        mean, spread = mean_and_spread(gaps) if gaps else (0.0, 0.0)
+        return arm is order[0] or (len(gaps) > 1 and abs(mean) <= spread / len(gaps) ** 0.5)
+
+    kept = [arm for arm in order if alike(arm)]
+    return min(kept, key=lambda arm: (arm.name != "fedavg", arm.round_bytes, order.index(arm)))
 
 
 def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:

@@ -15,20 +15,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
 
-from polyfed.core.errors import TooFewReplies
+from polyfed.core.errors import TooFewReplies, counted
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import parse_json
-from polyfed.experiment.results.json_text import json_ready
+from polyfed.core.system.json_and_toml import json_ready, parse_json
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.default_ranges import is_fedavg
+from polyfed.experiment.study.plan import value_text
 from polyfed.experiment.study.pool import Pool
+from polyfed.experiment.study.ranges import put
 from polyfed.report.formatting import seconds_of
 from polyfed.report.scores import Metric
 
@@ -47,8 +50,14 @@ SEARCH_SHARE = 0.6
 EVALUATED = 1.25
 """What evaluations and checkpoints add to the seconds of the rounds, as a factor."""
 
+PROBE_SHARE = 0.25
+"""The share of the time that the probes may take."""
+
 SAFETY = 0.85
 """The part of the time that is planned, because runs beside each other take longer than alone."""
+
+REFERENCE = "reference"
+"""The role of a model that is not trained by polyfed."""
 
 REDUCTION = 3
 PROBED = 2
@@ -58,13 +67,17 @@ class TimeUp(Exception):
     """The time of the recommendation is over."""
 
 
+class ProbesUp(TimeUp):
+    """The time of the probes is over."""
+
+
 @dataclass
 class Arm:
     """A method of the pilot.
 
     Attributes:
         name: its name.
-        role: `candidate`, `floor`, `ceiling`, or the name of the method of which it is the placebo.
+        role: `candidate`, `floor`, `ceiling`, `reference`, or the name of the method of which it is the placebo.
         changes: the sections of the recipe that it replaces.
         space: the keys that its search varies, with their values.
         chosen: the values that the search chose, by key.
@@ -77,6 +90,8 @@ class Arm:
         edges: sentences about chosen values at an edge of their ranges.
         trials: the number of settings that the search tried.
         validation: the validation score of the chosen setting.
+        named: whether the caller asked for this method.
+        same: why the method is FedAvg with the values that its search chose; empty if it is not.
     """
 
     name: str
@@ -93,6 +108,13 @@ class Arm:
     edges: list[str] = field(default_factory=list)
     trials: int = 0
     validation: float | None = None
+    named: bool = False
+    same: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Who keeps the time if it is short: FedAvg, then methods that were asked for, then the others."""
+        return 0 if self.name == "fedavg" else 1 if self.named else 3 if self.role in ("floor", "ceiling") else 2
 
     @property
     def settled(self) -> dict[str, Any]:
@@ -177,6 +199,8 @@ class Pilot:
         listeners: called with the events of the sweeps.
         arms: the methods by name.
         limits: the largest bytes and seconds of a run; None for no limit.
+        say: called with a line about each decision.
+        named: the methods that the caller asked for.
     """
 
     folder: Path
@@ -187,7 +211,10 @@ class Pilot:
     listeners: Sequence[Listener] = ()
     arms: dict[str, Arm] = field(default_factory=dict)
     limits: Mapping[str, float | None] = field(default_factory=dict)
+    say: Callable[[str], None] = lambda _: None
+    named: frozenset[str] = frozenset()
     out_of_time: bool = False
+    until: float = math.inf
     metric: Metric | None = None
     board: Board | None = None
     pool: Pool | None = None
@@ -209,20 +236,30 @@ class Pilot:
             placebos: returns the sections of a method's placebo, or None.
 
         Raises:
-            TooFewReplies: the time is too short for a single method.
+            TooFewReplies: the time is too short for the probe of a single method.
         """
+        self.arms = dict(sorted(self.arms.items(), key=lambda entry: entry[1].rank))
         try:
             self._probe()
+            if self.journal.left <= 0 or not self.going:
+                raise TimeUp
             self._search()
             for stage, seeds in enumerate(STEPS[1:], 1):
                 self._seeds(stage, seeds, placebos)
         except TimeUp:
             self.out_of_time = True
-        if not any(arm.scores and not arm.failed for arm in self.arms.values() if arm.role == "candidate"):
+        if not any(arm.seconds and not arm.failed for arm in self.arms.values() if arm.role == "candidate"):
+            why = next((f" ({arm.name}: {arm.dropped})" for arm in self.arms.values() if arm.dropped), "")
             raise TooFewReplies(
-                f"no method has finished a run in {self.journal.minutes:g} minutes, so there is nothing to recommend. "
-                "Give more --minutes (the same command goes on), or a recipe with fewer rounds"
+                f"no method has finished {PROBED} rounds in {self.journal.minutes:g} minutes, so there is nothing to "
+                f"recommend{why}. Give more --minutes (the same command goes on)"
             )
+
+    def _drop(self, why: Mapping[str, str]) -> None:
+        """Let methods go no further, and say it."""
+        for name, reason in why.items():
+            self.arms[name].dropped = reason
+            self.say(f"{name} goes no further: {reason}")
 
     def _study(self, name: str, arms: Iterable[Arm], seeds: Sequence[int], **more: Any) -> Board:
         """Run a study of these methods, and return its board.
@@ -250,6 +287,8 @@ class Pilot:
         def listen(event: str, board: Board) -> None:
             self.board = board
             self.journal.tick()
+            if self.journal.spent > self.until and event != "sweep-finished":
+                raise ProbesUp
 
         assert self.pool is not None, "the pilot is used in a `with` block"
         return scheduler.carried_out(study, self.folder / "study", self.pool, [*self.listeners, listen])
@@ -268,24 +307,43 @@ class Pilot:
     def _probe(self) -> None:
         """Measure seconds and bytes of all methods, and drop those that fail or cost too much."""
 
-        def measured() -> dict[str, Any]:
-            board = self._study("probe", self.arms.values(), TUNING[:1], rounds=PROBED)
-            found = {}
-            for number, entries in board.reported.items():
-                found[board.cells[number].method] = _cost(entries[0], PROBED)
-            return found
-
-        costs = self.journal.decided("probe", measured)
+        costs = self.journal.facts.get("probe") or self._measured()
         # the first run of each process also loads libraries, so a single overhead says little
         usual = statistics.median([cost["overhead"] for cost in costs.values() if "why" not in cost] or [0.0])
+        lost = {}
         for name, cost in costs.items():
             arm = self.arms[name]
             if why := cost.get("why"):
-                arm.dropped = why
+                lost[name] = why
                 continue
             arm.round_bytes, arm.overhead = cost["bytes"], usual
             arm.seconds = arm.overhead + EVALUATED * cost["seconds"] * self.rounds
-            arm.dropped = self._too_expensive(arm)
+            lost |= {name: why} if (why := self._too_expensive(arm)) else {}
+        self.say(f"{PROBED} rounds of {len(costs)} methods: {len(costs) - len(lost)} go on")
+        self._drop(lost)
+
+    def _measured(self) -> dict[str, Any]:
+        """Run the probes and return what each costs, or why it is unknown."""
+        must = [arm for arm in self.arms.values() if arm.rank < 2]
+        found, whole = dict[str, Any](), True
+        for arms in (must, [arm for arm in self.arms.values() if arm not in must]):
+            self.board = None
+            try:
+                self._study("probe", arms, TUNING[:1], rounds=PROBED) if arms else None
+            except TimeUp:
+                whole = False
+            board: Board | None = self.board  # a listener sets it
+            entries = {} if board is None else {board.cells[n].method: es[0] for n, es in board.reported.items()}
+            for arm in arms:
+                entry = entries.get(arm.name)
+                ended = entry is not None and entry.ended
+                late = f"the probes of all methods took more than {PROBE_SHARE:.0%} of the time"
+                found[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": late}
+            self.until = PROBE_SHARE * 60 * self.journal.minutes
+        self.until = math.inf
+        if whole:  # else more minutes may suffice for the rest
+            self.journal.decided("probe", lambda: found)
+        return found
 
     def _too_expensive(self, arm: Arm) -> str:
         """Return why a run of a method exceeds the budget, or ""."""
@@ -301,9 +359,9 @@ class Pilot:
     def _search(self) -> None:
         """Choose the settings of each method, and run it on the first seeds."""
         plan = self.journal.decided("search", self._planned_search)
-        for name, why in plan["dropped"].items():
-            self.arms[name].dropped = why
+        self._drop(plan["dropped"])
         trials, seeds = plan["trials"], TUNING[: plan["tuning_seeds"]]
+        self.say(f"search: {trials} settings on {counted(len(seeds), 'seed', 'seeds')} of {_names(self.going)}")
         search = {
             "trials": trials,
             "seeds": list(seeds),
@@ -313,17 +371,19 @@ class Pilot:
             "reduction": REDUCTION,
             "least_rounds": self._least,
         }
-        try:
-            self._study("search", self.going, range(1, STEPS[0] + 1), search=search)
-        finally:
-            self._learn()
+        for rank in sorted({arm.rank for arm in self.going}):  # the references last, so that they starve no method
+            try:
+                arms = [arm for arm in self.going if arm.rank == rank]
+                self._study("search", arms, range(1, STEPS[0] + 1), search=search)
+            finally:
+                self._learn()
 
     @property
     def _least(self) -> int:
         return max(1, self.rounds // REDUCTION**2)
 
     def _planned_search(self) -> dict[str, Any]:
-        """Choose the largest budget that fits the time; if none does, drop the slowest methods."""
+        """Choose the largest budget that fits the time; if none does, drop the slowest methods, named ones last."""
         dropped: dict[str, str] = {}
         time_left = SAFETY * SEARCH_SHARE * self.journal.left * self.jobs
         while True:
@@ -331,8 +391,8 @@ class Pilot:
             for trials, seeds in LADDER:
                 if sum(self._price(arm, trials, seeds) for arm in arms) <= time_left:
                     return {"trials": trials, "tuning_seeds": seeds, "dropped": dropped}
-            slow = max(arms, key=lambda arm: (arm.role == "candidate" and arm.name != "fedavg", arm.seconds))
-            if slow.role != "candidate" or slow.name == "fedavg":
+            slow = max(arms, key=lambda arm: (min(arm.rank, 2), arm.seconds))
+            if not slow.rank:
                 return {"trials": LADDER[-1][0], "tuning_seeds": LADDER[-1][1], "dropped": dropped}
             price = self._price(slow, *LADDER[-1]) / self.jobs
             dropped[slow.name] = (
@@ -357,15 +417,19 @@ class Pilot:
         for number, entries in board.reported.items():
             cell, arm = board.cells[number], self.arms[board.cells[number].method]
             arm.scores |= {entry.seed: score for entry in entries if (score := entry.score(self.metrics)) is not None}
-            if (search := board.searches.get(number)) is not None:
+            if number in board.searches:
                 arm.chosen, arm.edges = dict(entries[0].chosen), board.edges(number)
-                arm.trials = len(search.trials)
-                tried = [score for values, score in search.trials if values == search.best and score is not None]
-                arm.validation = tried[0] if tried else None
+                arm.same = "" if arm.name == "fedavg" else _as_fedavg(arm, {**self.base, **arm.changes})
             if failed := [entry.why for entry in entries if entry.state == "failed"]:
                 arm.dropped, arm.failed = " ".join(failed[0].split()).partition(": ")[0], True
             self.metric = self.metric or board.metric(number, entries)
             assert cell.scenario
+        for number, search in board.searches.items():
+            arm = self.arms[board.cells[number].method]
+            arm.trials = len(search.trials)
+            if (best := search.best) is not None:
+                arm.chosen = arm.chosen or dict(best)
+                arm.validation = next(score for values, score in search.trials if values == best and score is not None)
         for number, why in board.blocked.items():
             if (arm := self.arms[board.cells[number].method]).role == "candidate" and not arm.dropped:
                 arm.dropped = why if self.journal.left > 0 else "the time ended before its search"
@@ -373,13 +437,14 @@ class Pilot:
     def _seeds(self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]) -> None:
         """Let the better half of the methods go on, with the placebos of those that have one, on more seeds."""
         plan = self.journal.decided(f"seeds-{seeds}", lambda: self._planned_seeds(stage, seeds, placebos))
-        for name, why in plan["dropped"].items():
-            self.arms[name].dropped = why
+        self._drop(plan["dropped"])
         for name, entry in plan["placebos"].items():
             method = self.arms[entry["of"]]
             self.arms.setdefault(name, Arm(name, method.name, entry["set"], chosen=dict(method.chosen)))
         if plan["seeds"] <= max(len(arm.scores) for arm in self.going):
+            self.say(f"the time left is too short for {seeds} seeds")
             return
+        self.say(f"{plan['seeds']} seeds of {_names(self.going)}")
         try:
             self._study(f"{plan['seeds']} seeds", self.going, range(1, plan["seeds"] + 1))
         finally:
@@ -435,6 +500,26 @@ class Pilot:
                 if name.startswith("subset."):
                     found.setdefault(name.removeprefix("subset."), {})[entry.seed] = float(value)
         return found
+
+
+def _names(arms: Iterable[Arm]) -> str:
+    return ", ".join(arm.name for arm in arms)
+
+
+def _as_fedavg(arm: Arm, table: dict[str, Any]) -> str:
+    """Return why a method is FedAvg with its chosen values, or "" if it is not."""
+    table = deepcopy(table)
+    for key, value in arm.chosen.items():
+        put(table, key, value)
+    if not is_fedavg(table):
+        return ""
+    own = {key: value for key, value in arm.chosen.items() if not key.startswith("train.")}
+    return f"it is FedAvg with the values that its search chose ({keys_text(own)})" if own else "it is FedAvg"
+
+
+def keys_text(values: Mapping[str, Any]) -> str:
+    """Return the values of keys with their sections, such as `train.lr = 0.1, server.lr = 1`."""
+    return ", ".join(f"{key} = {value_text(value)}" for key, value in values.items())
 
 
 def _cost(entry: Entry, rounds: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`polyfed.recommend`: from data or a recipe and the policies of devices to a recipe, a table and a paragraph."""
 
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,21 +15,22 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.option_checks import choices, search_ranges
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.json_and_toml import json_ready, parse_toml
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import parse_recipe, read_table
-from polyfed.experiment.results.json_text import json_ready
 from polyfed.experiment.running import machine
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.running.lock import alone_in
 from polyfed.experiment.study.default_ranges import default_space
 from polyfed.experiment.study.ranges import put
 from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Planner, reason_of, reference_changes
-from polyfed.recommendation.conclusion import Conclusion, concluded
-from polyfed.recommendation.pilot import Arm, Journal, Pilot
+from polyfed.recommendation.conclusion import Conclusion, concluded, simplest
+from polyfed.recommendation.linear import linear_scores
+from polyfed.recommendation.pilot import REFERENCE, Arm, Journal, Pilot
 from polyfed.report.pages.page import render, write_page
+from polyfed.report.scores import Metric
 
 ASKED, RESULT, RECIPE, PAGE = "asked.json", "recommendation.json", "recommended.toml", "index.html"
 """The files in the folder of a recommendation: the question, the answer as JSON, the recipe, the page."""
@@ -72,6 +74,13 @@ class Recommendation:
             ],
         }
 
+    def by_method(self) -> dict[str, list[Candidate]]:
+        """Return the candidates of each method: the method itself, then those with a changed option."""
+        found: dict[str, list[Candidate]] = {}
+        for candidate in self.candidates:
+            found.setdefault(candidate.method, []).append(candidate)
+        return found
+
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each method of the pilot, the best first."""
         rows = []
@@ -91,7 +100,7 @@ class Recommendation:
                     "validation": arm.validation,
                     "round_bytes": arm.round_bytes,
                     "edges": list(arm.edges),
-                    "dropped": arm.dropped,
+                    "dropped": arm.dropped or arm.same,
                 }
             )
         return rows
@@ -113,6 +122,7 @@ def recommend(
     task: str | None = None,
     jobs: int | None = None,
     listeners: Sequence[Listener] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> Recommendation:
     """Find the method for these data, under these policies, within a time.
 
@@ -122,17 +132,15 @@ def recommend(
         given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
         out: the folder.
         minutes: the time; 0 only lists the candidates.
-        policy: a device's policy file. By default, the recipe's [egress] holds.
+        policy: a device's policy file, by default the recipe's [egress].
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
-        max_bytes: the most bytes that a run may send, in both directions.
-        max_seconds: the most seconds that a run may take.
+        max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading: for a data file: `label`, `client`, `split` and `class_names`, as in `polyfed init`.
-        task: for a data file: the task.
-        jobs: as in `polyfed.sweep`.
-        listeners: as in `polyfed.sweep`.
+        reading, task: for a data file: its columns, such as `label` and `client`, and the task, as in `polyfed init`.
+        jobs, listeners: as in `polyfed.sweep`.
+        say: called with a line about each guess and decision.
 
     Raises:
         EgressError: the policy refuses every method.
@@ -141,8 +149,9 @@ def recommend(
     started = time.monotonic()
     if minutes < 0:
         raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
-    table = _table_of(given, overrides, dict(reading or {}), task, epsilon)
+    table = _table_of(given, overrides, dict(reading or {}), task, epsilon, say)
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,))
+    planner.tell(say)
     wanted, folder = _wanted(methods), Path(out)
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
@@ -152,8 +161,8 @@ def recommend(
             raise EgressError(_all_refused(candidates))
         found = Recommendation(candidates, None, (), folder)
         if minutes:
-            pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners)
-            pilot.limits = {"bytes": max_bytes, "seconds": max_seconds}
+            pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners, say=say)
+            pilot.named, pilot.limits = frozenset(methods), {"bytes": max_bytes, "seconds": max_seconds}
             found = _carried_out(pilot, planner, candidates)
         _write(found, planner)
         journal.write()
@@ -162,26 +171,47 @@ def recommend(
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
     pilot.arms = _arms(planner, candidates)
+    for arm in pilot.arms.values():
+        arm.named = arm.name in pilot.named
     with pilot:
         pilot.carry_out(lambda arm: _placebo_of(planner, arm))
-        order, subsets = _chosen(pilot, planner)
-    assert pilot.metric is not None
+        order, subsets, skipped = _chosen(pilot, planner)
     lost = _not_tried(pilot, candidates)
     arms = list(pilot.arms.values())
-    conclusion = concluded(arms, pilot.metric, subsets, lost, order=order)
+    metric = pilot.metric or Metric.of(planner.metrics[0])
+    if scores := linear_scores(planner, metric, sorted(order[0].scores)):
+        arms.append(Arm("linear", REFERENCE, {}, scores=scores))
+    conclusion = concluded(arms, metric, subsets, lost, order=order, skipped=skipped)
     timed = replace(conclusion, out_of_time=pilot.out_of_time, minutes=pilot.journal.minutes)
     return Recommendation(candidates, timed, tuple(arms), pilot.folder)
 
 
-def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]]]:
-    """Return the candidates with the most seeds, the best first, and the scores of the best from every subset."""
-    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and arm.scores and not arm.failed]
-    most = max(len(arm.scores) for arm in rivals)
-    order = sorted((arm for arm in rivals if len(arm.scores) == most), key=pilot.standing)
-    choice, several = order[0], len(planner.columns.modalities) > 1
+def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]], str]:
+    """Return the candidates with the most seeds, the best first, the scores of the chosen one from every subset of the
+    modalities, and why there are none.
+    """
+    rivals = [arm for arm in pilot.arms.values() if arm.role == "candidate" and not arm.failed]
+    scored = [arm for arm in rivals if arm.scores and not arm.same]
+    if not scored:  # what is known so far: validation scores, or who runs at all
+        known = [arm for arm in rivals if arm.seconds and not arm.same]
+        sign = -1 if Metric.of(planner.metrics[0]).lowest else 1
+        lost = -math.inf
+        known.sort(key=lambda arm: (lost if arm.validation is None else sign * arm.validation, -arm.rank), reverse=True)
+        return known[:1], {}, "the time ended before"
+    most = max(len(arm.scores) for arm in scored)
+    order = sorted((arm for arm in scored if len(arm.scores) == most), key=pilot.standing)
+    choice = simplest(order)
+    if len(planner.columns.modalities) < 2:
+        return order, {}, ""
+    if pilot.out_of_time:
+        return order, {}, "the time ended before"
     changes = {**_sections(choice), "evaluate": {"subsets": "all"}}
-    possible = several and not pilot.out_of_time and planner.judge(Candidate("subsets", choice.name, changes)).planned
-    return order, pilot.subsets(choice) if possible else {}
+    judged = planner.judge(Candidate("subsets", choice.name, changes))
+    if not judged.planned:
+        return order, {}, reason_of(judged)
+    pilot.say(f"{choice.name} from every subset of the modalities")
+    subsets = pilot.subsets(choice)
+    return order, subsets, "" if subsets else "the time left is too short"
 
 
 def _table_of(
@@ -190,24 +220,30 @@ def _table_of(
     reading: dict[str, Any],
     task: str | None,
     epsilon: float | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the table of a recipe: of the file, or a first one for the data; with [privacy] if epsilon is given.
 
     Raises:
         PolyfedError: the file cannot be read.
     """
-    table = deepcopy(dict(given)) if isinstance(given, Mapping) else _read(Path(given), overrides, reading, task)
+    table = deepcopy(dict(given)) if isinstance(given, Mapping) else _read(Path(given), overrides, reading, task, say)
     if epsilon is not None:
         table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
     return table
 
 
-def _read(path: Path, overrides: Sequence[str], reading: dict[str, Any], task: str | None) -> dict[str, Any]:
+def _read(
+    path: Path, overrides: Sequence[str], reading: dict[str, Any], task: str | None, say: Callable[[str], None]
+) -> dict[str, Any]:
     if path.suffix == ".toml":
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
         return read_table(path, overrides)
-    made = parse_toml(starter(path, reading, task).text)
+    first = starter(path, reading, task)
+    for note in first.notes:
+        say(f"guessed: {note}")
+    made = parse_toml(first.text)
     for override in overrides:
         apply(made, override)
     return made

@@ -112,7 +112,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time to the end of the run, in seconds; None before the first round has ended."""
+        """The estimated time to the end of the run, in seconds; None before the second round has ended."""
         return None if self.pace is None else self.pace * (self.rounds - self.done)
 
     def panel(self) -> Group:
@@ -152,9 +152,9 @@ class Progress:
         now = self.clock()
         took, self.moment = now - self.moment, now
         self.done = row["round"]
-        # the first round also warms up kernels and caches, so the mean starts again with the second one
-        if self.pace is None or self.done <= self.first + 1:
-            self.pace = took
+        # the first round also loads libraries and warms up caches, so it says nothing about the others
+        if self.pace is None:
+            self.pace = took if self.done > self.first else None
         else:
             self.pace += SMOOTHING * (took - self.pace)
         numbers = round_numbers(row, Headline.of(self.task))

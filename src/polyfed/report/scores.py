@@ -132,6 +132,19 @@ def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | Non
     return number_of(value, unit) + (f" ({words})" if words else "")
 
 
+def not_beaten(result: Mapping[str, Any]) -> str:
+    """Return the sentence about a model that is no better than one answer for all rows, or ""."""
+    head, known = Headline.of(result.get("task")), result.get("baseline")
+    groups = result.get("metrics", {})
+    score = groups.get("global", {}).get(head.score, groups.get("personal", {}).get("weighted"))
+    if known is None or score is None or (score > known["score"] if head.rising else score < known["score"]):
+        return ""
+    own, other = (number_of(value, head.unit) for value in (score, known["score"]))
+    return (
+        f"the model is no better than one answer for all test rows: {head.title} {own}, and {known['answer']} {other}"
+    )
+
+
 def is_error(metric: str) -> bool:
     """Return whether a smaller value of a metric is better, as with `global.loss`."""
     return metric.rpartition(".")[2] in ERRORS

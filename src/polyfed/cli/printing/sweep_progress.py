@@ -54,8 +54,10 @@ class SweepProgress:
         self.board = board
         if event == "sweep-started":
             self.started, self.before = self.clock(), self._ended()
+            if self.live is not None:  # of an earlier sweep in the same `with` block
+                self.live.stop()
             self.told = {entry.name for entry in board.entries.values() if entry.ended}
-            self._say(f"{len(board.entries)} runs are known, {self.before} of them from an earlier sweep")
+            self.say(f"{len(board.entries)} runs are known, {self.before} of them from an earlier sweep")
             if self.console.is_terminal:
                 self.live = Live(self.panel(), console=self.console, transient=True, refresh_per_second=4)
                 self.live.start()
@@ -108,10 +110,10 @@ class SweepProgress:
         use = "search" if entry.tuning else "reported"
         name = f"{entry.cell.label} in {entry.cell.scenario}, {use} seed {entry.seed}"
         if entry.state == "failed":
-            self._say(f"failed: {name}: {entry.why}")
+            self.say(f"failed: {name}: {entry.why}")
         elif self.live is None:
             assert self.board is not None
-            self._say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
+            self.say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
 
     def _sum_up(self) -> None:
         """Print the notes about the runs and, if the study is incomplete, the reasons.
@@ -122,9 +124,10 @@ class SweepProgress:
         for kind, found in (("incomplete", self.board.problems()), ("note", self.board.notes())):
             for text, places in found:
                 more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
-                self._say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text}")
+                self.say(f"{kind}: {', '.join(places[:MOST_PLACES])}{more}: {text}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line, above the live table."""
         self.console.print(Text(text), soft_wrap=True)
 
 

@@ -17,6 +17,7 @@ from polyfed.report.scores import (
     Headline,
     lacks_in,
     lacks_title,
+    not_beaten,
     scored_rows,
     subset_title,
     subsets_in,
@@ -34,6 +35,8 @@ def result_table(result: dict[str, Any]) -> Group:
     head = Headline.of(result.get("task"))
     for name, value in _scores(result, head):
         table.add_row(Text(name), value)
+    for name, value in _context(result, head):
+        table.add_row(Text(name), Text(value))
     if best := result.get("best"):
         groups = best["metrics"]
         reached = groups.get("global") or groups.get("validation", {})
@@ -54,7 +57,28 @@ def result_table(result: dict[str, Any]) -> Group:
         table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]) + partial)
     if "simulated_seconds" in result:
         table.add_row("simulated time", seconds_of(result["simulated_seconds"]))
-    return titled(title, table)
+    warning = not_beaten(result)
+    return Group(titled(title, table), *[Text(f"warning: {warning}")] * bool(warning))
+
+
+def _context(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:
+    """What a score is to be compared with, and whose rows it is about."""
+    if known := result.get("baseline"):
+        yield f"{head.title}, {known['answer']}", number_of(known["score"], head.unit)
+    if (ranked := result.get("ranking")) and "auroc" not in result["metrics"].get("global", {}):
+        yield f"AUROC of '{ranked['positive']}'", number_of(ranked["auroc"], "number")
+    if people := result.get("unseen_clients"):
+        yield "test clients, outside training", named(people)
+
+
+def named(people: Sequence[str]) -> str:
+    """Return the number of clients and the names of the first ones."""
+    more = ", ..." if len(people) > MOST_PEOPLE else ""
+    return f"{len(people)}: {', '.join(people[:MOST_PEOPLE])}{more}"
+
+
+MOST_PEOPLE = 6
+"""The most clients that a line names."""
 
 
 def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Parse JSON and TOML files that another person may have written or damaged, and write values of TOML.
+"""Parse JSON and TOML files that another person may have written or damaged, and write both.
 
 A file can be valid JSON or TOML and still crash the code that uses its values: a very deep nesting breaks code that
 walks through the values, and an integer of thousands of digits cannot become a float. The functions here refuse such a
@@ -6,6 +6,7 @@ file with a ValueError, as if it were invalid.
 """
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -111,3 +112,17 @@ def refuse_extremes(content: Any) -> None:
 
 def _too_deep() -> str:
     return f"it is nested more than {MOST_DEPTH} levels deep"
+
+
+def json_ready(value: Any) -> Any:
+    """Convert nested lists and dictionaries for JSON. Numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(content: Any) -> str:
+    """Return indented JSON without NaN or infinity: the format of result.json and of `polyfed run --json`."""
+    return json.dumps(json_ready(content), indent=1, allow_nan=False)

@@ -91,6 +91,8 @@ class ClientsSpec:
             test set, as with `test_clients`.
         fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools
             them.
+        validation_clients: Share of the natural clients that do not train either, and whose rows are pooled validation
+            rows, so that settings are chosen on people who were never seen, too.
         seed: Seed of the partition, the validation split and the modality assignment, by default the run's own. Set it
             to repeat a run with other random numbers on the same clients.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round; with
@@ -132,6 +134,7 @@ class ClientsSpec:
     test_clients: float | list[int | str] | None = None
     folds: Annotated[int | None, AT_LEAST_TWO] = None
     fold: Annotated[int | None, AT_LEAST_ONE] = None
+    validation_clients: Annotated[float, BELOW_ONE] = 0.0
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
     personal_validation: Annotated[float, BELOW_ONE] = 0.0

@@ -43,9 +43,13 @@ def drawn(label: Tensor, share: float, seed: int) -> Tensor:
     return stratified(classes, share, keys.key(seed, "npz", "split"))
 
 
+DRAWN = "no split is given"
+"""The beginning of `drawn_note`."""
+
+
 def drawn_note(share: float) -> str:
     """Return a sentence that informs the user that `drawn` chose the test set."""
-    return f"no split is given: a share of {share:g} of the rows is drawn as the test set (test_share)"
+    return f"{DRAWN}: a share of {share:g} of the rows is drawn as the test set (test_share)"
 
 
 def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:

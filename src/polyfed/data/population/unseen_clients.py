@@ -1,4 +1,4 @@
-"""Test rows of people who take no part in training: `[clients] test_clients`, and `folds` with `fold`.
+"""Rows of people who take no part in training: `[clients] test_clients`, `folds` with `fold`, `validation_clients`.
 
 A random split of rows puts windows of one person on both sides, and the score then tells how well the model knows this
 person. Here, whole natural clients are held out, for every source.
@@ -11,12 +11,13 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.columns import TEST, TRAIN, Columns
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.population.clients import ClientsSpec
+from polyfed.data.population.splits import DRAWN
 
 
 def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
-    """Return the table with the rows of the test clients as its test set.
+    """Return the table with the rows of the test clients as its test set, and of others as validation rows.
 
     The rows of all other clients that the data marks as test rows become training rows; their validation rows stay.
 
@@ -27,9 +28,10 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
     Raises:
         RecipeError: the data names no natural clients, there is no such client, or nobody is left on one side.
     """
-    if clients.test_clients is None and clients.folds is None:
+    tests = clients.test_clients is not None or clients.folds is not None
+    if not tests and not clients.validation_clients:
         return columns
-    option = "test_clients" if clients.folds is None else "folds"
+    option = "folds" if clients.folds is not None else "test_clients" if tests else "validation_clients"
     if columns.client is None:
         raise RecipeError(
             f"[clients] {option} holds out whole clients, but data '{columns.name}' does not say which rows belong to "
@@ -38,12 +40,38 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         )
     client = columns.client.cpu().numpy()
     people = np.unique(client)
-    chosen = _chosen(people, clients, key, columns.client_names)
-    tested = np.isin(client, chosen)
-    split = columns.split.cpu().clone()
-    split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
-    split[torch.from_numpy(tested)] = TEST
-    return replace(columns, split=split.to(columns.split))
+    split, notes = columns.split.cpu().clone(), columns.notes
+    if tests:
+        chosen = _chosen(people, clients, key, columns.client_names)
+        tested = np.isin(client, chosen)
+        split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
+        split[torch.from_numpy(tested)] = TEST
+        people = people[~np.isin(people, chosen)]
+        shown = ", ".join(_name_of(int(one), columns.client_names) for one in chosen[:MOST_NAMED])
+        more = f" and {len(chosen) - MOST_NAMED} more" if len(chosen) > MOST_NAMED else ""
+        notes = (
+            *(note for note in notes if not note.startswith(DRAWN)),
+            f"the test rows are those of the clients {shown}{more}, which take no part in training ({option})",
+        )
+    if clients.validation_clients:
+        count = max(1, round(clients.validation_clients * len(people)))
+        if count >= len(people):
+            raise RecipeError(
+                f"[clients] validation_clients = {clients.validation_clients}: of {len(people)} natural clients none "
+                "would be left to train. Hold out fewer",
+                ("clients", "validation_clients"),
+            )
+        held = people[keys.choice(keys.key(key, "validation clients"), len(people), count)]
+        split[torch.from_numpy(np.isin(client, held)) & (split == TRAIN)] = VALIDATION
+    return replace(columns, split=split.to(columns.split), notes=notes)
+
+
+MOST_NAMED = 6
+"""The most test clients that a note names."""
+
+
+def _name_of(number: int, names: tuple[str, ...] | None) -> str:
+    return str(number) if names is None else names[number]
 
 
 def _chosen(people: np.ndarray, clients: ClientsSpec, key: int, names: tuple[str, ...] | None) -> np.ndarray:

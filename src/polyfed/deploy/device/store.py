@@ -188,8 +188,8 @@ class DeviceStore:
         full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
         return CheckpointError(
             f"{self.path} cannot be used: {os.strerror(errno.ENOSPC) if full else error}. The device answers nothing "
-            "before it can count. Free space on the disk, or restore the state folder from a copy; if the data is new, "
-            "give the device a new one"
+            "before it can count. Free space on the disk, or restore the state folder from a copy, which does not know "
+            "what was spent since; if the data is new, give the device a new folder"
         )
 
     @contextmanager

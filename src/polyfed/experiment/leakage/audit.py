@@ -8,6 +8,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import LABELS, OF_THE_MODEL, crossings
 from polyfed.core.system.files import LEAKAGE, RECIPE, replace_text
+from polyfed.core.system.json_and_toml import to_json
 from polyfed.core.tree import SHARED
 from polyfed.data.sources.own.memory import Memory
 from polyfed.experiment.leakage import labels, membership, properties, reconstruction
@@ -16,7 +17,6 @@ from polyfed.experiment.leakage.findings import Finding, Target
 from polyfed.experiment.leakage.membership import ALL
 from polyfed.experiment.recipes.from_data import with_data
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
-from polyfed.experiment.results.json_text import to_json
 from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.report.reading import egress
 from polyfed.report.reading.run_folder import Folder

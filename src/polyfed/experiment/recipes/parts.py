@@ -13,7 +13,6 @@ from polyfed.core.option_checks import checked, choices, key_of, ranges, sifted
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.data import ClientsSpec
-from polyfed.experiment.recipes.presets import with_preset
 from polyfed.experiment.recipes.sections import PARTS, SECTIONS, misplaced
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import Train
@@ -132,3 +131,25 @@ def egress_of(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
                 problems.add(RecipeError(text, ("egress", block, destination)))
     problems.raise_all()
     return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}
+
+
+def with_preset(cls: type[Algorithm], preset: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of [algorithm] together with the options of a preset. Options in `table` have precedence.
+
+    Args:
+        cls: the algorithm.
+        preset: the value of the key `preset`, or None if the section has no such key.
+        table: the other keys of the section.
+
+    Raises:
+        RecipeError: the algorithm has no such preset.
+    """
+    if preset is None:
+        return dict(table)
+    if not cls.presets:
+        fault = f"{cls.__name__} has no such preset; it has no presets. Remove the line"
+    elif not isinstance(preset, str) or preset not in cls.presets:
+        fault = f"{cls.__name__} has no such preset; {did_you_mean(str(preset), cls.presets)}. Or remove the line"
+    else:
+        return {**cls.presets[preset], **table}
+    raise RecipeError(f"[algorithm] preset = {preset!r}: {fault}", ("algorithm", "preset"))

@@ -1,16 +1,22 @@
 """Facts about a run's trained models that follow from predictions: the calibration, and the success of a backdoor."""
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from polyfed.core.batch import Batch
 from polyfed.data import Population
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.results.calibration import ROWS_AT_ONCE, calibration_of
 from polyfed.experiment.results.models import Models
 from polyfed.federation.attack import Attack
 from polyfed.federation.backdoor import Trigger
+from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
+from polyfed.objective.regression import numbers_of
 
 
 def facts_of_models(models: Models, recipe: Recipe, population: Population) -> dict[str, Any]:
@@ -23,13 +29,104 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
         recipe: the recipe of the run.
         population: the data of the run.
     """
-    found: dict[str, Any] = {"calibration": calibration_of(models, population)}
+    found: dict[str, Any] = {
+        "calibration": calibration_of(models, population),
+        "ranking": ranking_of(models, population),
+        "baseline": baseline_of(models.task, population, models.class_names),
+        "unseen_clients": unseen_clients(recipe, population),
+    }
     if recipe.attack is not None:
         attackers = recipe.attack.attackers(population.num_clients, recipe.seed)
         found["attack"] = {"name": recipe.attack.name, "clients": sorted(attackers)}
     if recipe.attack is not None and recipe.attack.name == "backdoor":
         found["backdoor"] = backdoor_of(models, recipe.attack, population, recipe.seed)
     return {name: facts for name, facts in found.items() if facts is not None}
+
+
+def baseline_of(task: Objective, population: Population, names: Sequence[str] | None) -> dict[str, Any] | None:
+    """Return the group `baseline` of result.json: the score of one answer for all test rows.
+
+    The answer is the most frequent class or label, the middle level, or the mean of the training rows.
+
+    Args:
+        task: what the model learnt to predict.
+        population: the data of the run.
+        names: the names of the classes or targets, or None.
+
+    Returns:
+        `answer` in words, the `score` and the number of test `rows`. None without rows on one side, or for other tasks.
+    """
+    columns = population.columns
+    rows = population.test_rows if len(population.test_rows) or population.test is None else population.test.rows
+    train = torch.unique(population.train.rows.to(columns.label.device))
+    if not len(rows) or not len(train):
+        return None
+    label, y = columns.label[train].cpu(), columns.label[rows.to(columns.label.device)].cpu()
+    made = _constant(task, label, columns.num_classes, names)
+    if made is None:
+        return None
+    answer, output = made
+    batch = Batch({}, y, torch.arange(len(y)))
+    score = task.measured(task.sums(output.expand(len(y), -1), batch)).get(task.SCORE)
+    return None if score is None else {"answer": answer, "score": score, "rows": len(y)}
+
+
+def _constant(task: Objective, label: Tensor, classes: int, names: Sequence[str] | None) -> tuple[str, Tensor] | None:
+    """Return the best answer without features, in words and as a model's output (O,). None for other tasks."""
+    if isinstance(task, Classification):
+        common = int(torch.bincount(label, minlength=classes).argmax())
+        return f"always '{names[common] if names else common}'", torch.eye(classes)[common]
+    if isinstance(task, Ordinal):
+        middle = int(label.median())
+        return f"always '{names[middle] if names else middle}'", (torch.arange(classes - 1) < middle) * 2.0 - 1.0
+    if isinstance(task, Regression):
+        mean = label.float().reshape(len(label), -1).nanmean(0)
+        shift, scale = (
+            torch.tensor(numbers_of(unit) or (rest,)) for unit, rest in ((task.shift, 0.0), (task.scale, 1.0))
+        )
+        words = f"always the mean, {float(mean[0]):.4g}" if len(mean) == 1 else "always the means"
+        return words, (mean - shift) / scale
+    if isinstance(task, MultiLabel):
+        shares = label.float().reshape(len(label), -1).nanmean(0)
+        return "always the most frequent labels", (shares > 0.5) * 2.0 - 1.0
+    return None
+
+
+def ranking_of(models: Models, population: Population) -> dict[str, Any] | None:
+    """Return the group `ranking` of result.json: AUROC and average precision of class 1 of two, on the test rows.
+
+    Returns:
+        `auroc`, `average_precision`, and `positive`, the name of class 1. None if there is no global model, there are
+        more classes or rows of one class only, or a prediction is not finite.
+    """
+    columns, rows = population.columns, population.test_rows.cpu()
+    if models.shared is None or not isinstance(models.task, Classification) or columns.num_classes != 2:
+        return None
+    y, found = columns.label.cpu()[rows], []
+    if len(torch.unique(y)) < 2:
+        return None
+    for part in torch.split(rows, ROWS_AT_ONCE):
+        x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
+        present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
+        found.append(models.predict(x, present=present).cpu())
+    outputs = torch.cat(found)
+    if not bool(outputs.isfinite().all()):
+        return None
+    scores = replace(models.task, ranking=True).exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+    names = columns.class_names
+    told = dict(zip(("auroc", "average_precision"), scores, strict=True))
+    return told | {"positive": names[1] if names else "1"}
+
+
+def unseen_clients(recipe: Recipe, population: Population) -> list[str] | None:
+    """Return the natural clients that only have test rows, if the recipe holds whole clients out; otherwise None."""
+    columns = population.columns
+    if columns.client is None or (recipe.clients.test_clients is None and recipe.clients.folds is None):
+        return None
+    client = columns.client.cpu()
+    held = torch.unique(client[population.test_rows.cpu()]).tolist()
+    names = columns.client_names
+    return [names[number] if names else str(number) for number in held]
 
 
 def backdoor_of(models: Models, attack: Attack, population: Population, seed: int) -> dict[str, Any] | None:

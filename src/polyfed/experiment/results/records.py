@@ -12,9 +12,8 @@ import tomli_w
 
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.system.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
-from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.json_and_toml import json_ready, parse_toml, to_json
 from polyfed.experiment.recipes.settings import CheckpointSpec
-from polyfed.experiment.results.json_text import json_ready, to_json
 from polyfed.experiment.running.checkpoint import RESTORE, newest
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.experiment.running.lock import LOCK, alone_in

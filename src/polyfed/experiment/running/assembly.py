@@ -200,13 +200,14 @@ def assemble(
         privacy=mechanism,
         limits=recipe.limits,
     )
-    fed = _federation(recipe, built, None if one_device else population.num_clients)
+    cap = recipe.deployment.rows_cap if deployed else 0.0
+    fed = _federation(recipe, built, None if one_device else population.num_clients, cap)
     policy = built.announcer.with_model(policy)
     parts = population, model, policy, initial, ledger, built, fed
     return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed)
 
 
-def _federation(recipe: Recipe, engine: Engine, num_clients: int | None) -> Federation:
+def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_cap: float) -> Federation:
     """Return the federation of a run. The number of clients is None if only one of them is known."""
     return Federation(
         clients=engine.registry,
@@ -219,6 +220,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None) -> Fede
         evaluation_clients=engine.evaluation_clients,
         min_replies=recipe.engine.min_replies,
         outlier_factor=recipe.engine.outlier_factor,
+        rows_cap=rows_cap,
         emit=engine.emit,
         clock=engine.clock,
         attack=recipe.attack,

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from polyfed.experiment.results.json_text import json_ready
+from polyfed.core.system.json_and_toml import json_ready
 
 Listener = Callable[..., None]
 """Called as `listener(event, **facts)`; see docs/outputs.md for the events and their facts."""

@@ -55,6 +55,32 @@ def default_space(method: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def is_fedavg(table: Mapping[str, Any]) -> bool:
+    """Return whether the options of a recipe's table make its method FedAvg; see `SearchRange.fedavg`."""
+    cls = class_of("algorithm", table)
+    # the adaptive optimisers divide by moments, whatever their rate
+    if cls is None or at_default(table, "server", "optimiser", "none") not in ("none", "avgm"):
+        return False
+    found, server = str(at(table, "algorithm.name")) == "fedavg", class_of("server", table)
+    assert server is not None, "[server] is a section"
+    for section, of in (("algorithm", cls), ("server", server)):
+        given = dict(table.get(section, {}))
+        preset = of.presets.get(str(given.get("preset")), {}) if issubclass(of, Algorithm) else {}
+        options = {f.name: f.default for f in fields(of)} | dict(preset) | given
+        for name, searched in search_ranges(of).items():
+            if searched.fedavg is not None and searched.applies(options):
+                if options[name] != searched.fedavg:
+                    return False
+                found = True
+    return found
+
+
+def at_default(table: Mapping[str, Any], section: str, name: str, default: Any) -> Any:
+    """Return an option of a section of a table, or its default."""
+    given = table.get(section, {})
+    return given.get(name, default) if isinstance(given, Mapping) else default
+
+
 def class_of(section: str, table: Mapping[str, Any]) -> type | None:
     """Return the dataclass of a section of a recipe's table, or None if there is no such section or class."""
     known = SECTIONS.get(section)

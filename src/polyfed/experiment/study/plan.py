@@ -20,19 +20,18 @@ from polyfed.data.stacking import stacked
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.results.round_facts import versions
-from polyfed.experiment.study.conditions import holds, unknown_keys
-from polyfed.experiment.study.metric_checks import (
+from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
+from polyfed.experiment.study.run_checks import (
     Measured,
+    ModelCheck,
     clients_of,
     measured_by,
     metric_fault,
     misspelt,
     policy_fault,
 )
-from polyfed.experiment.study.model_check import ModelCheck
-from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
 from polyfed.experiment.study.study_file import read_study, refuse
-from polyfed.experiment.study.study_schema import Study
+from polyfed.experiment.study.study_schema import NAMES, Study, When
 from polyfed.report.comparison.folds import FOLD_KEYS
 
 T = TypeVar("T")
@@ -321,3 +320,30 @@ def value_text(value: Any) -> str:
 def _all(places: list[str]) -> str:
     """Return, as text, the first place where a problem occurs, and the number of other places where it occurs."""
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+
+
+def holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    """Return whether all entries of a condition hold.
+
+    If an entry gives a list of values, it holds if the actual value is in the list.
+    """
+    for key, wanted in match.items():
+        value = names[key] if key in NAMES else at(table, key)
+        if value not in (wanted if isinstance(wanted, list) else [wanted]):
+            return False
+    return True
+
+
+def unknown_keys(rules: Sequence[When], tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a text for each key of a condition that no recipe of the study sets. Such a condition never holds.
+
+    Args:
+        rules: the conditions.
+        tables: the recipes of all cells. If there are none, the result is empty.
+    """
+    return [
+        f"[[when]] {number} match: no recipe of the study sets '{key}'; {did_you_mean(key, NAMES)}, or keys of a recipe"
+        for number, rule in enumerate(rules, 1)
+        for key in rule.match
+        if tables and key not in NAMES and all(at(table, key) is None for table in tables)
+    ]

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import STUDY, replace_text
+from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.board import Board, Entry, State, no_metric
 from polyfed.experiment.study.plan import Cell, short, value_text
 from polyfed.experiment.study.search import Searcher
@@ -17,6 +18,7 @@ from polyfed.report.pages.page import render, write_page
 from polyfed.report.reading.run_folder import numbers_of
 from polyfed.report.reading.run_schema import parse_as
 from polyfed.report.reading.study_folder import STUDY_FACTS
+from polyfed.report.scores import Metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,6 +89,7 @@ def page_text(board: Board, study: Study) -> str:
     labels = list(dict.fromkeys(cell.label for cell in board.cells))
     places = {(cell.label, cell.scenario): number for number, cell in enumerate(board.cells)}
     rows = [(label, [_cell(board, places.get((label, name))) for name in scenarios]) for label in labels]
+    rows = [*fold_means(board, scenarios), *rows]
     return render(
         "study.html",
         study=study,
@@ -101,6 +104,33 @@ def page_text(board: Board, study: Study) -> str:
         runs=[_line(board, entry, number) for number, entry in _all_runs(board)],
         drawn={"charts": []},
     )
+
+
+def fold_means(board: Board, scenarios: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the label of each method whose runs are folds, and by scenario its mean over folds and seeds."""
+    groups: dict[str, list[int]] = {}
+    for number, cell in enumerate(board.cells):
+        groups.setdefault(cell.compared, []).append(number)
+    rows = []
+    for label, numbers in groups.items():
+        folds = {board.cells[number].label for number in numbers}
+        if len(folds) < 2:
+            continue
+        texts = []
+        for name in scenarios:
+            own = [number for number in numbers if board.cells[number].scenario == name]
+            scores = [score for number in own for score in board.scores(number)]
+            metric = next((m for number in own if (m := board.metric(number, board.reported.get(number, [])))), None)
+            texts.append(_score_words(metric, scores) if metric is not None and scores else "")
+        rows.append((f"{label}, mean of {len(folds)} folds", texts))
+    return rows
+
+
+def _score_words(metric: Metric, scores: Sequence[float]) -> str:
+    """Return mean and sample standard deviation of scores."""
+    mean, spread = mean_and_spread(list(scores))
+    factor, digits = (100, 1) if metric.share else (1, 3)
+    return " ± ".join(f"{factor * value:.{digits}f}" for value in ((mean, spread) if len(scores) > 1 else (mean,)))
 
 
 def settings_text(values: Mapping[str, Any]) -> str:

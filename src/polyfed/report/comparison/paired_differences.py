@@ -56,7 +56,7 @@ class Evidence:
             is the placebo.
         methods: the ranked methods.
         ranks: the mean ranks. None if there are fewer than three methods or fewer than two blocks.
-        blocks: the blocks over which the ranks are averaged, "scenarios" or "seeds".
+        blocks: the blocks over which the ranks are averaged, such as "scenarios" or "seeds".
         scores: (scenario, method) -> (seed, fold) -> score.
     """
 
@@ -73,6 +73,18 @@ class Evidence:
     def metric(self) -> str:
         """Return the names of the scenarios' metrics as one text, such as `accuracy or macro_f1`."""
         return " or ".join(dict.fromkeys(metric.name for metric in self.metrics.values()))
+
+    @property
+    def units(self) -> str:
+        """Return over what the runs of a method vary: "seed", "fold", or "seed and fold"."""
+        runs = {run for own in self.scores.values() for run in own}
+        found = [word for place, word in enumerate(("seed", "fold")) if len({run[place] for run in runs}) > 1]
+        return " and ".join(found) or "seed"
+
+    @property
+    def folded(self) -> bool:
+        """Whether the runs of a method are folds of the same data."""
+        return "fold" in self.units
 
     @property
     def mixed(self) -> bool:
@@ -251,7 +263,9 @@ def _ranks(
         }
         wanted: set[Any] = set(scenarios)
     else:
-        blocks = "seeds"
+        runs = {run for own in by_place.values() for run in own}
+        seeds, folds = ({run[place] for run in runs} for place in (0, 1))
+        blocks = "seeds" if len(folds) < 2 else "folds" if len(seeds) < 2 else "seeds and folds"
         columns = {m: dict(by_place.get((scenarios[0], m), {})) for m in methods}  # type: ignore[arg-type]
         wanted = set().union(*columns.values())
     ranked = tuple(method for method in methods if set(columns[method]) == wanted)

@@ -126,10 +126,11 @@ def _pairing(proof: Evidence, rows: Sequence[Difference]) -> str:
     """Return the part of a table's title that explains the numbers of the table."""
     if all(row.n == 1 for row in rows):
         return "paired by seed: each row has one pair, and a test needs at least two, so run the methods on more seeds"
+    shared = "; folds share training rows, so intervals and p are too small" if proof.folded else ""
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
     return (
-        f"paired by seed: mean with its 95 % interval; p by {test}, then after Holm's correction over "
-        f"{sum(row.p is not None for row in rows)} tests"
+        f"paired by {proof.units}: mean with its 95 % interval; p by {test}, then after Holm's correction over "
+        f"{sum(row.p is not None for row in rows)} tests{shared}"
     )
 
 
@@ -255,7 +256,7 @@ def _numbers(row: Difference, unit: str) -> list[str]:
         return f"{100 * value:+.1f}" if unit == "share" else f"{value:+.4g}"
 
     if row.n > 1 and row.low is None:
-        return [number_of(row.n, "number"), signed(row.mean), "equal on all seeds", "no test", "no test"]
+        return [number_of(row.n, "number"), signed(row.mean), "equal in all pairs", "no test", "no test"]
     inside = MISSING if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
     return [number_of(row.n, "number"), signed(row.mean), inside, _p(row.p), _p(row.p_holm)]
 

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -41,6 +41,7 @@ from polyfed.report.scores import (
     interval_of,
     lacks_in,
     lacks_title,
+    not_beaten,
     subset_title,
     subsets_in,
     title_of,
@@ -86,6 +87,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         past=past,
         modalities=modalities,
         tiles=tiles(folder, past, modalities),
+        not_beaten=not_beaten(folder.result),
         groups=groups,
         held=modality_table(groups),
         sections=numbered(sections),
@@ -178,6 +180,8 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     words_of = partial(interval_of, unit=head.unit)
     remark = f"{about}: {words_of(known[head.score])}" if head.score in known else f"{about}, test set"
     add(head.title, past.last(f"global.{head.score}"), head.unit, remark)
+    for title, value, unit, about in _beside(folder, past):
+        add(title, value, unit, about)
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
         if f"global.{SUBSET}{modality}" not in past.columns:  # the table of subsets answers this better
@@ -191,9 +195,6 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     worst = past.last("personal.worst")
     remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
     add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
-    if (backdoor := folder.result.get("backdoor")) is not None:
-        without = words.number_of(backdoor["without_trigger"], "share")
-        add("backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it")
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
@@ -209,6 +210,17 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     add("time per round", folder.result.get("seconds_per_round"), "seconds", remark)
     add("parameters", folder.result.get("num_parameters"), "number", _kept(folder))
     return found
+
+
+def _beside(folder: Folder, past: history.History) -> Iterator[tuple[str, float, str, str]]:
+    """The numbers beside the score: that of one answer for all rows, the AUROC of two classes, and the backdoor."""
+    if (baseline := folder.result.get("baseline")) is not None:
+        yield "without a model", baseline["score"], past.headline.unit, baseline["answer"]
+    if (ranked := folder.result.get("ranking")) is not None and past.last("global.auroc") is None:
+        yield "AUROC", ranked["auroc"], "number", f"of '{ranked['positive']}', test set"
+    if (backdoor := folder.result.get("backdoor")) is not None:
+        without = words.number_of(backdoor["without_trigger"], "share")
+        yield "backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it"
 
 
 ALONE = "this model with the others at zero, not a model of its own"

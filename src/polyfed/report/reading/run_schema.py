@@ -210,6 +210,24 @@ class AttackFacts(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Ranking(TypedDict):
+    """How well the global model ranks the test rows of two classes."""
+
+    auroc: float
+    average_precision: float
+    positive: str
+
+
+@with_config(ANY_KEYS)
+class Baseline(TypedDict):
+    """The score of one answer for all test rows."""
+
+    answer: str
+    score: float
+    rows: Count
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -222,6 +240,9 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    ranking: Ranking
+    baseline: Baseline
+    unseen_clients: list[str]
     conformal: ConformalFacts
     privacy: PrivacyFacts
     attack: AttackFacts

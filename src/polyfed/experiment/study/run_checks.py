@@ -1,17 +1,22 @@
-"""Checks of a study's runs before any training: the policy allows their messages, and they have the study's metrics."""
+"""Checks of a study's runs before any training: of their models, of their messages and of the study's metrics."""
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from polyfed.core.errors import EgressError, did_you_mean
+from polyfed.core.errors import EgressError, PolyfedError, RecipeError, did_you_mean
 from polyfed.data import Columns, Population
 from polyfed.evaluation.client_statistics import personal
 from polyfed.experiment.checks.check import personal_fix, refuse_forbidden
+from polyfed.experiment.recipes.cross_checks import check_model
+from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.recipes.task_choice import prepared, with_task
+from polyfed.experiment.running.assembly import model_of, population_of
 from polyfed.experiment.running.dry_run import assembled_dry, metrics_of
 from polyfed.experiment.study.study_file import GROUPS
+from polyfed.privacy.egress.policy import Policy
 from polyfed.report.scores import POOLED, TITLES
 
 OF_VARYING = {
@@ -21,11 +26,56 @@ OF_VARYING = {
 """Metrics that are undefined if the predictions or the labels are constant, as those of an untrained model may be. Each
 with other metrics: the runs that measure all of them may also measure this metric."""
 
+SECTIONS = ("data", "task", "model", "algorithm", "evaluate", "egress")
+"""The sections of a recipe that the check reads. Recipes that agree in them get the same answer."""
+
 Measured = Mapping[str, set[str]]
 """Group -> names of the metrics that a run measures."""
 
 KNOWN = {*TITLES, "loss", *personal({0: 0.0}, {0: 1.0})}
 """Names of metrics that some run may have."""
+
+
+@dataclass
+class ModelCheck:
+    """Builds the models of a study's recipes, and remembers the faults.
+
+    Attributes:
+        faults: Maps the sections of a recipe, as JSON, to the text of the fault. The text is empty if the model fits.
+    """
+
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, recipe: Recipe, columns: Columns) -> None:
+        """Refuse a recipe whose model cannot be built, or whose algorithm cannot train this model.
+
+        Args:
+            columns: the data of the recipe.
+
+        Raises:
+            RecipeError: the model does not fit. A run of the recipe would fail with the same text.
+        """
+        table = recipe.table()
+        read = json.dumps([table.get(section) for section in SECTIONS], sort_keys=True, default=str)
+        if read not in self.faults:
+            self.faults[read] = fault_of(recipe, columns)
+        if self.faults[read]:
+            raise RecipeError(self.faults[read])
+
+
+def fault_of(recipe: Recipe, columns: Columns) -> str:
+    """Return why the recipe's algorithm cannot train its model on this data, or "" if it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        try:
+            columns = prepared(recipe, columns)
+            whole = with_task(with_encoders(recipe, columns), columns)
+            policy = Policy.parse(recipe.egress, columns.modalities, guards=recipe.egress)
+            shapes = {name: column.shape for name, column in columns.modalities.items()}
+            check_model(whole.algorithm, model_of(whole, shapes, columns.num_classes, policy))
+        except PolyfedError as error:
+            return str(error)
+    return ""
 
 
 def clients_of(recipe: Recipe, columns: Columns) -> Population | None:
