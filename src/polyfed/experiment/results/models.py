@@ -359,11 +359,11 @@ class Models:
         Raises:
             UnknownClient: there is no such client, or several have this name.
         """
-        if isinstance(client, str):
+        if isinstance(client, str) and self.client_names:
             named = [number for number, name in self.client_names.items() if name == client]
             if len(named) == 1:
                 return named[0]
-            hint = did_you_mean(client, list(self.client_names.values())) if self.client_names else "No names are known"
+            hint = did_you_mean(client, list(self.client_names.values()))
             few = f"clients {', '.join(map(str, named[:5]))} are parts of it" if named else hint
             raise UnknownClient(f"client = {client!r}: there is no such client, or not one alone; {few}")
         if isinstance(client, bool) or not isinstance(client, Integral) or client not in self.clients:
