@@ -18,7 +18,7 @@ rounds = 1
 name = "npz"
 path = "x.npz"
 modalities = {{ person = ["job", "dose", "age"] }}
-columns = {{ job = {{ kind = "one-hot", min_rows = 1 }}, dose = "mean", age = "mean" }}
+columns = {{ job = {{ kind = "one-hot", min_rows = 1 }}, dose = {{ kind = "mean", min_rows = 1 }}, age = "mean" }}
 [clients]
 num = 2
 [model.encoders]
@@ -46,7 +46,7 @@ def enrolled(folder: Path, policy: str, more: str = "") -> dict[str, Any]:
 
 def test_a_word_and_a_mean_of_a_single_row_stay_on_the_device(tmp_path: Path) -> None:
     open_, limited = (enrolled(tmp_path, policy)["columns"]["person"] for policy in ("", LIMITED))
-    assert set(open_["job"]["words"]) == {*JOBS}, "the recipe asks for words of a single row"
+    assert set(open_["job"]["words"]) == {*JOBS}, "the recipe asks for words and sums of a single row"
     assert (open_["dose"]["count"], open_["dose"]["total"]) == (1, 123.25)
     assert set(limited["job"]["words"]) == {"nurse"}
     assert (limited["dose"]["count"], limited["dose"]["total"]) == (0, 0.0)

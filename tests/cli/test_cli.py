@@ -14,6 +14,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli.printing.catalogue import crossings, hyper_parameters, options
 from polyfed.core.errors import PolyfedWarning
 from polyfed.data import SOURCES
+from polyfed.experiment.recipes.overrides import apply
 
 RECIPE = """seed = 1
 rounds = 2
@@ -252,7 +253,7 @@ def test_every_algorithm_says_which_protection_it_can_use(polyfed_command, name,
 
 def test_hyper_parameters_are_read_off_the_dataclass():
     mu, aggregation, *others = hyper_parameters(ALGORITHMS["fedprox"])
-    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune"]
+    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune", "repair"]
     assert (mu.name, mu.kind, mu.default) == ("mu", "float, 0 or more", "0.01")
     assert mu.about.startswith("weight of the proximal term")
     assert aggregation.kind == '"weighted" | "uniform"'
@@ -292,6 +293,9 @@ def test_a_key_is_set_and_not_a_whole_section(polyfed_command, recipe):
     code, _, err = polyfed_command("check", recipe, "--set", "train={lr=0.2}")
     assert code == 2
     assert "'train' is a section; set its keys one by one" in err
+    table = {"egress": {"audio": {"server": []}}, "rounds": 2}
+    apply(table, "egress={}")
+    assert table == {"rounds": 2}
 
 
 def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_command, recipe, tmp_path):

@@ -441,9 +441,9 @@ def test_a_broken_folder_is_refused_with_the_file_and_what_to_do(name, change, w
         ({"columns": {"image": "picture", "text": "captions"}}, "no column 'captions'"),
         (
             {"modalities": {"sensor": "values", "caption": "values"}, "columns": {}},
-            "row 0, caption' is not an array of numbers",
+            "row 0, caption is not an array of numbers",
         ),
-        ({"modalities": {"sensor": "image"}, "columns": {}}, "row 0, sensor' is not a file but a list"),
+        ({"modalities": {"sensor": "image"}, "columns": {}}, "row 0, sensor is not a file but a list"),
     ],
 )
 def test_a_column_of_the_wrong_name_or_kind_is_named(changes, words, source):

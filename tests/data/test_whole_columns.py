@@ -20,12 +20,14 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.column_fitting import as_tables, features_of, told_shape
 from polyfed.data.column_rules import ColumnRule, rules_of
 from polyfed.data.columns import Column
+from polyfed.data.media.clip import Clip
+from polyfed.data.reading.values import laid_out
 from polyfed.data.whole_columns import MOST_PIXELS, read_cells, token_ids
 from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.deploy.device.data import population_on
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.evaluate import evaluate
-from polyfed.experiment.recipes.defaults import encoder_for, guesses_of
+from polyfed.experiment.recipes.defaults import encoder_for, guesses_of, kind_of
 from polyfed.experiment.recipes.first_recipe import affordable
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import population_of
@@ -283,6 +285,14 @@ def test_predict_turns_images_as_the_data_were_turned_and_knows_a_single_one() -
     assert torch.equal(found, run.predict({"image": PIXELS.transpose(0, 3, 1, 2)}))
     with pytest.raises(RecipeError, match=r"For a single sample, give x\['image'\]\[None\]"):
         run.predict({"image": PIXELS[0].transpose(2, 0, 1)})
+
+
+def test_a_path_in_a_data_set_of_the_library_says_how_it_becomes_an_image() -> None:
+    with pytest.raises(DataError, match=r"^'d', row 0, path holds the text 'a.png' and no file.*cast_column.*columns"):
+        Clip("'d', row 0, path", held=lambda: "a.png").stream()
+    assert (
+        kind_of(laid_out(torch.from_numpy(PIXELS), None, "x")) == f"images (3, {SIDE}, {SIDE}), turned from (H, W, C)"
+    )
 
 
 def test_rows_of_padding_are_told_at_the_door_and_by_predict() -> None:

@@ -207,7 +207,7 @@ def test_sets_hold_the_truth_as_often_as_promised_on_every_subset_and_group(name
             bins = class_bins(run.predict(x, members[0]))
             scores = bins.gather(1, label[rows][:, None])[:, 0].numpy()
             covered = []
-            for _ in range(80):
+            for _ in range(200):
                 order = draw.permutation(len(rows))
                 own, rest = scores[order[: len(rows) // 2]], scores[order[len(rows) // 2 :]]
                 counts = torch.bincount(torch.from_numpy(own), minlength=BINS + 1)[None]

@@ -200,9 +200,10 @@ def test_rows_that_lack_a_modality_are_predicted_as_they_were_evaluated(name: st
     run, parts = polyfed.run(made), assemble(made)
     assert check_personal(run, parts) == 4
     if name == "fedavg":
-        told = run.result["metrics"]["global"]
-        whole = {metric: value for metric, value in told.items() if not metric.startswith("lacks.")}
+        reported = run.result["metrics"]["global"]
+        whole = {metric: value for metric, value in reported.items() if not metric.startswith("lacks.")}
         assert evaluated(run, parts) == pytest.approx(whole, abs=1e-6)
+        assert reported.keys() - whole.keys() == {"lacks.nothing", "lacks.b"}
         rows = parts.population.test_rows
         x = samples(parts.population.columns, rows)
         assert not torch.equal(run.predict(x), run.predict(x, present=present(parts.population.columns, rows)))

@@ -21,6 +21,7 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.handlers import Deployed
+from polyfed.evaluation.site_scores import STEPS
 from polyfed.experiment.evaluate import Evaluation, job_of
 from polyfed.federation.wire_format import Packet
 
@@ -229,6 +230,7 @@ def test_a_model_that_copies_a_feature_into_its_scores_tells_no_bin_of_few_rows(
             bins = _bins(one.sums)
             assert not ((bins > 0) & (bins < least) & (one.levels[None, :, None] < 9)).any()
             assert int(one.num_rows) in (0, *range(least, 99))
+            assert torch.equal(one.shares * STEPS, (one.shares * STEPS).round())
 
 
 def _bins(sums: torch.Tensor) -> torch.Tensor:

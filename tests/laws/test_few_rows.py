@@ -25,7 +25,7 @@ from world import algorithm, on_device, recipe, through
 LEAST = 8
 OF_ROWS = {"embeddings", "raw"}
 BY_LOSS = ("fedcouncil", "fedfomo", "mfedmc")
-"""Methods whose clients choose blocks or models by losses on rows: a loss tells as much as a score (docs/egress.md)."""
+"""Methods that choose by losses on rows, which tell at least as much as a score (docs/egress.md)."""
 
 SILENT = [
     name

@@ -26,7 +26,6 @@ class Options:
     modality_loss: float
     modulation: float
     tune_stream: int
-    temperatures: tuple[float, ...]
 
 
 def is_encoder_matrix(name: str) -> bool:
@@ -136,7 +135,7 @@ def experts(models: dict[str, Weights], subset: tuple[str, ...], temperatures: t
 
 
 def weighed(
-    models: dict[str, Weights], held: Rows, subset: tuple[str, ...], temperatures: tuple[float, ...]
+    models: dict[str, Weights], held: Rows, subset: tuple[str, ...], temperatures: tuple[float, ...], towards: str
 ) -> tuple[list[Expert], Tensor] | None:
     """The experts of a subset and their weights, or None without held-out rows that have the subset."""
     x, y, has = held
@@ -148,6 +147,8 @@ def weighed(
     panel = experts(models, subset, temperatures)
     heads = sum(head for _, head in panel)
     prior = [0.5 / heads if head else 0.5 / (len(panel) - heads) for _, head in panel]
+    if towards == "flat":
+        prior = [1 / len(panel)] * len(panel)
     held = ({m: v[rows] for m, v in x.items()}, y[rows], {m: v[rows] for m, v in has.items()})
     p = torch.stack([e(held, subset)[torch.arange(len(held[1])), held[1]] for e, _ in panel])
     total = torch.zeros(len(panel), dtype=torch.float64)
@@ -158,10 +159,15 @@ def weighed(
 
 
 def mixture(
-    models: dict[str, Weights], held: Rows, new: Rows, subset: tuple[str, ...], temperatures: tuple[float, ...]
+    models: dict[str, Weights],
+    held: Rows,
+    new: Rows,
+    subset: tuple[str, ...],
+    temperatures: tuple[float, ...],
+    towards: str,
 ) -> Tensor:
     """The probabilities of new rows that have exactly this subset."""
-    found = weighed(models, held, subset, temperatures)
+    found = weighed(models, held, subset, temperatures, towards)
     if found is None:
         return probabilities(models["anchor"], new, subset, 1.0)
     return sum(wt * e(new, subset) for (e, _), wt in zip(*found, strict=True))  # type: ignore[return-value]

@@ -86,9 +86,9 @@ def test_planned_is_accepted_and_not_planned_is_refused(tmp_path: Path, capsys: 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
 def test_over_a_hundred_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [disagreements(seed, tmp_path, 8) for seed in range(4, 108)]
+    found = [disagreements(seed, tmp_path, 1) for seed in range(4, 108)]
     assert [text for wrong, _ in found for text in wrong] == []
-    assert 50 < sum(count for _, count in found) < 700  # both verdicts occur
+    assert 10 < sum(count for _, count in found) < 94  # both verdicts occur
 
 
 def test_every_method_and_every_choice_is_a_candidate_once() -> None:

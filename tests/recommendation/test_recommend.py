@@ -287,3 +287,27 @@ def test_the_linear_reference_of_numbers_is_a_ridge_regression(tmp_path: Path) -
     train, test = torch.unique(population.train.rows).numpy(), population.test_rows.numpy()
     line = make_pipeline(StandardScaler(), Ridge()).fit(x[train], y[train])
     assert error == pytest.approx(np.abs(line.predict(x[test]) - y[test]).mean(), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")  # a class of the held-out site is new
+def test_settings_are_chosen_on_clients_that_nobody_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pilot_module, "LADDER", ((3, 1),))
+    monkeypatch.setattr(pilot_module, "STEPS", (1,))
+    found = polyfed.recommend(
+        tiny(tmp_path),
+        tmp_path / "out",
+        methods=["fedavg"],
+        reading={"client": "site"},
+        overrides=["rounds=1", "clients.test_clients=0.34"],
+        jobs=1,
+    )
+    assert found.conclusion is not None
+    assert found.conclusion.choice.validation is not None
+    recipe = polyfed.load_recipe(tmp_path / "out" / "recommended.toml")
+    population = population_of(recipe)
+    client = population.columns.client
+    assert client is not None
+    parts = (population.train.rows, population.validation_rows, population.test_rows)
+    train, held, test = (set(client[rows].tolist()) for rows in parts)
+    assert not train & held
+    assert not test & (train | held)

@@ -49,6 +49,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Override a key of the recipe; may be repeated."),
 ]
+LeaveOut = Annotated[
+    list[str] | None,
+    typer.Option("--leave-out", metavar="COLUMN", help="Column or array that is no input; may be repeated."),
+]
 AsJson = Annotated[bool, typer.Option(JSON_OPTION, help="Print JSON, and nothing else, on standard output.")]
 
 

@@ -3,11 +3,11 @@
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, app
+from polyfed.cli.application import AsJson, LeaveOut, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError, command, did_you_mean
 
@@ -139,7 +139,8 @@ def init(
     column: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=RULE", help="Make numbers of a column: one-hot, mean, or a table in TOML; polyfed docs data."
+            metavar="NAME=RULE",
+            help="Make numbers of a column: one-hot, mean, date, or a table in TOML; polyfed docs data.",
         ),
     ] = None,
     split: Annotated[
@@ -152,6 +153,12 @@ def init(
     task: Annotated[
         str | None, typer.Option(metavar="NAME", help="The task, such as retrieval. [default: as the labels suggest]")
     ] = None,
+    leave_out: LeaveOut = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="data.key=value", help="An option of [data], as in data.separator=;"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete recipe for a data file, and print all guesses."""
@@ -165,7 +172,8 @@ def init(
         )
     labels = label[0] if label and len(label) == 1 else label or None
     columns = {"label": labels, "client": client, "split": split, "class_names": class_name}
-    notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task)
+    told: dict[str, Any] = {"leave_out": leave_out or (), "overrides": overrides or (), "force": force}
+    notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task, **told)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

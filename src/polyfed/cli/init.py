@@ -10,11 +10,17 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.cli.printing import catalogue
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
+from polyfed.core.problems import Problems
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.core.tree import SHARED
 from polyfed.data.column_rules import rules_of
+from polyfed.data.reading.array_files import existing
+from polyfed.data.reading.column_guess import START, rule_for
+from polyfed.data.sources.own.table_files import read
+from polyfed.experiment.recipes.file_reading import dialect_of
 from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.overrides import apply
 from polyfed.model import ModelSpec
 from polyfed.privacy.egress.policy import EVERY, Policy
 
@@ -25,6 +31,10 @@ def write_recipe(
     columns: Mapping[str, str | list[str] | None],
     rules: Mapping[str, Any] | None = None,
     task: str | None = None,
+    *,
+    leave_out: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    force: bool = False,
 ) -> tuple[str, ...]:
     """Write a complete recipe for a data file.
 
@@ -36,20 +46,46 @@ def write_recipe(
             If a value is None, the function guesses it.
         rules: the section [data.columns], or nothing.
         task: name of the task; if None, the labels determine the task.
+        leave_out: columns or arrays that form no modality.
+        overrides: more options of [data], each as `data.key=value`.
+        force: whether to replace the recipe `out`.
 
     Returns:
         Sentences about all guesses.
 
     Raises:
-        RecipeError: the file `out` exists already.
+        RecipeError: the file `out` exists already, or an override is not of [data].
         PolyfedError: the data cannot be read, or no labels or modalities are found in it.
     """
-    if out.exists():
-        raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    made = starter(file, {**columns, **({"columns": dict(rules)} if rules else {})}, task)
+    if out.exists() and not force:
+        raise RecipeError(
+            f"{out} exists already; nothing was replaced. Choose another file with --out, or replace it with --force"
+        )
+    told: dict[str, Any] = {}
+    for override in overrides:
+        apply(told, override)
+    if strange := [name for name in told if name != "data"]:
+        raise RecipeError(f"--set {strange[0]}...: init takes options of [data] only. Change the others in {out}")
+    known = told.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
+    ruled = {**known.get("columns", {}), **_dated(file, rules or {}, known)}
+    made = starter(file, known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}, task)
     replace_text(out, made.text)
     return made.notes
 
+
+def _dated(file: Path, rules: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rules, with the start and the format of each date for which the user has given neither."""
+    if DATE not in rules.values():
+        return dict(rules)
+    frame, found = read(existing(file, "data"), Problems(), dialect=dialect_of(options)), {}
+    for column, rule in rules.items():
+        guess = rule_for(frame[column]) if rule == DATE and column in frame.columns else rule
+        found[column] = {"kind": DATE, "start": START} if guess is None or isinstance(guess, str) else guess
+        found[column] = rule if rule != DATE else found[column]
+    return found
+
+
+DATE = "date"
 
 SOME = "a"
 """The modality of the printed recipe that may be shared, for a method that cannot run with one row for all of them."""
@@ -66,9 +102,10 @@ def rules_in(words: Sequence[str]) -> dict[str, Any]:
         name, _, rule = word.partition("=")
         try:
             found[name] = parse_toml(f"it = {rule}")["it"] if rule.strip().startswith("{") else rule
+            if found[name] != DATE:  # its start and format are guessed from the cells
+                rules_of("--column", {name: found[name]})
         except ValueError as error:
             raise RecipeError(f"--column {word}: {error}. Write NAME=one-hot, NAME=mean, or a table in TOML") from None
-    rules_of("--column", found)
     return found
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, Interrupted, Overrides, app
+from polyfed.cli.application import AsJson, Interrupted, LeaveOut, Overrides, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import command
 from polyfed.core.system.stop_signals import handling, interrupt
@@ -82,6 +82,7 @@ def recommend_method(
     client: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of the clients.")] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of train, test, validation.")] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: the task.")] = None,
+    leave_out: LeaveOut = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="The most runs at once.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder. The same command goes on in it.")] = Path(
         "runs/recommendation"
@@ -107,7 +108,7 @@ def recommend_method(
                 max_seconds=max_seconds,
                 epsilon=epsilon,
                 overrides=overrides or [],
-                reading={"label": labels, "client": client, "split": split},
+                reading={"label": labels, "client": client, "split": split, "leave_out": leave_out},
                 task=task,
                 jobs=jobs,
                 listeners=[progress],

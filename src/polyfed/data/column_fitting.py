@@ -75,7 +75,8 @@ def _told(feature: Feature, codes: Any, least: int) -> Told:
     assert feature.rule is not None
     if not feature.of_words:
         known = codes[~np.isnan(codes)]
-        return Told(count=len(known), total=float(known.sum())) if len(known) >= least else Told()
+        enough = len(known) >= max(feature.rule.min_rows, least)
+        return Told(count=len(known), total=float(known.sum())) if enough else Told()
     places, counts = np.unique(codes[codes >= 0].astype(np.int64), return_counts=True)
     often = places[counts >= max(feature.rule.min_rows, least)].tolist()
     return Told(words=tuple(sorted(feature.words[place] for place in often)))
@@ -133,7 +134,11 @@ def _agreed(feature: Feature, told: Sequence[Told | None], where: str, lenient: 
     if rule.mean is None and not count and lenient:
         return replace(feature, mean=0.0)
     if rule.mean is None and not count:
-        raise DataError(f"{what} is empty in every training row. Leave it out, or give its mean")
+        stated = suggestion({feature.column: {"kind": rule.kind, **rule.start_and_impute, "mean": 0.0}})
+        raise DataError(
+            f"{what}: no client has a number in {rule.min_rows} of its training rows, so none tells its sum. Leave it "
+            f"out, lower min_rows, or state its mean, as in {stated}"
+        )
     mean = rule.mean if rule.mean is not None else float(np.float32(sum(one.total for one in known) / count))
     return replace(feature, mean=mean)
 

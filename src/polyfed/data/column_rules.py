@@ -6,7 +6,6 @@ the means are agreed on (`column_fitting.py`), and `Feature.expanded` turns each
 Columns of image files and texts are modalities of their own, read in one step (`whole_columns.py`).
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.option_checks import AT_LEAST_ONE, between, check_ranges, checked
-from polyfed.core.system.json_and_toml import toml_value
+from polyfed.core.system.json_and_toml import toml_key, toml_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +58,8 @@ class ColumnRule:
         words: the words of the column. If they are not given, the clients agree on those that at least one client has
             in `min_rows` training rows, so each client reveals its own. Other words, such as those that only test rows
             hold, get zeros. An empty cell is the word "".
-        min_rows: how many training rows of one client must have a word so that the client names it.
+        min_rows: how many training rows of one client must have a word so that the client names it, or must have the
+            number, so that the client tells its sum and its count: the sum of one cell would be that cell.
         mean: (`mean` only) the number for an empty cell. If it is not given, it is the mean over the training rows of
             all clients, each of which reveals its sum and its count.
         start: (`date` only) the date that is 0, such as "2020-01-31".
@@ -110,6 +110,11 @@ class ColumnRule:
         """Whether clients must tell something about their rows, because the recipe does not say it."""
         return (self.of_words and not self.words) or (self.fills and not self.of_words and self.mean is None)
 
+    @property
+    def start_and_impute(self) -> dict[str, Any]:
+        """The options without which a date that gets the mean is no rule."""
+        return {"start": self.start, "impute": True} if self.start else {}
+
     def check(self, where: str) -> None:
         """Check that the options fit the kind.
 
@@ -120,8 +125,8 @@ class ColumnRule:
         used = {
             "one-hot": {"words", "min_rows"},
             "embedding": {"words", "min_rows", "size"},
-            "mean": {"mean"},
-            "date": {"start", "unit", "format", "impute", "mean"},
+            "mean": {"mean", "min_rows"},
+            "date": {"start", "unit", "format", "impute", "mean", "min_rows"},
             "image": {"size"},
             "words": {"buckets", "length"},
         }[self.kind]
@@ -352,11 +357,6 @@ def _stamp(start: str, where: str) -> "pd.Timestamp":
 
 def suggestion(entries: Mapping[str, str | Mapping[str, Any]]) -> str:
     """Return how to write rules for these columns, in a recipe and in Python: the end of an error text."""
-    lines = ", ".join(f"{_key(column)} = {toml_value(entry)}" for column, entry in entries.items())
+    lines = ", ".join(f"{toml_key(column)} = {toml_value(entry)}" for column, entry in entries.items())
     plain = {column: dict(entry) if isinstance(entry, Mapping) else entry for column, entry in entries.items()}
     return f"[data] columns = {{ {lines} }} (in Python: columns={plain!r})"
-
-
-def _key(name: str) -> str:
-    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
-    return name if bare else json.dumps(name, ensure_ascii=False)

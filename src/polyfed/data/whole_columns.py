@@ -2,7 +2,8 @@
 
 Nothing is fitted to the rows, so a client tells nothing about them, and new samples are read by the rule alone. The id
 of a word is a hash of it (Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009): nobody
-needs a vocabulary, and words that share an id share a vector.
+needs a vocabulary, and words that share an id share a vector. It is no protection: whoever hashes a dictionary can
+name the words of the ids that a client's update changes.
 """
 
 import io

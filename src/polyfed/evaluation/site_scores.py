@@ -31,6 +31,9 @@ from polyfed.objective.report import (
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 
+STEPS = 8
+"""A device rounds its `joint_shares` up to a multiple of 1 / STEPS, which never makes an interval too small."""
+
 Values = Mapping[str, Sequence[Any]]
 """Column -> the values that name its groups, in the order of their codes."""
 
@@ -96,6 +99,8 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
         bins.copy_(joined)
     some = kept.nonzero()[:, 0]
     shares = objective.joint_shares(outputs[some], Batch({}, y[some], torch.arange(len(some))))
+    if least > 1:  # a real number of a model that the server made could tell a whole feature of a row
+        shares = (shares * STEPS).ceil() / STEPS
     return SiteScores(total, groups, levels, shares, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
 
 

@@ -128,6 +128,7 @@ class Planner:
         """Whether the scores are about clients that take no part in training, of which there are enough to hold out."""
         own = self.table.get("clients", {})
         held = own.get("test_clients") is not None or own.get("folds") is not None
+        held = held and not own.get("personal_test")
         return held and self.columns.client is not None and len(torch.unique(self.columns.client)) >= FEWEST_CLIENTS
 
     def tell(self, say: Callable[[str], None]) -> None:

@@ -385,9 +385,11 @@ class Pilot:
     def _planned_search(self) -> dict[str, Any]:
         """Choose the largest budget that fits the time; if none does, drop the slowest methods, named ones last."""
         dropped: dict[str, str] = {}
-        time_left = SAFETY * SEARCH_SHARE * self.journal.left * self.jobs
         while True:
             arms = [arm for arm in self.going if arm.name not in dropped]
+            # rather fewer seeds than a method less that was asked for
+            share = SEARCH_SHARE if any(arm.rank > 1 for arm in arms) else 1.0
+            time_left = SAFETY * share * self.journal.left * self.jobs
             for trials, seeds in LADDER:
                 if sum(self._price(arm, trials, seeds) for arm in arms) <= time_left:
                     return {"trials": trials, "tuning_seeds": seeds, "dropped": dropped}

@@ -16,6 +16,7 @@ from polyfed.core.errors import EgressError, RecipeError, did_you_mean
 from polyfed.core.option_checks import choices, search_ranges
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import json_ready, parse_toml
+from polyfed.data.population.splits import DRAWN
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
@@ -126,7 +127,7 @@ def recommend(
 ) -> Recommendation:
     """Find the method for these data, under these policies, within a time.
 
-    A stopped recommendation goes on in its folder, and its minutes count over all calls.
+    A stopped recommendation goes on in its folder; its minutes add up. `jobs`, `listeners`: as in `polyfed.sweep`.
 
     Args:
         given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
@@ -135,11 +136,11 @@ def recommend(
         policy: a device's policy file, by default the recipe's [egress].
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
-        max_bytes, max_seconds: the most bytes, in both directions, and seconds of a run.
+        max_bytes: the most bytes of a run, in both directions.
+        max_seconds: the most seconds of a run.
         epsilon: the budget of differential privacy of a run; adds the section [privacy] to a recipe without it.
         overrides: each `section.key=value`.
-        reading, task: for a data file: its columns, such as `label` and `client`, and the task, as in `polyfed init`.
-        jobs, listeners: as in `polyfed.sweep`.
+        reading: for a data file: `label`, `client`, `leave_out` ..., as in `polyfed init`; so is `task`.
         say: called with a line about each guess and decision.
 
     Raises:
@@ -240,9 +241,15 @@ def _read(
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
         return read_table(path, overrides)
-    first = starter(path, reading, task)
+    told: dict[str, Any] = {}
+    for override in overrides:
+        apply(told, override)
+    data = {key: value for key, value in reading.items() if value is not None}
+    first = starter(path, told.get("data", {}) | data, task)
+    held = any(key in told.get("clients", {}) for key in ("test_clients", "folds"))
     for note in first.notes:
-        say(f"guessed: {note}")
+        if not (held and (DRAWN in note or "[clients] test_clients" in note)):  # the override answers it
+            say(f"guessed: {note}")
     made = parse_toml(first.text)
     for override in overrides:
         apply(made, override)

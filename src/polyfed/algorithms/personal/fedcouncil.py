@@ -67,6 +67,8 @@ names."""
 TEMPERATURES = (1.0, 2.0, 4.0)
 """What the logits of an expert are divided by; each is an expert of its own, because networks are overconfident."""
 
+Prior = Literal["flat", "global"]
+
 MOST = 6
 """The largest number of modalities for which every subset has weights of its own."""
 
@@ -162,20 +164,31 @@ class Experts:
         whole = (atoms[..., None, :, 0, :] + means.unsqueeze(-1)).logsumexp(-2)
         return torch.cat([whole.flatten(-2), atoms[..., 1:, :].flatten(-3)], -1)
 
-    def prior(self, views: Sequence[int]) -> Tensor:
-        """Return pi, float64 (E,): half for the global models alone at temperature 1, half for all other experts.
+    def prior(self, views: Sequence[int], towards: Prior = "flat") -> Tensor:
+        """Return pi, float64 (E,).
 
         Args:
             views: the single modalities, numbered from 1, whose predictions count; the experts of others have 0.
+            towards: `flat`, the same for all experts, or `global`: half for the global models alone at temperature 1,
+                and half for all others.
         """
         allowed = [view == 0 or view in views for _, view, _ in self._listed]
         head = [len(m) == 1 and m[0] < self.num_global and v == 0 and t == 0 for m, v, t in self._listed]
         rest = sum(allowed) - sum(head)
         share = 0.5 if rest else 1.0
+        if towards == "flat":
+            share = sum(head) / sum(allowed)
         values = [
             share / sum(head) if h else (1 - share) / max(rest, 1) * a for a, h in zip(allowed, head, strict=True)
         ]
         return torch.tensor(values, dtype=torch.float64)
+
+
+def unless_diverged(trained: Tree, before: Tree) -> Tree:
+    """Return the trained parameters if all are finite, else those before. It runs under vmap."""
+    real = [value for value in trained.values() if value.is_floating_point()]
+    finite = torch.stack([value.isfinite().all() for value in real]).all()
+    return {name: torch.where(finite, value, before[name]) for name, value in trained.items()}
 
 
 def fused(model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
@@ -191,10 +204,12 @@ class Council(Predictor):
     Attributes:
         unimodal: whether predictions from single modalities count.
         calibrated: whether the temperatures `TEMPERATURES` count, or only 1.
+        prior: the prior over experts; see `Experts.prior`.
     """
 
     unimodal: bool = True
     calibrated: bool = True
+    prior: Prior = "flat"
 
     @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
@@ -232,7 +247,7 @@ class Council(Predictor):
         experts, subsets = self.experts(model, w), list(self._subsets(context))
         device = data.num_rows.device
         matrix, table = experts.matrix.to(device), table.to(device)
-        prior = torch.stack([experts.prior(self._views(model, s)) for s in subsets]).to(device)
+        prior = torch.stack([experts.prior(self._views(model, s), self.prior) for s in subsets]).to(device)
 
         def step(carry: tuple[Tensor, Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
             likelihood, total, count = carry
@@ -354,6 +369,8 @@ class FedCouncil(Averaging[CouncilState]):
             with fine-tuning; before, the copies are those of its last local training. 0 for no copies.
         unimodal: whether predictions from single modalities take part in the mixture.
         calibrated: whether flattened probabilities (temperatures 2 and 4) take part.
+        prior: the weights before the first held-out row: `flat`, the same for all experts, or `global`, half for the
+            global models.
         placebo: `random` is a control: clients draw their weights at random. `none` is the method.
     """
 
@@ -367,6 +384,7 @@ class FedCouncil(Averaging[CouncilState]):
     adapted: Annotated[int, NOT_NEGATIVE, SearchRange(0, 2, 5, fedavg=0)] = 2
     unimodal: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
     calibrated: Annotated[bool, NotSearched("costs nothing")] = True
+    prior: Annotated[Prior, SearchRange("flat", "global")] = "flat"
     placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
 
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
@@ -447,7 +465,7 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     def council(self) -> Council:
         """What mixes the models."""
-        return Council(self.unimodal, self.calibrated)
+        return Council(self.unimodal, self.calibrated, self.prior)
 
     @property
     @override
@@ -465,7 +483,7 @@ class FedCouncil(Averaging[CouncilState]):
         elif not self.momentum:
             found["momentum_lr"] = "momentum = 0"
         if not self.needs_own_validation:
-            found |= dict.fromkeys(("calibrated", "placebo"), "a single model for all clients")
+            found |= dict.fromkeys(("calibrated", "prior", "placebo"), "a single model for all clients")
         if self.anchor and not self.keeps_anchor:
             found["anchor"] = "a composed model that is the one of FedAvg"
         return found
@@ -604,18 +622,25 @@ class FedCouncil(Averaging[CouncilState]):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: BothModels, local: Tree
     ) -> tuple[BothTrained, Tree]:
-        """Train the anchor and the own model as FedAvg and Local do, on the same batches, and keep what is private."""
+        """Train the anchor and the own model as FedAvg and Local do, on the same batches, and keep what is private.
 
-        def trained(start: Tree) -> Tree:
-            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train).params
+        A composed or own model that diverges stays as it was, so that the others go on.
+        """
 
-        anchor = trained(got.anchor) if self.keeps_anchor else {}
-        after = dict(local)
+        def trained(start: Tree) -> TrainingResult:
+            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train)
+
+        params, loss, anchor, after = fit.params, fit.loss, Tree(), dict(local)
+        if self.keeps_anchor:
+            plain = trained(got.anchor)
+            params, anchor = unless_diverged(params, got.params), plain.params
+            loss = torch.where(loss.isfinite(), loss, plain.loss)
         if self.own:
-            after |= nested(OWN, trained(under(OWN, local)))
+            before = under(OWN, local)
+            after |= nested(OWN, unless_diverged(trained(before).params, before))
         if self.adapted:
-            after |= nested(ADAPTED, fit.params) | nested(ADAPTED_ANCHOR, anchor)
-        return BothTrained(fit.params, anchor, fit.loss, data.num_rows), after
+            after |= nested(ADAPTED, params) | nested(ADAPTED_ANCHOR, anchor)
+        return BothTrained(params, anchor, loss, data.num_rows), after
 
     @override
     def own_params(self, got: BothModels, local: Tree) -> Tree:
@@ -644,4 +669,5 @@ class FedCouncil(Averaging[CouncilState]):
         if start:
             train = epochs_of(self.train, self.adapted)
             loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
-            yield from nested(prefix, data.minimise(loss, start, train=train, stream=TUNE_STREAM).params).items()
+            tuned = data.minimise(loss, start, train=train, stream=TUNE_STREAM).params
+            yield from nested(prefix, unless_diverged(tuned, start)).items()

@@ -60,12 +60,18 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value on one line of TOML: a string, a number, a list, or an inline table with bare keys."""
+    """Return a value on one line of TOML: a string, a number, a list, or an inline table."""
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {toml_value(entry)}' for key, entry in value.items())} }}"
+        return f"{{ {', '.join(f'{toml_key(key)} = {toml_value(entry)}' for key, entry in value.items())} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def toml_key(name: str) -> str:
+    """Return a key of TOML: bare if its letters allow that, else in quotes."""
+    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if bare else toml_value(name)
 
 
 def _refuse_long_keys(text: str) -> None:

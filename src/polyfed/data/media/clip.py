@@ -90,6 +90,12 @@ class Clip:
             DataError: The file is missing or empty, or the content is not bytes.
         """
         found = self.content()
+        if isinstance(found, str):
+            raise DataError(
+                f"{_quoted(self.name)} holds the text {found[:40]!r} and no file. In a data set of the library "
+                "`datasets`, write cast_column(COLUMN, datasets.Image()) and save_to_disk; or read paths in a table "
+                'by the source `table`, as in [data] columns = { COLUMN = "image" }'
+            )
         if not isinstance(found, bytes):
             raise corrupt(self, f"is not a file but a {type(found).__name__}")
         return io.BytesIO(found)
@@ -173,7 +179,12 @@ def corrupt(clip: Clip, why: object) -> DataError:
         clip: the clip. Its name begins the error text.
         why: the words that follow the name, such as "holds no sound".
     """
-    return DataError(f"'{clip.name}' {why}. Fetch it again, or prepare with on_corrupt='skip'")
+    return DataError(f"{_quoted(clip.name)} {why}. Fetch it again, or prepare with on_corrupt='skip'")
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a clip in quotes, unless it has quotes already."""
+    return name if "'" in name else f"'{name}'"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,6 +180,7 @@ class Guess:
         unnamed: columns that are left out, because they have no name of their own.
         dates: columns that are left out, because they hold dates.
         rules: the entries of [data.columns] that would make numbers of columns that are left out.
+        suspects: column of numbers -> why it may be no input: it numbers the rows, or tells the time.
     """
 
     groups: dict[str, list[str]]
@@ -187,6 +188,7 @@ class Guess:
     unnamed: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
     rules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
+    suspects: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -226,18 +228,32 @@ class Guess:
     @property
     def doubtful(self) -> tuple[str, ...]:
         """Warnings for the user about columns that are left out, and about columns that may not be inputs."""
+        return (*([self.rest] if self.rest else []), *self.doubts, *self.left_out)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """A warning about columns that may be no inputs, if there are any."""
+        told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
+        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: --leave-out COLUMN)",) if told else ()
+
+    @property
+    def rest(self) -> str:
+        """A sentence about the columns that nothing but the lack of another place puts into a modality, or ""."""
         rest = self.groups.get(REST, [])
         if not rest:
-            return self.left_out
+            return ""
         listed = ", ".join(map(repr, rest[:MOST_NAMED])) + (
             f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
         )
         return (
             f"modality '{REST}' has the columns that are in no other modality: {listed}. The model trains on them, so "
             "another target or a row number among them would reveal the label. Choose the columns of each modality, "
-            f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}",
-            *self.left_out,
+            f"as in modalities={{{', '.join(f'{name!r}: {group[:1]}' for name, group in self.groups.items())}}}"
         )
+
+
+MAY_BE_NONE = "the model trains on columns that may be no inputs"
+"""The beginning of the warning about ids and times."""
 
 
 def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, ColumnRule] | None = None) -> Guess:
@@ -267,28 +283,73 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
         tuple(found["unnamed"]),
         tuple(found["date"]),
         {column: rule for column, rule in left.items() if rule is not None},
+        {column: why for column in found["number"] if (why := _suspicion(column, frame[column]))},
     )
+
+
+_TIME = re.compile(r"(.*[_.\- ])?(time|timestamp|datetime|epoch|unixtime)([_.\- ].*)?", re.IGNORECASE)
+
+_ID = re.compile(r"(?i:^|[^a-z])(?i:ids?|nr|no|num|number|index|key|code)(?i:$|[^a-z])|[a-z]I[dD]$")
+
+_EPOCHS = tuple((start * unit, end * unit) for start, end in ((1e9, 2.2e9),) for unit in (1, 1e3, 1e6, 1e9))
+"""The seconds, milliseconds, microseconds and nanoseconds since 1970 of the years 2001 to 2039."""
+
+FEWEST_IDS = 20
+"""The fewest rows whose whole numbers, all of them different, are taken for names of the rows (ours)."""
+
+
+def _suspicion(name: str, column: "pd.Series[Any]") -> str:
+    """Return why a column of numbers may be no input, or an empty text."""
+    if column.dtype.kind not in "iuf" or len(column) < FEWEST_IDS:
+        return ""
+    known = column.dropna()
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    if any(start <= low <= high <= end for start, end in _EPOCHS) or _TIME.fullmatch(name):
+        return "looks like a time"
+    whole = column.dtype.kind in "iu" or bool((known == known.round()).all())
+    near = high - low < 20 * len(column) or _ID.search(name)
+    return "holds another whole number in every row, as an id does" if whole and near and column.is_unique else ""
+
+
+START = "2000-01-01"
+"""The start of suggested dates (ours)."""
 
 
 def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
     """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files."""
     cells = [cell for cell in column.tolist() if not is_missing(cell) and cell != ""]
-    if column.dtype.kind == "m" or not cells:
+    if column.dtype.kind in "miuf" or not cells:
         return None
     if are_images(cells):
         return "image"
     if are_dates(column):
         form = _format_of([cell for cell in cells if isinstance(cell, str)])
-        return {"kind": "date", "start": "2000-01-01"} | ({"format": form} if form else {})
+        return {"kind": "date", "start": START} | ({"format": form} if form else {})
     words = [word_of(cell) for cell in cells if isinstance(cell, str | int | float | np.generic)]
     few = 2 * len({*words}) <= len(words) and len({*words}) <= MOST_WORDS
-    if len(words) == len(cells) and few and max(map(len, words)) <= LONGEST_WORD:
+    if len(words) == len(cells) and few and not text_among(words):
         return "one-hot"
     return "words" if are_texts(cells) else None
 
 
-LONGEST_WORD = 60
-"""The most characters of a cell for which one-hot is suggested (ours)."""
+LONGEST_WORD, LONGEST_NAME = 60, 4
+"""The most characters of a cell for which one-hot is suggested, and the most words of most cells (ours)."""
+
+_CLAUSES = re.compile(r"\w\W*[,;!?:]\s+\S")
+
+
+def text_among(words: Iterable[str]) -> str:
+    """Return a cell that shows that the cells are texts, which people have written, or "" if they may be names.
+
+    One-hot would send each text as it is. Texts are long, or have many words, or have three words and a mark between
+    them (ours).
+    """
+    distinct = sorted({*words})
+    for word in distinct:
+        if len(word) > LONGEST_WORD or (len(word.split()) > 2 and _CLAUSES.search(word)):
+            return word
+    many = [word for word in distinct if len(word.split()) > LONGEST_NAME]
+    return many[0] if 2 * len(many) > len(distinct) else ""
 
 
 def _format_of(cells: Sequence[str]) -> str:

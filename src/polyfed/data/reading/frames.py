@@ -24,6 +24,7 @@ from polyfed.data.reading.column_guess import (
     kind_of,
     row_ids,
     rule_for,
+    text_among,
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
@@ -371,6 +372,14 @@ def _codes(frame: "pd.DataFrame", feature: Feature, where: str, otherwise: str) 
     """Return a number for each cell of a column; see `Feature.coded`."""
     if feature.rule is None or feature.rule.kind == "mean":
         return _numbers(frame, feature.column, where, otherwise)
+    if feature.of_words and not feature.rule.words and (text := text_among(feature.words)):
+        warnings.warn(
+            f"{where}: column '{feature.column}' holds texts, such as {text[:60]!r}. {feature.rule.kind} takes each "
+            "whole text for one word, and each client sends its own as they are. Leave the column out, or read texts "
+            "with the source `hf`",
+            PolyfedWarning,
+            stacklevel=3,
+        )
     return feature.coded(frame[feature.column].tolist(), where)
 
 
@@ -386,17 +395,18 @@ def _of_codes(
     there: NDArray[np.bool_] = ~empty.all(1) | fills.all()
     holes = empty & ~fills & there[:, None]
     partly: NDArray[np.bool_] = holes.any(1)
-    note = ""
+    note = cure = ""
     if partly.any():
         row = int(partly.argmax())
         column = features[int(holes[row].argmax())].column
+        cure = filling(frame, [f.column for place, f in enumerate(features) if holes[:, place].any()][:MOST_NAMED])
         count = counted(int(partly.sum()), "row has", "rows have")
         note = f"{count} an empty cell to which [data.columns] gives no meaning, first row {row}, '{column}'"
         if partial == "refuse":
-            raise DataError(f"{where}: {note}. Fill it in, set partial = 'absent', or write {filling(frame, [column])}")
+            raise DataError(f"{where}: {note}. Fill it in, set partial = 'absent', or write {cure}")
         note += "; such rows count as rows without it"
         there = there & ~partly
-    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, tuple(features))
+    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, tuple(features), cure)
 
 
 def filling(frame: "pd.DataFrame", columns: Sequence[str]) -> str:
@@ -421,7 +431,8 @@ def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
 def _cure(cell: Any) -> str:
     """Return how to correct a cell that is no number."""
     if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
-        return """Write decimal points, or read the decimal commas of a text file with [data] decimal = ",\""""
+        told = '[data] decimal = "," (polyfed init: --set data.decimal=,)'
+        return f"Write decimal points, or read the decimal commas of a text file with {told}"
     if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
         return f"If it stands for an empty cell, leave the cell empty, or write [data] empty = [{json.dumps(cell)}]"
     return "Give numbers only"

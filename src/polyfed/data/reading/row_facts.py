@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
+from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.reading.values import digits, is_missing, unmasked
 
@@ -140,18 +141,30 @@ def clients_of(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def tell_alike(words: NDArray[Any], where: str, what: str) -> None:
-    """Warn of distinct words that differ only by case or by blanks."""
-    first: dict[str, str] = {}
+    """Warn of distinct words that differ only by case or by blanks.
+
+    Raises:
+        DataError: the words are classes, and some differ only by blanks, which nobody sees.
+    """
+    groups: dict[str, list[str]] = {}
     for word in words.tolist():
-        other = first.setdefault(" ".join(word.split()).casefold(), word)
-        if other != word:
-            warnings.warn(
-                f"{where} holds {other!r} and {word!r}, which differ only by case or blanks and count as two {what}. "
-                "Write them the same way if they are one",
-                PolyfedWarning,
-                stacklevel=4,
-            )
-            return
+        groups.setdefault(" ".join(word.split()).casefold(), []).append(word)
+    alike = [group for group in groups.values() if len(group) > 1]
+    if not alike:
+        return
+    listed = "; ".join(" and ".join(map(repr, group)) for group in alike[:5]) + ("; ..." if len(alike) > 5 else "")
+    blanks = [group for group in alike if any(word != " ".join(word.split()) for word in group)]
+    text = f"{where} holds {listed}, which differ only by case or blanks and count as different {what}"
+    if what == "classes" and blanks:
+        same = {word: _plainest(group) for group in alike for word in group if word != _plainest(group)}
+        raise DataError(f"{text}. Write them the same way; of a table's file, [data] relabel = {toml_value(same)} does")
+    warnings.warn(f"{text}. Write them the same way if they are one", PolyfedWarning, stacklevel=4)
+
+
+def _plainest(group: Sequence[str]) -> str:
+    """Return the first of these words that has no needless blanks, or the first without its own."""
+    plain = [word for word in group if word == " ".join(word.split())]
+    return plain[0] if plain else " ".join(group[0].split())
 
 
 def ids_of(values: Any, where: str) -> Tensor:

@@ -24,7 +24,7 @@ from polyfed.experiment.checks.check_tables import check_tables
 from polyfed.experiment.checks.idle_options import warn_idle
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.running.assembly import Assembly, assemble, block_sizes, facts_of, not_in_ledger, private_sizes
-from polyfed.experiment.running.column_statistics import announced
+from polyfed.experiment.running.column_statistics import SET_UP, announced, sizes_of, stated
 from polyfed.experiment.running.dry_run import Place, Size, metrics_of, run_dry
 from polyfed.experiment.running.stopping import Choice, refuse_unmeasured
 from polyfed.federation.client_registry import VALIDATION
@@ -90,9 +90,10 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
     A policy has rows for blocks, such as the modality `image` or the block `shared`. If it has no row for `shared`, its
     rows for the modalities also limit what `shared` may send. For a refused part of `shared`, the sentences name the
     row that forbids it. If the policy forbids that the parameters of a block leave the client, one more sentence
-    explains how each client can train the block and keep it.
+    explains how each client can train the block and keep it, with all else that the policy then still refuses.
     """
     yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
+    yield from _named(refused, assembly)
     blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
     method = assembly.algorithm
     if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
@@ -106,15 +107,22 @@ def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
         replace(assembly.recipe, algorithm=replace(method, private=private), clients=tested)
     except RecipeError:  # the method cannot keep private blocks
         return
+    kept = own if apart else blocks
+    left = [row for row in refused if row.kind not in OF_THE_MODEL or row.block not in kept]
     lines = [f"[algorithm] private = {json.dumps(private)}"]
-    if apart:
-        kinds = {row.kind for row in refused if row.block == SHARED and row.destination == "server"}
-        lines.append(assembly.policy.fix(kinds, SHARED, "server"))
+    lines += fixes_of((row for row in left if row.task != SET_UP), assembly.policy, assembly.fed.clients.modalities)
+    told = fixes_of((row for row in left if row.task == SET_UP), assembly.policy, assembly.fed.clients.modalities)
+    lines += [f"named words and means, or {line}" for line in told]
     lines += [] if tested is clients else ["[clients] personal_test = 0.2"]
-    yield (
-        f"without sending {' and '.join(own if apart else blocks)}, every client can keep and train its own: "
-        f"{', '.join(lines)}"
-    )
+    yield f"without sending {' and '.join(kept)}, every client can keep and train its own: {', '.join(lines)}"
+
+
+def _named(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
+    """Yield a sentence about refused words and means, if there are any: nobody tells those that the recipe names."""
+    told = {(row.block, row.field) for row in refused if row.task == SET_UP}
+    columns = features_of(assembly.population.columns).items()
+    if fitted := [one for block, features in columns for one in features if (block, one.column) in told]:
+        yield f"nobody tells words and means that the recipe names, as in {stated(fitted)}"
 
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:
@@ -337,7 +345,9 @@ def plan(
     listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
     sizes, seen = block_sizes(assembly), in_dry_run or {}
     planned = (_sized(row, sizes, seen) for row in listed.rows.values())
-    yield from (_sized(row, {}, {}) for row in announced(features_of(assembly.population.columns), listed.policy))
+    told = {(SET_UP, column, block): size for (block, column), size in sizes_of(assembly.population.told).items()}
+    before = {place: Size(fixed=size, per_row=0.0) for place, size in told.items()}
+    yield from (_sized(row, {}, before) for row in announced(features_of(assembly.population.columns), listed.policy))
     yield from (
         row for row in planned if row.bytes != 0 or row.in_dry_run
     )  # a block that is frozen as a whole sends nothing

@@ -8,6 +8,7 @@ from rich.text import Text
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
 from polyfed.experiment.checks.check_result import CheckResult, Planned
+from polyfed.experiment.running.column_statistics import SET_UP
 from polyfed.report.formatting import bytes_of
 from polyfed.report.text_layout import plain_table, titled
 
@@ -49,6 +50,11 @@ def in_short(check: CheckResult) -> Group:
 
 def sentence(rows: Sequence[Planned], check: CheckResult) -> str:
     """Return a sentence about one block: what may leave, what may leave only after round 1, and what is refused."""
+    early = [row for row in rows if row.task == SET_UP]
+    if early and early[0].allowed:
+        said = ", ".join(row.field for row in early)
+        rest = sentence([row for row in rows if row.task != SET_UP], check)
+        return f"before the first round, statistics of {said}; then {rest}"
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
     first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
@@ -138,8 +144,12 @@ def remarks(check: CheckResult) -> Iterator[Text]:
     for rank, sizes in check.facts.get("ranks", {}).items():
         own = ", ".join(f"{block} {bytes_of(size)}" for block, size in sizes.items())
         yield Text(f"parameters of a client of LoRA rank {rank}: {own}")
-    revealed = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
-    yield from (Text(f"{field} tells {what}", "yellow") for field, what in revealed.items())
+    revealed: dict[tuple[str, str], list[str]] = {}
+    for row in check.planned:
+        if row.tells:
+            revealed.setdefault((row.message, row.tells), []).append(row.field)
+    for (message, what), names in revealed.items():
+        yield Text(f"{message}.{', '.join(dict.fromkeys(names))} tells {what}", "yellow")
     yield from (Text(reason, "yellow") for reason in check.why)
     yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
 

@@ -92,8 +92,10 @@ def _not_covered(recipe: Recipe, population: Population) -> Iterator[str]:
     """
     if population.columns.standardise:
         yield "the means and deviations of [data] standardise, which are computed from all rows before the run"
-    if recipe.clients.validation and len(population.validation_rows):
-        yield f"{len(population.validation_rows):,} rows of [clients] validation, which the server of a simulation gets"
+    clients = recipe.clients
+    if (clients.validation or clients.validation_clients) and len(population.validation_rows):
+        option = "validation" if clients.validation else "validation_clients"
+        yield f"{len(population.validation_rows):,} rows of [clients] {option}, which the server of a simulation gets"
     yield "the client registry (the modalities and the number of rows of each client), and which clients took part"
 
 

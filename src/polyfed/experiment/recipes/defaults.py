@@ -122,7 +122,8 @@ def kind_of(column: Column) -> str:
     if (vocabulary := vocabulary_of(column)) is not None:
         return f"token ids {column.shape}, 0 to {vocabulary - 1:,}"
     names = {1: "vectors", 2: "time series", 3: "images", 4: "clips"}
-    return f"{names.get(len(column.shape), 'samples')} {column.shape}"
+    turned = ", turned from (H, W, C)" if column.layout == "HWC" else ""
+    return f"{names.get(len(column.shape), 'samples')} {column.shape}{turned}"
 
 
 def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:

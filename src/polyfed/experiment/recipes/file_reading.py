@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import DataError, RecipeError, command, counted
+from polyfed.core.errors import DataError, RecipeError, command, counted, did_you_mean
 from polyfed.core.option_checks import checked
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.column_rules import WHOLE, rules_of
 from polyfed.data.reading.array_files import Arrays, existing
-from polyfed.data.reading.column_guess import MOST_NAMED, column_names, guessed, row_ids, rule_for
+from polyfed.data.reading.column_guess import MAY_BE_NONE, MOST_NAMED, column_names, guessed, row_ids, rule_for
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
@@ -55,12 +55,14 @@ class Reading:
         table: the section [data] of a recipe that reads the same source, as a table of options.
         remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
             warnings.
+        doubts: those of `remarks` about columns that may be no inputs.
     """
 
     source: Npz | Table
     columns: Columns
     table: dict[str, Any]
     remarks: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
@@ -70,7 +72,8 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
-        options: the options of [data] that the user has given. An option with the value None counts as not given.
+        options: the options of [data] that the user has given, and `leave_out`, the columns or arrays that form no
+            modality if the user names none. An option with the value None counts as not given.
         needs_labels: whether the task needs labels.
 
     Raises:
@@ -83,22 +86,27 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
     if not is_arrays and found.suffix not in SUFFIXES:
         allowed = f".npz, {', '.join(SUFFIXES)}, or a folder of .npy files"
         raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
-    notes: list[str] = []
+    options = dict(options)
+    left = tuple(options.pop("leave_out", None) or ())
+    if left and options.get("modalities"):
+        raise RecipeError("leave_out says what the guess leaves out, and modalities is given. Name its columns there")
+    notes: list[str] = [f"left out, as you said: {', '.join(left)}"] if left else []
     remarks: list[str] = []
     source: Npz | Table
     if is_arrays:
-        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels)
+        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
         source = build("[data]", Npz, table)
         columns = source.load()
     else:
         problems = Problems()
         frame = read(found, problems, partial(_words, options), dialect_of(options))
         problems.raise_all()
-        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
+        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
-    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
+    doubts = tuple(remark for remark in remarks if MAY_BE_NONE in remark)
+    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts)
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
@@ -123,7 +131,12 @@ def _words(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
 
 
 def _of_arrays(
-    path: Path, options: Mapping[str, Any], notes: list[str], remarks: list[str], needs_labels: bool
+    path: Path,
+    options: Mapping[str, Any],
+    notes: list[str],
+    remarks: list[str],
+    needs_labels: bool,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the options of [data] for an .npz file or a folder, and add the guesses to `notes` and `remarks`."""
     arrays = Arrays(path)
@@ -138,7 +151,8 @@ def _of_arrays(
     special = {value for value in table.values() if isinstance(value, str)}
     special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
-    rest = [name for name in arrays.names if name not in special]
+    _refuse_strange(left_out, arrays.names, str(path))
+    rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
     kept = [name for name in rest if name in rules or (arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub")]
     if not kept:
@@ -163,6 +177,7 @@ def _of_table(
     notes: list[str],
     remarks: list[str],
     needs_labels: bool,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the options of [data] for a table, and add the guesses to `notes` and `remarks`."""
     frame = frame.rename(columns=str)
@@ -174,14 +189,16 @@ def _of_table(
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
     if "modalities" not in table:
-        if "ids" not in table and (ids := row_ids(frame, special)):
+        _refuse_strange(left_out, columns, path)
+        if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
-        guess = guessed(frame, {*special, table.get("ids", "")}, rules)
+        guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
         told = _rules_told(path, guess.rules, table)
         if not guess.groups and any(rule in WHOLE for rule in guess.rules.values()):
             raise DataError(f"'{path}' has no column of numbers beside the labels. {told}")
-        notes += [*guess.notes, *([told] if told else [])]
-        remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
+        notes += [*guess.notes, *([f"{guess.rest} (polyfed init: --leave-out COLUMN)"] if guess.rest else [])]
+        notes += [told] if told else []
+        remarks += [f"'{path}': {sentence}" for sentence in (*guess.doubts, *guess.left_out)]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
         words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
@@ -198,6 +215,17 @@ def _of_table(
                 f"{filling(frame, [c for group in plain for c in group if frame[c].isna().any()][:MOST_NAMED])}"
             )
     return table
+
+
+def _refuse_strange(left_out: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Refuse to leave out columns or arrays that the file does not have.
+
+    Raises:
+        RecipeError: there is no such name.
+    """
+    for name in left_out:
+        if name not in names:
+            raise RecipeError(f"leave_out: '{where}' has no '{name}'; {did_you_mean(name, names[:50])}")
 
 
 def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:

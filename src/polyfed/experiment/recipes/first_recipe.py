@@ -71,7 +71,8 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
-    if task is None and (remark := doubtful_targets(columns)):
+    doubtful = doubtful_targets(columns) if task is None else ""
+    for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
         table["test_share"] = source.test_share
@@ -83,8 +84,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    notes.append(words)
-    notes += _seen(columns)
+    notes += [words, *_seen(columns)]
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}

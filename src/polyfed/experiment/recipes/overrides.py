@@ -22,7 +22,7 @@ def called(path: Path, overrides: Sequence[str]) -> str:
 
 
 def apply(table: dict[str, Any], override: str) -> None:
-    """Write `section.key=value` into a recipe's table.
+    """Write `section.key=value` into a recipe's table, or remove a section with `section={}`.
 
     Args:
         table: the recipe, which is changed in place.
@@ -33,6 +33,9 @@ def apply(table: dict[str, Any], override: str) -> None:
     """
     path, _, text = override.partition("=")
     names, value = _path(path, override), _value(text, override)
+    if names[0] in SECTIONS and len(names) == 1 and value == {}:
+        table.pop(names[0], None)
+        return
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
             f"--set {override}: '{names[0]}' is a section; set its keys one by one, as in --set {names[0]}.key=value"

@@ -93,7 +93,8 @@ class Models:
         if self.shared is None:
             raise RecipeError(
                 f"{self.algorithm} has no global model: it trains one model per {self.model_for}. Pass client=k for "
-                f"the model of client k, as in predict(x, client={next(iter(self.clients), 0)}), or use personal[k]"
+                f"the model of client k, as in predict(x, client={next(iter(self.clients), 0)}) and likewise in "
+                "used; or use personal[k]"
             )
         return self.shared
 

@@ -239,14 +239,13 @@ def models_of(
     features: Mapping[str, Features] | None = None,
     rows: RowForm | None = None,
 ) -> Models:
-    """Collect the trained models of a run.
+    """Collect the trained models of a run. Arguments that are not listed are those of `Models`.
 
     Args:
         recipe: the recipe of the run.
         fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
         locals: the local state of each client that was asked; None if the clients ran elsewhere.
         conformal: the entry `conformal` of result.json, for `predict_set`.
-        class_names, scaling, features, rows: see `Models`.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, NAMED), algorithm.own_models

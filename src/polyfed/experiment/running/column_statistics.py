@@ -8,7 +8,7 @@ such, and nobody tells them if the recipe names words and means.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -50,7 +50,17 @@ def _tells(feature: Feature) -> str:
     assert feature.rule is not None
     if feature.of_words:
         return f"the words that {feature.rule.min_rows} of a client's training rows have"
-    return "the sum and the number of the cells of a client's training rows"
+    return f"the sum and the number of the cells of a client's training rows, if {feature.rule.min_rows} have one"
+
+
+def sizes_of(told: Sequence[Statistics]) -> dict[tuple[str, str], int]:
+    """Return (modality, column) -> the bytes of the client that tells most."""
+    sizes: dict[tuple[str, str], int] = {}
+    for statistics in told:
+        for modality, own in statistics.items():
+            for column, one in own.items():
+                sizes[modality, column] = max(sizes.get((modality, column), 0), one.bytes)
+    return sizes
 
 
 def book(ledger: Ledger, told: Sequence[Statistics]) -> None:
@@ -102,11 +112,15 @@ def refuse_unnoised(recipe: Recipe, columns: Mapping[str, Features]) -> None:
 
 def named(fitted: Sequence[Feature]) -> str:
     """Return the end of an error text: which columns would be told as they are, and how to name words and means."""
-    rules = {f.column: _stated(f) for f in fitted}
     return (
-        f"[data.columns] {', '.join(rules)}: each client would tell its words and means without noise and without a "
-        f"mask. Name them in the recipe, as in {suggestion(rules)}"
+        f"[data.columns] {', '.join(f.column for f in fitted)}: each client would tell its words and means without "
+        f"noise and without a mask. Name them in the recipe, as in {stated(fitted)}"
     )
+
+
+def stated(fitted: Iterable[Feature]) -> str:
+    """Return the rules of these columns with which nobody needs to tell words and means."""
+    return suggestion({feature.column: _stated(feature) for feature in fitted})
 
 
 def _stated(feature: Feature) -> dict[str, Any]:
@@ -114,8 +128,7 @@ def _stated(feature: Feature) -> dict[str, Any]:
     kept = {"size": feature.rule.size} if feature.rule.size else {}
     if feature.of_words:
         return {"kind": feature.rule.kind, **kept, "words": ["...", "..."]}
-    dates = {"start": feature.rule.start, "impute": True} if feature.rule.start else {}
-    return {"kind": feature.rule.kind, **dates, "mean": 0.0}
+    return {"kind": feature.rule.kind, **feature.rule.start_and_impute, "mean": 0.0}
 
 
 def fitted_columns(recipe: Recipe) -> list[Feature]:

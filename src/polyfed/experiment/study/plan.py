@@ -223,7 +223,8 @@ class Planner:
                 "'sequential'"
             )
         searched = cell.space and not cell.settings_of
-        has = any(at(cell.table, f"clients.{option}") for option in ("validation", "personal_validation"))
+        options = ("validation", "validation_clients", "personal_validation")
+        has = any(at(cell.table, f"clients.{option}") for option in options)
         if searched and not has and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
         if recipe is not None and not errors and (clients := clients_of(recipe, self._columns(recipe))) is not None:

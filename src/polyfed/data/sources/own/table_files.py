@@ -4,6 +4,7 @@ import codecs
 import csv
 import json
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -92,6 +93,7 @@ class Table(Source):
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
         ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality. Else, or with "rows", row numbers are the ids.
+        relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
         columns: Column -> how its words, empty cells, dates, image files or texts become numbers: "one-hot", "mean",
             "image", "words", or a table with a kind and its options; see docs/data.md.
@@ -116,6 +118,7 @@ class Table(Source):
     client: str = "client"
     split: str = "split"
     ids: str = ""
+    relabel: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     columns: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -176,11 +179,25 @@ class Table(Source):
                 f"modalities = {{ {lines} }}",
                 ("data", "modalities"),
             )
+        frame = self._relabelled(frame, path)
         axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
         more = {"class_names": self.class_names} if self.class_names else {}
         draft = drafted(frame, f"'{path}'", path.stem, self.given, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
         return checked_columns(draft, self.given, problems)
+
+    def _relabelled(self, frame: "pd.DataFrame", path: Path) -> "pd.DataFrame":
+        """Return the table with the labels that `relabel` gives.
+
+        Raises:
+            RecipeError: `relabel` names a word that no label is.
+        """
+        if not self.relabel or not isinstance(self.label, str) or self.label not in frame.columns:
+            return frame
+        known = {str(cell) for cell in frame[self.label].dropna().unique()}
+        for word in self.relabel:
+            require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
+        return frame.assign(**{self.label: frame[self.label].map(lambda cell: self.relabel.get(str(cell), cell))})
 
     @property
     def given(self) -> Given:
@@ -362,14 +379,66 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _other_encoding(path: Path, dialect: Dialect, error: Exception) -> str:
     """Return the text about a file that is not written in the encoding in which it was read."""
-    with path.open("rb") as stream:
-        head = stream.read(4)
-    wide = head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in head
-    guess = "utf-16" if wide else "cp1252" if dialect.encoding.lower().startswith("utf") else "utf-8"
     return (
         f"'{path}' cannot be read as {path.suffix} in the encoding {dialect.encoding} ({error}). Save it as UTF-8, or "
-        f'name its encoding, as in [data] encoding = "{guess}"'
+        f"say how it is written: {_written(path)}"
     )
+
+
+_SNIFFED = 1 << 22  # bytes of a file from which its dialect is guessed
+
+_COMMA, _POINT = re.compile(r"-?\d+,\d+"), re.compile(r"-?\d+\.\d+")
+
+
+def guessed_dialect(path: Path) -> dict[str, str]:
+    """Return the options of [data] that say how a text file seems to be written, without those that need not be said.
+
+    The separator is the mark that divides most lines into as many cells as the header, and into most cells.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(_SNIFFED)
+    found: dict[str, str] = {}
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in head[:4]:
+        found["encoding"] = "utf-16"
+    else:
+        try:
+            codecs.getincrementaldecoder("utf-8-sig")().decode(head, final=False)
+        except UnicodeDecodeError:
+            found["encoding"] = "cp1252" if _reads(head, "cp1252") else "latin-1"
+    text = head.decode(found.get("encoding", "utf-8-sig"), errors="replace")
+    if text[:1] in ("#", "%"):
+        found["comment"] = text[0]
+    lines = [line for line in text.splitlines() if line.strip() and line[0] != found.get("comment")][:50]
+    usual, tables = "\t" if path.suffix == ".tsv" else ",", {}
+    for mark in dict.fromkeys((usual, *";\t,|")):
+        rows = [*csv.reader(lines, delimiter=mark)]
+        width = len(rows[0]) if rows else 0
+        tables[mark] = width if 2 * sum(len(row) == width for row in rows) > len(rows) else 0
+    mark = max(tables, key=tables.__getitem__)
+    mark = " " if tables[mark] <= 1 and lines and " " in lines[0] else mark
+    if mark != usual:
+        found["separator"] = mark
+    cells = [cell.strip() for row in csv.reader(lines[1:], delimiter=mark) for cell in row]
+    if mark != "," and sum(map(bool, map(_COMMA.fullmatch, cells))) > sum(map(bool, map(_POINT.fullmatch, cells))):
+        found["decimal"] = ","
+    return found
+
+
+def _reads(head: bytes, encoding: str) -> bool:
+    try:
+        head.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _written(path: Path) -> str:
+    """Return the end of an error text: how a file is written, for a recipe, for `polyfed init` and in Python."""
+    found = guessed_dialect(path) or {"encoding": "cp1252"}
+    lines = "; ".join(f"{name} = {toml_value(value)}" for name, value in found.items())
+    words = [word for name, value in found.items() for word in ("--set", f"data.{name}={toml_value(value)}")]
+    python = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    return f"[data] {lines} (polyfed init: add {shlex.join(words)}; in Python: {python})"
 
 
 def _cells(path: Path, dialect: Dialect, header: Sequence[str], words: Mapping[str, bool]) -> "pd.DataFrame":
@@ -456,16 +525,15 @@ def _header(path: Path, dialect: Dialect, problems: Problems) -> list[str]:
     first = header[0] if header else ""
     if not dialect.comment and first[:1] in ("#", "%"):
         raise DataError(
-            f"'{path}' begins with the line {first[:40]!r}, which looks like a comment. Remove it, or write [data] "
-            f"comment = {json.dumps(first[0])}"
+            f"'{path}' begins with the line {first[:40]!r}, which looks like a comment. Remove it, or "
+            f"write {_written(path)}"
         )
     found = [mark for mark in ";\t,| " if len(header) == 1 and mark in first]
     if found:
         wanted = {"\t": "tabs", ",": "commas"}.get(dialect.separator, repr(dialect.separator))
         raise DataError(
             f"'{path}' has one column, {first!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
-            f"reads {wanted} in it. Save it with commas (and decimal points), or write [data] separator = "
-            f"{json.dumps(found[0])}"
+            f"reads {wanted} in it. Save it with commas (and decimal points), or write {_written(path)}"
         )
     if doubled := sorted(name for name, count in Counter(header).items() if count > 1 and name):
         names = ", ".join(map(repr, doubled))
