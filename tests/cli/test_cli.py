@@ -253,7 +253,7 @@ def test_every_algorithm_says_which_protection_it_can_use(polyfed_command, name,
 
 def test_hyper_parameters_are_read_off_the_dataclass():
     mu, aggregation, *others = hyper_parameters(ALGORITHMS["fedprox"])
-    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune"]
+    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune", "repair"]
     assert (mu.name, mu.kind, mu.default) == ("mu", "float, 0 or more", "0.01")
     assert mu.about.startswith("weight of the proximal term")
     assert aggregation.kind == '"weighted" | "uniform"'

@@ -76,3 +76,16 @@ def test_samples_lie_inside_their_stated_error_about_as_often_as_it_says() -> No
             hits += abs(exact.values[player] - sampled.values[player]) <= sampled.errors[player]
             count += 1
     assert hits / count >= 0.9
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_what_rows_add_to_a_value_is_the_value_of_what_they_add(most: int) -> None:
+    """The worth is a sum over rows, so the influences of a player's value sum to it, exact and over the same orders."""
+    draw, cache = np.random.default_rng(0), {}
+
+    def rows(coalition: frozenset[int]) -> np.ndarray:
+        return cache.setdefault(coalition, draw.normal(size=7))
+
+    found = shapley(range(5), lambda coalition: float(rows(coalition).sum()), most, orders=30, rows=rows)
+    for player in range(5):
+        assert found.influences[player].sum() == pytest.approx(found.values[player])

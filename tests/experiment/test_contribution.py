@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,9 +17,10 @@ from torch import Tensor
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import CheckpointError, DataError, RecipeError
+from polyfed.core.errors import CheckpointError, DataError, RecipeError, UnknownClient
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
+from polyfed.evaluation.shapley import shapley
 from polyfed.experiment.contribution import contribution
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import CheckpointSpec
@@ -222,6 +224,58 @@ def test_each_reply_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = polyfed.run(keeping(), tmp_path)
     assert len(watchers) == len(done.rounds) == 3, "one watcher measures and keeps"
     assert done.rounds[-1]["norms"]["clients"]
+
+
+def test_the_error_of_a_value_holds_that_of_the_validation_rows_and_names_are_those_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = np.random.default_rng(0)
+    label = draw.integers(0, 2, 300)
+    x = {m: (draw.normal(size=(300, 3)) + 2 * label[:, None]).astype("float32") for m in "ab"}
+    home = np.array(["attic", "barn", "cellar"])[draw.integers(0, 3, 300)]
+    np.savez(tmp_path / "data.npz", label=label, client=home, **x)
+    text = f'''rounds = 1
+data = {{ name = "npz", path = "{tmp_path / "data.npz"}", modalities = ["a", "b"] }}
+clients = {{ partition = "by-client", validation = 0.3 }}
+algorithm = {{ name = "fedavg" }}
+checkpoint = {{ updates = true }}
+'''
+    (tmp_path / "recipe.toml").write_text(text)
+    place = tmp_path / "run"
+    run = polyfed.run(tmp_path / "recipe.toml", place)
+    assert [one["name"] for one in run.facts["clients"]] == ["attic", "barn", "cellar"]
+    loaded = polyfed.load_run(place)
+    for model in (run, loaded):
+        assert (model.predict(x, client="barn") == model.predict(x, client=1)).all()
+    with pytest.raises(UnknownClient, match="did you mean 'barn'"):
+        loaded.predict(x, client="bern")
+    found = contribution(place, say=print)
+    assert "coalitions" in capsys.readouterr().out
+    lines = found["clients"]["players"]
+    assert [line["name"] for line in lines] == ["attic", "barn", "cellar"]
+    assert found["validation_clients"] == 3
+    assert all(line["error_of_orders"] == 0 < line["error"] for line in lines if line["value"])
+    with pytest.raises(SystemExit):
+        main(["contribution", str(place)])
+    assert "cellar" in capsys.readouterr().out
+
+
+def test_the_error_of_rows_is_that_of_their_bootstrap(tmp_path: Path) -> None:
+    polyfed.run(keeping(), tmp_path)
+    kept: dict[str, Any] = {}
+
+    def shapley_and_rows(players: Any, worth: Any, most: int, orders: int, rows: Any) -> Any:
+        shares = shapley(players, worth, most, orders, rows=rows)
+        kept[str(players[0])] = shares
+        return shares
+
+    with patch("polyfed.experiment.contribution.shapley", shapley_and_rows):
+        found = contribution(tmp_path)
+    for line in found["clients"]["players"]:
+        each = kept["0"].influences[line["player"]]
+        assert each.sum() == pytest.approx(0.0, abs=1e-9)
+        picks = np.random.default_rng(0).integers(0, len(each), (3000, len(each)))
+        assert line["error_of_rows"] == pytest.approx(1.96 * each[picks].sum(1).std(), rel=0.1, abs=1e-12)
 
 
 FOREIGN: dict[str, Callable[[str, Tensor], dict[str, Tensor]]] = {

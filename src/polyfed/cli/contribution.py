@@ -27,7 +27,7 @@ def contribution(
     from polyfed.experiment.contribution import contribution as of_run
     from polyfed.experiment.contribution import write
 
-    found = of_run(run, orders)
+    found = of_run(run, orders, lambda text: typer.echo(text, err=True))
     path = write(found, run)
     answer(found, *_tables(found), *_notes(found), f"numbers in {path}", as_json=as_json)
 
@@ -39,11 +39,12 @@ def _tables(found: Mapping[str, Any]) -> Iterator["RenderableType"]:
     for game, title in TITLES.items():
         told = found[game]
         who = "group of clients" if game == "clients" and found["groups"] else title
-        table = plain_table(who, "value", "error", "sent", "value per MB", "audit")
+        table = plain_table(who, "value", "95 %", "sent", "value per MB", "audit")
         for line in told["players"]:
-            player = " ".join(line["player"]) if isinstance(line["player"], list) else line["player"]
+            called = line.get("name", line["player"])
+            player = f"{called} {line['player'][1]}" if isinstance(line["player"], list) else called
             rate, advantage = (line[key] for key in ("per_megabyte", "advantage"))
-            error = "exact" if told["exact"] else f"± {line['error']:.4f}"
+            error = f"± {line['error']:.4f}"
             words = ("" if number is None else f"{number:+.4f}" for number in (rate, advantage))
             table.add_row(player, f"{line['value']:+.4f}", error, bytes_of(line["bytes_up"]), *words)
         yield titled(f"Shapley values by {who}", table)
@@ -55,6 +56,9 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
         f"{found['metric']}{sign}, on {found['rows']:,} rows: {found['none']:.4f} without updates, {found['all']:.4f} "
         f"with all of them averaged again, {found['run']:.4f} of the run's own model"
     )
+    orders = " and of the random orders" * any(not found[game]["exact"] for game in TITLES)
+    clients = f" of {found['validation_clients']} clients" if found["validation_clients"] else ""
+    yield f"95 %: the error of the {found['rows']:,} validation rows{clients}{orders}; a value below it may be chance"
     if found["groups"]:
         yield "secure aggregation: the server has only sums, so a player is the group of clients of a round"
     yield "audit: the largest advantage of an attack on this block (polyfed audit RUN), empty if it was not audited"

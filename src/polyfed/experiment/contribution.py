@@ -9,26 +9,32 @@ any of its modalities is in the coalition. Without players, the initial model re
 """
 
 import json
+import math
+import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.evaluation.shapley import Shares, shapley
+from polyfed.evaluation.shapley import Shares, Z, shapley
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.results.run_result import load_run
 from polyfed.experiment.results.updates import kept_updates
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.federation.client_registry import VALIDATION
+from polyfed.objective.report import t_quantile
+from polyfed.report.formatting import seconds_of
 from polyfed.report.reading.egress import aggregate
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import LEAKAGE_AUDIT, RUN_FACTS
@@ -55,12 +61,14 @@ class Worth:
         updates: for each round, player -> its update.
         weights: player -> its weight in the mean.
         known: the values so far.
+        rows: coalition -> what each validation row adds to the value, float32 (n,).
     """
 
     parts: Assembly
     updates: list[dict[str, Tree]]
     weights: Mapping[str, float]
     known: dict[frozenset[Pair], float]
+    rows: dict[frozenset[Pair], NDArray[np.float64]] = field(default_factory=dict)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -73,8 +81,14 @@ class Worth:
     def of(self, coalition: frozenset[Pair]) -> float:
         """Return the score, negated if a smaller one is better."""
         if coalition not in self.known:
-            self.known[coalition] = self._score(self.model(coalition), {m for _, m in coalition})
+            score, rows = self.score(self.model(coalition), {m for _, m in coalition})
+            self.known[coalition], self.rows[coalition] = score, rows
         return self.known[coalition]
+
+    def rows_of(self, coalition: frozenset[Pair]) -> NDArray[np.float64]:
+        """Return what each validation row adds to the value, (n,): its sum over rows is 0, its square the variance."""
+        self.of(coalition)
+        return self.rows[coalition]
 
     def model(self, coalition: frozenset[Pair]) -> Tree:
         """Return the re-assembled model of a coalition."""
@@ -91,30 +105,50 @@ class Worth:
                     w[name] += of[player][name] * (self.weights[player] / total)
         return w
 
-    def _score(self, w: Tree, read: set[str]) -> float:
+    def score(self, w: Tree, read: set[str]) -> tuple[float, NDArray[np.float64]]:
+        """Return the score of a model that reads these modalities, and what each row adds to it, (n,)."""
         parts = self.parts
         objective, model = parts.fed.context.objective, parts.model
         names = tuple(m for m in model.modalities if m in read) or model.modalities[:1]
         rows = parts.population.validation_rows
         view = SingleClientData(parts.engine.columns, rows, names, model, 0, 1, 1)
 
-        def step(total: Tensor | None, batch: Batch) -> Tensor:
+        def step(total: tuple[Tensor | None, list[Tensor]], batch: Batch) -> tuple[Tensor, list[Tensor]]:
             if not read:
                 batch = replace(batch, present={names[0]: torch.zeros(len(batch.y), dtype=torch.bool)})
-            found = objective.sums(objective.outputs(model, w, batch), batch)
-            return found if total is None else total + found
+            outputs = objective.outputs(model, w, batch)
+            found = objective.sums(outputs, batch)
+            each = [] if objective.WHOLE else [objective.row_scores(outputs, batch).cpu()]
+            return found if total[0] is None else total[0] + found, total[1] + each
 
-        score = objective.measured(view.fold(step, None)).get(objective.SCORE)
+        sums, each = view.fold(step, (None, []))
+        score = objective.measured(sums).get(objective.SCORE)
         assert score is not None, "validation rows have a score"
-        return score if objective.RISING else -score
+        sign = 1.0 if objective.RISING else -1.0
+        return sign * score, sign * _influences(each)
 
 
-def contribution(folder: str | Path, orders: int = 200) -> dict[str, Any]:
+def _influences(each: list[Tensor]) -> NDArray[np.float64]:
+    """Return what each row adds to a score, (n,), from its `row_scores`: the linear part of a mean of ratios."""
+    if not each:
+        return np.zeros(0)
+    above, below = torch.cat(each).unbind(1)
+    total = below.sum(0)
+    ratio = above.sum(0) / total.clamp(min=1e-300)
+    gaps = (above - ratio * below) / total.clamp(min=1e-300)
+    found: NDArray[np.float64] = gaps[:, total > 0].mean(1).numpy()
+    return found
+
+
+def contribution(
+    folder: str | Path, orders: int = 200, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Return what each client, each modality and each modality of a client added to the score of a run.
 
     Args:
         folder: the folder of a finished run with `[checkpoint] updates = true` and validation rows on the server.
         orders: the number of random orders, where there are too many players for exact values.
+        say: called with a sentence about how long this takes at most, before the work begins.
 
     Returns:
         The content of contribution.json.
@@ -148,6 +182,7 @@ def contribution(folder: str | Path, orders: int = 200) -> dict[str, Any]:
     rows = parts.fed.clients.rows_of(parts.fed.clients)
     weights = {k: 1.0 if uniform else float(sum(rows[int(c)] for c in k.split("+"))) for k in players}
     worth = Worth(parts, updates, weights, {})
+    say(_duration(worth, players, orders))
     games = _games(worth, players, orders)
     everyone = frozenset(worth.pairs)
     objective = parts.fed.context.objective
@@ -157,10 +192,43 @@ def contribution(folder: str | Path, orders: int = 200) -> dict[str, Any]:
         "rows": len(parts.population.validation_rows),
         "none": worth.of(frozenset()),
         "all": worth.of(everyone),
-        "run": worth._score(run.params, set(parts.model.modalities)),
+        "run": worth.score(run.params, set(parts.model.modalities))[0],
         "groups": any("+" in player for player in players) or recipe.algorithm.secure_aggregation is not None,
     }
-    return found | {name: _told(shares, folder) for name, shares in games.items()}
+    names = {str(one["id"]): one["name"] for one in facts_of(parts)["clients"] if "name" in one}
+    codes = _clients_of_rows(parts)
+    found |= {"validation_clients": 0 if codes is None else len(np.unique(codes))}
+    return found | {name: _told(shares, folder, names, codes) for name, shares in games.items()}
+
+
+def _duration(worth: Worth, players: list[str], orders: int) -> str:
+    """Return how many models are scored at most, and how long this takes, from the time of one."""
+    started = time.perf_counter()
+    worth.of(frozenset(worth.pairs))
+    seconds = time.perf_counter() - started
+    sizes = ((len(players), MOST_CLIENTS), (len(worth.pairs), MOST_PAIRS), (len(worth.parts.model.modalities), 6))
+    count = sum(1 << size if size <= most else orders * size for size, most in sizes)
+    return f"scoring at most {count:,} coalitions, {seconds_of(count * seconds)}; --orders sets how many are drawn"
+
+
+def _clients_of_rows(parts: Assembly) -> NDArray[np.int64] | None:
+    """Return the natural client of each validation row, from 0, if they belong to several."""
+    columns, rows = parts.population.columns, parts.population.validation_rows
+    if columns.client is None:
+        return None
+    names, codes = torch.unique(columns.client.cpu()[rows], return_inverse=True)
+    return codes.numpy() if 1 < len(names) < len(codes) else None
+
+
+def _error_of_rows(influences: NDArray[np.float64] | None, codes: NDArray[np.int64] | None) -> float:
+    """Return half the width of the 95 % interval that the choice of rows, or of their clients, gives a value."""
+    if influences is None or not len(influences):
+        return 0.0
+    if codes is None:
+        return Z * float(np.sqrt(np.square(influences).sum()))
+    sums = np.bincount(codes, influences)
+    count = len(np.unique(codes))
+    return t_quantile(count) * float(np.sqrt(np.square(sums).sum() * count / (count - 1)))
 
 
 def _refuse_foreign(updates: list[dict[str, Tree]], parts: Assembly, folder: Path) -> None:
@@ -189,19 +257,34 @@ def _games(worth: Worth, players: list[str], orders: int) -> dict[str, Shares[An
     def of_clients(coalition: frozenset[str]) -> float:
         return worth.of(frozenset(pair for pair in pairs if pair[0] in coalition))
 
+    def rows_of_clients(coalition: frozenset[str]) -> NDArray[np.float64]:
+        return worth.rows_of(frozenset(pair for pair in pairs if pair[0] in coalition))
+
     def of_modalities(coalition: frozenset[str]) -> float:
         return worth.of(frozenset(pair for pair in pairs if pair[1] in coalition))
 
+    def rows_of_modalities(coalition: frozenset[str]) -> NDArray[np.float64]:
+        return worth.rows_of(frozenset(pair for pair in pairs if pair[1] in coalition))
+
     modalities = [m for m in worth.parts.model.modalities if any(m == pair[1] for pair in pairs)]
     return {
-        "clients": shapley(players, of_clients, MOST_CLIENTS, orders),
-        "modalities": shapley(modalities, of_modalities, MOST_MODALITIES, orders),
-        "pairs": shapley(pairs, worth.of, MOST_PAIRS, orders),
+        "clients": shapley(players, of_clients, MOST_CLIENTS, orders, rows=rows_of_clients),
+        "modalities": shapley(modalities, of_modalities, MOST_MODALITIES, orders, rows=rows_of_modalities),
+        "pairs": shapley(pairs, worth.of, MOST_PAIRS, orders, rows=worth.rows_of),
     }
 
 
-def _told(shares: Shares[Any], folder: Path) -> dict[str, Any]:
-    """Return the values of a game, with the bytes that each player sent and what the audit says."""
+def _told(
+    shares: Shares[Any], folder: Path, names: Mapping[str, str], codes: NDArray[np.int64] | None
+) -> dict[str, Any]:
+    """Return the values of a game with their errors, the bytes that each player sent and what the audit says.
+
+    Args:
+        shares: the values.
+        folder: the run's folder.
+        names: the names of clients, by number.
+        codes: the natural client of each validation row, or None.
+    """
     sent, advantages = _bytes_up(folder), _advantages(folder)
     lines = []
     for player, value in shares.values.items():
@@ -213,7 +296,12 @@ def _told(shares: Shares[Any], folder: Path) -> dict[str, Any]:
             for (client, block), size in sent.items()
             if (clients is None or client in clients) and (modality is None or block == modality)
         )
-        line = {"player": list(player) if pair else player, "value": value, "error": shares.errors[player]}
+        of_orders, of_rows = shares.errors[player], _error_of_rows(shares.influences.get(player), codes)
+        line = {"player": list(player) if pair else player, "value": value, "error": math.hypot(of_orders, of_rows)}
+        line |= {"error_of_orders": of_orders, "error_of_rows": of_rows}
+        if modality != player:
+            number = pair[0] if pair else player
+            line["name"] = "+".join(names.get(client, client) for client in number.split("+"))
         line |= {"bytes_up": total, "per_megabyte": value / (total / MEGABYTE) if total else None}
         line["advantage"] = advantages.get(modality) if modality else max(advantages.values(), default=None)
         lines.append(line)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient, counted
+from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient, counted, did_you_mean
 from polyfed.core.scaling import Scaling
 from polyfed.core.tree import Tree
 from polyfed.data.column_fitting import Features, samples_from
@@ -56,6 +56,7 @@ class Models:
             `predict` then takes a data frame with these columns; `module` and ONNX files take the numbers, see
             `numbers`.
         conformal: the counts from which `predict_set` makes sets and intervals, or None if none were counted.
+        client_names: client number -> the name of its natural client, if the machine of the run read a table with one.
         rows: how the rows of the run were read, so that `predict` takes a data frame with the same columns.
     """
 
@@ -75,6 +76,7 @@ class Models:
     features: Mapping[str, Features] = field(default_factory=dict)
     conformal: Conformal | None = None
     rows: RowForm = RowForm()
+    client_names: Mapping[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
@@ -106,7 +108,7 @@ class Models:
         self.check_here()
         return Personal(self)
 
-    def predict(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
+    def predict(self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
         """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
@@ -136,12 +138,13 @@ class Models:
                 features=self.features,
             )
         w = self.of(client)
+        number = self.number_of(client)
         return predict(
             self.model,
             self.task,
             w,
             x,
-            reads=self.clients[client],
+            reads=self.clients[number],
             present=present,
             predictor=self.predictor,
             scaling=self.scaling,
@@ -153,7 +156,7 @@ class Models:
         self,
         x: Any,
         coverage: float = 0.9,
-        client: int | None = None,
+        client: int | str | None = None,
         *,
         present: Mapping[str, Any] | None = None,
     ) -> PredictionSets:
@@ -178,7 +181,8 @@ class Models:
         x, present = self._by_name(x, present)
         predicted = self.predict(x, client, present=present)
         names = self.used(x, client, present=present)
-        group = self.conformal.group_of(client, () if client is None else self.clients[client])
+        number = None if client is None else self.number_of(client)
+        group = self.conformal.group_of(number, () if number is None else self.clients[number])
         classes = isinstance(self.task, Classification)
         return prediction_sets(
             self.conformal, predicted, names, group, coverage, of_classes=classes, class_names=self.class_names
@@ -187,7 +191,7 @@ class Models:
     def predict_frame(
         self,
         x: Any,
-        client: int | None = None,
+        client: int | str | None = None,
         *,
         coverage: float | None = None,
         present: Mapping[str, Any] | None = None,
@@ -219,7 +223,8 @@ class Models:
             warn(note, PolyfedWarning, stacklevel=3)
         samples, there, names = (x, present, None) if new is None else (new.x, _both(new.present, present), new.ids)
         used = self.used(samples, client, present=there)
-        return answers(self, samples, there, used, client, coverage, names)
+        number = None if client is None else self.number_of(client)
+        return answers(self, samples, there, used, number, coverage, names)
 
     def read(self, x: Any, *, partial: Partial | None = None, ids: Sequence[str] = ()) -> NewRows | None:
         """Read rows by the names of their columns, and warn of what they lack. None if `x` has no such names.
@@ -262,7 +267,9 @@ class Models:
             found, there = {**found, **new.x}, dict(_both(new.present, there) or {})
         return found, there or None
 
-    def used(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    def used(
+        self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
         """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
 
         Args:
@@ -278,7 +285,7 @@ class Models:
             _, reads = self.params, tuple(self.model.modalities)
         else:
             self.of(client)
-            reads = self.clients[client]
+            reads = self.clients[self.number_of(client)]
         return used(
             self.model, x, reads=reads, present=present, vocabularies=self._vocabularies, features=self.features
         )
@@ -309,7 +316,7 @@ class Models:
                 found[name] = vocabulary(encoder.path) or 0
         return {name: size for name, size in found.items() if size}
 
-    def module(self, client: int | None = None) -> PlainModule:
+    def module(self, client: int | str | None = None) -> PlainModule:
         """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to predictions.
 
         The module takes the same samples as `predict` and returns the same numbers. It applies `scaling`. For
@@ -328,7 +335,7 @@ class Models:
                 f"a client's model of {self.algorithm} predicts by {type(self.predictor).__name__}, not by its logits "
                 "alone: use predict(x, client=...)"
             )
-        read = [m for m in self.model.modalities if m in self.clients.get(client, ())]
+        read = [m for m in self.model.modalities if m in self.clients.get(self.number_of(client), ())]
         return PlainModule(self.model, self.of(client), read, self.scaling, self._predicted)
 
     @property
@@ -337,7 +344,7 @@ class Models:
         task = self.task
         return lambda model, w, batch: task.predicted(task.outputs(model, w, batch))
 
-    def of(self, client: int) -> Tree:
+    def of(self, client: int | str) -> Tree:
         """The parameters that a client predicts with.
 
         Raises:
@@ -345,9 +352,24 @@ class Models:
             RecipeError: the clients' own models are not on this machine, because each client keeps its model.
         """
         self.check_here()
+        return self.tree_of(self.number_of(client))
+
+    def number_of(self, client: int | str) -> int:
+        """Return the number of a client, given its number or the name of its natural client.
+
+        Raises:
+            UnknownClient: there is no such client, or several have this name.
+        """
+        if isinstance(client, str) and self.client_names:
+            named = [number for number, name in self.client_names.items() if name == client]
+            if len(named) == 1:
+                return named[0]
+            hint = did_you_mean(client, list(self.client_names.values()))
+            few = f"clients {', '.join(map(str, named[:5]))} are parts of it" if named else hint
+            raise UnknownClient(f"client = {client!r}: there is no such client, or not one alone; {few}")
         if isinstance(client, bool) or not isinstance(client, Integral) or client not in self.clients:
             raise UnknownClient(f"client = {client!r}: there is no such client. {_allowed(list(self.clients))}")
-        return self.tree_of(int(client))
+        return int(client)
 
     def check_here(self) -> None:
         """Raise a RecipeError if the clients have models of their own that are not on this machine."""

@@ -128,7 +128,7 @@ class Run:
         """
         return self.models.scaling
 
-    def predict(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
+    def predict(self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
         """Compute predictions with the model that the run evaluated, so that they agree with the run's metrics.
 
         For classification, they are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
@@ -160,7 +160,7 @@ class Run:
         self,
         x: Any,
         coverage: float = 0.9,
-        client: int | None = None,
+        client: int | str | None = None,
         *,
         present: Mapping[str, Any] | None = None,
     ) -> PredictionSets:
@@ -177,7 +177,7 @@ class Run:
     def predict_frame(
         self,
         x: Any,
-        client: int | None = None,
+        client: int | str | None = None,
         *,
         coverage: float | None = None,
         present: Mapping[str, Any] | None = None,
@@ -187,7 +187,9 @@ class Run:
         """Return the answer for each row by name, as a data frame; see `Models.predict_frame`."""
         return self.models.predict_frame(x, client, coverage=coverage, present=present, partial=partial, ids=ids)
 
-    def used(self, x: Any, client: int | None = None, *, present: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    def used(
+        self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
         """Return which modalities `predict` uses for these samples: modality -> bool (n,), for each one that it reads.
 
         The arguments and errors are those of `predict`.
@@ -218,6 +220,12 @@ class Run:
     def _participants(self) -> set[int]:
         """The clients that were in the cohort of any round."""
         return {client for row in self.rounds for client in row.get("cohort", ())}
+
+
+def with_names(models: Models, facts: Mapping[str, Any]) -> Models:
+    """Return the models with the names of the clients in run.json."""
+    names = {int(one["id"]): str(one["name"]) for one in facts.get("clients", ()) if "name" in one}
+    return replace(models, client_names=names)
 
 
 def models_of(
@@ -342,7 +350,8 @@ def load_run(folder: str | Path) -> Run:
 
     def models(kept: Mapping[str, Any], conformal: Mapping[str, Any] | None = None) -> Models:
         own = None if elsewhere else kept["locals"]
-        return models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal, features, rows)
+        made = models_of(recipe, fed, kept["state"], own, facts["class_names"], scaling, conformal, features, rows)
+        return with_names(made, records.facts())
 
     best = kept_best(records.checkpoints, content.get("best"), recipe.algorithm)
     try:

@@ -323,6 +323,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "num_clients": len(registry),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
+            | ({} if (name := population.name_of(c.id)) is None else {"name": name})
             | dealt_classes(population, assembly.recipe.clients.partition, c.id)
             | label_counts(population, c.id)
             | without[c.id]

@@ -37,7 +37,7 @@ from polyfed.experiment.results.round_facts import (
     versions,
     warn_silent,
 )
-from polyfed.experiment.results.run_result import Run, models_of
+from polyfed.experiment.results.run_result import Run, models_of, with_names
 from polyfed.experiment.results.updates import ClientUpdates, block_norms
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
@@ -162,7 +162,9 @@ class _Loop:
             own = self.best["locals"] if engine.keeps_locals else None
             facts = columns.class_names, scaling_of(columns), None, features_of(columns), self._row_form()
             best = models_of(self.recipe, self.fed, self.best["state"], own, *facts)
-        return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_of(self.assembly))
+        facts_now = facts_of(self.assembly)
+        models, best = with_names(models, facts_now), None if best is None else with_names(best, facts_now)
+        return Run(result, self.rounds, state, self.assembly.model, folder, models, best, facts_now)
 
     def _row_form(self) -> RowForm:
         """How the rows of this run were read, for rows that come later."""

@@ -21,6 +21,7 @@ class Sender:
 
     Attributes:
         client: the number of the client.
+        name: the name of its natural client, if run.json has one.
         modalities: the modalities of the client. None if run.json does not list the client.
         sent: bytes sent in total.
         share: `sent` in percent of the largest `sent` of all clients.
@@ -30,6 +31,7 @@ class Sender:
     """
 
     client: int
+    name: str
     modalities: list[str] | None
     sent: int
     share: int
@@ -66,11 +68,13 @@ def senders(sums: Egress, folder: Folder) -> Senders:
             place = block if way == "server" else f"{block} to the {way}"
             parts.setdefault((client, kind), {})[place] = size
     kinds = [kind for kind in KINDS if any(place[1] == kind for place in parts)]
+    names = {int(entry["id"]): str(entry.get("name", "")) for entry in folder.facts.get("clients", [])}
     held = {int(entry["id"]): entry["modalities"] for entry in folder.facts.get("clients", [])}
     most = max(sent.values(), default=0)
     rows = [
         Sender(
             client=client,
+            name=names.get(client, ""),
             modalities=held.get(client),
             sent=sent[client],
             share=round(100 * sent[client] / most) if most else 0,

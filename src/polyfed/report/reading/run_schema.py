@@ -97,6 +97,7 @@ class ClientFacts(TypedDict, total=False):
     id: Required[ClientNumber]
     rows: Required[Count]
     modalities: Required[list[str]]
+    name: str
     labels: list[Count]
 
 
