@@ -160,7 +160,7 @@ def test_failures_do_not_close_a_request() -> None:
 
 
 def test_a_device_that_signed_off_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyfed.engines.flower.server.transport.LOOK_EVERY", 0.05)
+    monkeypatch.setattr("polyfed.engines.patience.LOOK_EVERY", 0.05)
     grid = Delayed(dict.fromkeys(range(DEVICES), 0.2) | {LAST: math.inf})
     grid.offline = {LAST}
     seconds, answers = played(transport_of(grid), range(DEVICES), waiting(20.0, away_seconds=0.0))

@@ -36,16 +36,14 @@ from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
 from polyfed.engines.flower.server.public_port import (
     LARGEST_BODY,
-    LARGEST_HEAD,
     PUBLIC,
-    BoundedHead,
     FleetOnly,
-    public_config,
     signed_by_known,
 )
 from polyfed.engines.flower.server.transport import is_too_large
 from polyfed.engines.protocol import Patience
 from polyfed.federation.wire_format import Packet
+from polyfed.transport.web import LARGEST_HEAD, BoundedHead, public_config
 
 PATH = "/v1/fleet/push-object"
 assert PATH in PUBLIC
@@ -183,7 +181,7 @@ def test_headers_are_bounded_and_a_stranger_is_answered_before_the_body(monkeypa
 
 def test_a_caller_that_never_ends_its_headers_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stranger could hold as many connections as the process has files, a byte now and then in each."""
-    monkeypatch.setattr("polyfed.engines.flower.server.public_port.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("polyfed.transport.web.HEAD_SECONDS", 0.5)
     request = f"GET /{PATH} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     with served() as server:
         for before in (b"", request.replace(b"\r\n\r\n", b"\r\nX: ")):

@@ -25,13 +25,13 @@ from polyfed.deploy.credentials import (
     _authority,
     _secret,
     _server,
+    care_for_certificate,
     check_server,
     days_left,
     renewed,
     write_credentials,
 )
-from polyfed.deploy.launch import care_for_certificate
-from polyfed.engines.flower.server.public_port import Chain
+from polyfed.transport.web import Chain
 
 
 def credentials(folder: Path, days: int) -> Path:

@@ -380,9 +380,9 @@ class Lossy(DirectGrid):
 
 
 def test_an_ask_that_was_lost_with_its_node_is_sent_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from polyfed.engines.flower.server import transport
+    from polyfed.engines import patience
 
-    monkeypatch.setattr(transport, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(patience, "LOOK_EVERY", 0.0)
     made = recipe("scaffold")
     whole, rows = played(made, joined(made, grid_of(made, tmp_path / "whole")))
     grid = Lossy(client_app(Simulated(made, tmp_path / "lossy")), 6)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -161,19 +160,6 @@ def claims_of(page: str) -> list[list[str]]:
     rows = [line.strip() for line in section.splitlines() if line.lstrip().startswith("|")]
     cells = [[cell.strip() for cell in CELL.findall(row[1:])] for row in rows]
     return [row for row in cells if row[0] != "claim" and not set("".join(row)) <= set("-: ")]
-
-
-@cache
-def tests_of(path: Path) -> tuple[set[str], set[str]]:
-    """The tests of a file, and those of them that run and check something."""
-    of_file = {one.name: one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)}
-    text = {name: ast.unparse(one) for name, one in of_file.items()}
-    checks = {name for name, body in text.items() if re.search(r"\bassert\b|\braises\(|\bfail\(", body)}
-    runs = {
-        name for name, one in of_file.items() if not any("mark.skip(" in ast.unparse(d) for d in one.decorator_list)
-    }
-    fine = {name for name in runs if name in checks or checks & {*re.findall(r"\w+", text[name])}}
-    return {name for name in of_file if name.startswith("test_")}, fine
 
 
 NEVER = re.compile(r"mark\.(skip(?!if)|xfail)|mark\.skipif\((True|1)\b|parametrize\((?:.*, )?(\[\]|\(\))\)")

@@ -38,6 +38,7 @@ ROOMS = [
     "evaluation",
     "selection",
     "algorithms",
+    "transport",
     "engines",
     "report",
     "experiment",

@@ -32,6 +32,13 @@ MetricsPort = Annotated[
     ),
 ]
 
+StatusPort = Annotated[
+    int,
+    typer.Option(
+        min=0, max=65535, metavar="N", help="Port for `polyfed status` from other machines; a token is needed."
+    ),
+]
+
 
 @app.command("app")
 def write_flower_app(
@@ -97,6 +104,48 @@ def submit(
 
 
 @app.command()
+def server(
+    credentials: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="ca.pem, server.pem, server.key, and the public key *.pub of every device.",
+            exists=True,
+            file_okay=False,
+            show_default=False,
+        ),
+    ],
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where devices reach this server.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for devices.")] = 9092,
+    metrics_port: MetricsPort = 0,
+    status_port: StatusPort = 0,
+    log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
+) -> None:
+    """Start a server. Devices with a known key can connect from anywhere; `polyfed submit` runs an app with them."""
+    from polyfed import deploy
+
+    os.environ[LOG_FORMAT] = log_format.value
+    deploy.run_server(credentials, deploy.ServerPorts(host, port, 0, metrics_port, status_port))
+
+
+@app.command()
+def device(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.toml", help="The server, and the data, key and policy of each device.")
+    ],
+    metrics_port: MetricsPort = 0,
+    log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
+) -> None:
+    """Start one or more devices. They use the polyfed that is installed here, and run no code that a server sends."""
+    from polyfed import deploy
+
+    os.environ[LOG_FORMAT] = log_format.value
+    deploy.run_device(file, metrics_port)
+
+
+@app.command()
 def superlink(
     credentials: Annotated[
         Path,
@@ -117,12 +166,7 @@ def superlink(
         Path | None, typer.Option(metavar="FILE", help="Where it keeps its state. [default: DIR/link.db]")
     ] = None,
     metrics_port: MetricsPort = 0,
-    status_port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, metavar="N", help="Port for `polyfed status` from other machines; a token is needed."
-        ),
-    ] = 0,
+    status_port: StatusPort = 0,
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:

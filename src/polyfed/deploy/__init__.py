@@ -36,15 +36,20 @@ The functions here need one of the extras `server`, `device` and `flower`. Witho
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import RecipeError
-from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.core.errors import RecipeError, command
 from polyfed.deploy.metrics import INSTALL
 from polyfed.deploy.processes import ServerPorts
 
+if TYPE_CHECKING:
+    from polyfed.deploy.app_folder import write_app, write_nodes
+
 __all__ = [
     "ServerPorts",
+    "run_device",
     "run_locally",
+    "run_server",
     "run_superlink",
     "run_supernode",
     "submit",
@@ -54,9 +59,18 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """Import the functions that need PyTorch when they are used: the process of a device that waits does without."""
+    if name not in ("write_app", "write_nodes"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from polyfed.deploy import app_folder
+
+    return getattr(app_folder, name)
+
+
 @contextmanager
-def _needing_flower(what: str) -> Iterator[None]:
-    """Turn a failed import of Flower into an error that names the extra to install."""
+def _needing_extra(what: str) -> Iterator[None]:
+    """Turn a failed import of an optional package into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -69,7 +83,7 @@ def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Pa
     Raises:
         RecipeError: an argument is wrong, or Flower is not installed.
     """
-    with _needing_flower("making certificates"):
+    with _needing_extra("making certificates"):
         from polyfed.deploy import credentials
     return credentials.write_credentials(folder, nodes, hosts)
 
@@ -83,23 +97,56 @@ def run_locally(recipe_path: Path, folder: Path) -> Path:
     Raises:
         PolyfedError: the run ended with an error, or Flower is not installed.
     """
-    with _needing_flower("a local federation"):
+    with _needing_extra("a local federation"):
         from polyfed.deploy import local_federation as local
     return local.run_locally(recipe_path, folder)
 
 
 def submit(app: Path, credentials: Path, changes: Mapping[str, str], show: Callable[[str], None]) -> Path:
-    """Run an app to its end; see `polyfed.deploy.submission.Submission`.
+    """Run an app to its end, through the server of these credentials: a `polyfed server`, or else a SuperLink.
+
+    See `polyfed.deploy.server.queued_run` and `polyfed.deploy.submission.Submission`.
 
     Returns:
         The folder of the run.
 
     Raises:
-        PolyfedError: the run ended with an error, or Flower is not installed.
+        PolyfedError: the run ended with an error, or no server uses the credentials.
     """
-    with _needing_flower("submitting an app"):
+    from polyfed.deploy.server import hosting
+
+    if hosting.serves(credentials):
+        from polyfed.deploy.server import queued_run
+
+        return queued_run.run_here(app, credentials, changes)
+    if not (credentials / "flwr" / "config.toml").exists():
+        start = command("server", credentials)
+        raise RecipeError(f"no server uses {credentials}; start it: {start}")
+    with _needing_extra("submitting an app to a SuperLink"):
         from polyfed.deploy.submission import Submission
     return Submission(app, credentials, changes, show).run()
+
+
+def run_server(credentials: Path, ports: ServerPorts) -> None:
+    """Serve devices; see `polyfed.deploy.server.hosting`.
+
+    Raises:
+        RecipeError: an argument is wrong, or an extra is not installed.
+    """
+    with _needing_extra("a server"):
+        from polyfed.deploy.server import hosting
+    hosting.server(credentials, ports)
+
+
+def run_device(path: Path, metrics_port: int) -> None:
+    """Turn this process into that of one or more devices; see `polyfed.deploy.device.device_file`.
+
+    Raises:
+        RecipeError: an argument is wrong, or an extra is not installed.
+    """
+    with _needing_extra("a device"):
+        from polyfed.deploy.device import device_file
+    device_file.device(path, metrics_port)
 
 
 def run_superlink(credentials: Path, ports: ServerPorts, database: Path | None) -> None:
@@ -108,7 +155,7 @@ def run_superlink(credentials: Path, ports: ServerPorts, database: Path | None) 
     Raises:
         RecipeError: an argument is wrong, or Flower is not installed.
     """
-    with _needing_flower("a SuperLink"):
+    with _needing_extra("a SuperLink"):
         from polyfed.deploy import launch
     launch.superlink(credentials, ports, database)
 
@@ -127,6 +174,6 @@ def run_supernode(
     Raises:
         RecipeError: an argument is wrong, or Flower is not installed.
     """
-    with _needing_flower("a SuperNode"):
+    with _needing_extra("a SuperNode"):
         from polyfed.deploy import launch
     launch.supernode(superlink, root_certificates, key, node_config, port, metrics_port, message_megabytes)

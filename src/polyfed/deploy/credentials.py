@@ -26,6 +26,7 @@ from cryptography.x509.oid import NameOID
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import replace_text
+from polyfed.core.system.log_lines import logger_of
 
 SERVER = ("ca.pem", "server.pem", "server.key")
 """The authority's certificate, the server's certificate and the server's key. They belong together."""
@@ -159,6 +160,21 @@ def days_left(folder: Path) -> float:
     except (ValueError, OSError) as error:
         raise RecipeError(f"{folder}/server.pem cannot be read: {error}. Restore it from a copy") from None
     return (certificate.not_valid_after_utc - datetime.now(UTC)) / timedelta(days=1)
+
+
+def care_for_certificate(credentials: Path, role: str = "superlink") -> None:
+    """Renew the server's certificate before it ends, or warn in the log of this role that it ends soon."""
+    logger = logger_of(role, "stderr")
+    try:
+        if until := renewed(credentials):
+            logger.info("the server's certificate is renewed and valid until %s", f"{until:%Y-%m-%d %H:%M} UTC")
+        elif (credentials / "server.pem").is_file() and 0 < (left := days_left(credentials)) <= WARNED_DAYS:
+            text = (
+                "the server's certificate ends in %.1f days, and then no device connects: polyfed docs deploy-reference"
+            )
+            logger.warning(text, left)
+    except (RecipeError, OSError) as error:
+        logger.warning("%s", error)
 
 
 def _check_host(host: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import tomli_w
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.system.log_lines import logger_of
-from polyfed.deploy.credentials import SERVER, WARNED_DAYS, check_server, days_left, renewed
+from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server
 from polyfed.deploy.device.configuration import node_from
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens, loopback_without_proxy
@@ -81,21 +80,6 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
         services=services,
         daily=lambda: care_for_certificate(credentials),
     )
-
-
-def care_for_certificate(credentials: Path) -> None:
-    """Renew the server's certificate before it ends, or warn in the log that it ends soon."""
-    logger = logger_of("superlink", "stderr")
-    try:
-        if until := renewed(credentials):
-            logger.info("the server's certificate is renewed and valid until %s", f"{until:%Y-%m-%d %H:%M} UTC")
-        elif (credentials / "server.pem").is_file() and 0 < (left := days_left(credentials)) <= WARNED_DAYS:
-            text = (
-                "the server's certificate ends in %.1f days, and then no device connects: polyfed docs deploy-reference"
-            )
-            logger.warning(text, left)
-    except (RecipeError, OSError) as error:
-        logger.warning("%s", error)
 
 
 def statuses_of(credentials: Path) -> Path:

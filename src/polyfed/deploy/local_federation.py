@@ -15,10 +15,9 @@ from pathlib import Path
 
 from polyfed.core import errors
 from polyfed.core.errors import PolyfedError, RecipeError
-from polyfed.core.system.files import RECIPE as RUN_RECIPE
 from polyfed.core.system.files import RESULT
 from polyfed.core.system.stop_signals import handling, interrupt
-from polyfed.deploy.app_folder import data_of, node_config, placed, write_app, write_nodes
+from polyfed.deploy.app_folder import node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.allowed_arrays import array_names
 from polyfed.deploy.launch import CONNECTION
@@ -31,7 +30,7 @@ from polyfed.deploy.processes import (
     loopback_without_proxy,
     signal_group,
 )
-from polyfed.deploy.server.server import ERROR
+from polyfed.deploy.server.server import ERROR, finished
 from polyfed.engines.flower import QUIET
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.lock import alone_in
@@ -225,18 +224,6 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
     if not (out / RESULT).exists():
         raise PolyfedError(f"the run ended without a result; see the logs in {folder}")
     return out
-
-
-def finished(recipe: Recipe, out: Path) -> bool:
-    """Return whether a folder holds the result of this recipe. How it ran and wrote checkpoints may differ."""
-    if (out / ERROR).exists() or not (out / RESULT).exists():
-        return False
-    if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
-        return False
-    before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
-    if "task" not in now:  # a run adds the [task] section that it infers from the data
-        before.pop("task", None)
-    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
 def _show(federation: LocalFederation) -> None:

@@ -1,6 +1,6 @@
 """The registry of metrics for Prometheus: counts, times and versions, but no names of people, classes or rows."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from polyfed.core.errors import RecipeError
@@ -30,7 +30,14 @@ def registry() -> Any:
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
     made = CollectorRegistry(auto_describe=False)
-    Info("polyfed", "Installed versions.", registry=made).info(
-        {"polyfed": version("polyfed"), "flower": version("flwr")}
-    )
+    Info("polyfed", "Installed versions.", registry=made).info(installed())
     return made
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of polyfed and of Flower, "none" if Flower is not installed."""
+    try:
+        flower = version("flwr")
+    except PackageNotFoundError:
+        flower = "none"
+    return {"polyfed": version("polyfed"), "flower": flower}

@@ -17,9 +17,9 @@ from polyfed.core.errors import PolyfedError, RecipeError, command
 from polyfed.core.system.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import APP, RECIPE, placed
 from polyfed.deploy.launch import CONNECTION, statuses_of
-from polyfed.deploy.local_federation import finished
 from polyfed.deploy.processes import loopback_without_proxy
 from polyfed.deploy.server.run_log import UNFINISHED, read_status
+from polyfed.deploy.server.server import finished
 from polyfed.engines.flower import QUIET
 from polyfed.experiment.recipes.recipe import load_recipe
 

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -231,7 +232,12 @@ _FIELDS = tuple(field.name for field in fields(Enrolment))
 
 def versions() -> Header:
     """Return the versions that every enrolment and every request carries."""
-    return {"polyfed": version("polyfed"), "wire": WIRE_FORMAT}
+    return {"polyfed": _version(), "wire": WIRE_FORMAT}
+
+
+@cache
+def _version() -> str:
+    return version("polyfed")
 
 
 def check_versions(header: Mapping[str, Any], here: str) -> None:

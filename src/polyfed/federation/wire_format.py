@@ -5,10 +5,12 @@ The body holds the tensors' bytes one after another, little-endian. `decode` doe
 fields, kinds, names, types, shapes and sizes against the message class that the receiver expects.
 """
 
+import json
 import math
 import re
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,6 +49,18 @@ MAX_TENSORS, MAX_AXES = 40_000, 16
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 """Pattern of the names of parameters and modalities."""
 
+MAX_HEADER, MAX_OPENED, MAX_DEPTH = 2**22, 100_000, 8
+"""Bounds of a header, checked before parsing: number of characters, number of opening and of closing brackets, and
+depth of nesting. A tensor takes about a hundred characters, so `MAX_TENSORS` tensors fit. Within these bounds, the
+parser needs less than about 100 MB and a few seconds. We measured 23 kinds of headers of the full length on a busy
+core, and the parser needed at most 88 MB and 1.9 seconds."""
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string. An unfinished string extends to the end of the text, so no attempt to match fails, and a search for strings
+reads each character once. If an attempt failed at the end of the text, a search could repeat it from every quote."""
+
+_NO_BRACKET = re.compile(r"[^\[\]{}]+")
+
 assert sys.byteorder == "little", "polyfed's wire format is little-endian"
 
 
@@ -56,6 +70,48 @@ class Packet:
 
     header: Header
     body: bytes = b""
+
+
+def header_of(text: object) -> Header | str:
+    """Parse the JSON text of a header that another machine sent, or return the reason why it is not parsed."""
+    if not isinstance(text, str):
+        return "its header is not text"
+    if flaw := _flaw(text):
+        return flaw
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"cannot be read: {type(error).__name__}: {error!s:.200}"
+    return header if isinstance(header, dict) else "its header is not a table"
+
+
+def _flaw(text: str) -> str:
+    """Return the reason why the text of a header must not be parsed, or "" if it may be parsed."""
+    if len(text) > MAX_HEADER:
+        return f"its header is too long: {len(text)} characters, allowed are {MAX_HEADER}"
+    if sum(map(text.count, "[{")) > MAX_OPENED or sum(map(text.count, "]}")) > MAX_OPENED:
+        return "its header has too many lists and tables"
+    brackets = _NO_BRACKET.sub("", _STRING.sub("", text))
+    depth = max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)
+    return f"its header is nested {depth} levels deep, allowed are {MAX_DEPTH}" if depth > MAX_DEPTH else ""
+
+
+def framed(packet: Packet) -> bytes:
+    """Return a packet as bytes: the length of the header in four bytes, the header, and the body."""
+    header = json.dumps(packet.header, separators=(",", ":")).encode()
+    return b"".join((len(header).to_bytes(4, "little"), header, packet.body))
+
+
+def unframed(content: bytes) -> Packet | str:
+    """Return the packet in some bytes that another machine sent, or the reason why they hold none."""
+    size = int.from_bytes(content[:4], "little")
+    if len(content) < 4 + size or size > 4 * MAX_HEADER:
+        return "is no packet: its header ends after its end"
+    try:
+        header = header_of(content[4 : 4 + size].decode("utf-8"))
+    except UnicodeDecodeError:
+        return "is no packet: its header is not text"
+    return header if isinstance(header, str) else Packet(header, content[4 + size :])
 
 
 def encode(msg: Message) -> Packet:

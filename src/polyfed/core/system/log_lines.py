@@ -27,7 +27,7 @@ class LogLines(logging.Formatter):
     facts of the record. The caller passes the trace and the facts as `extra={"trace": text, "facts": {...}}`.
 
     Args:
-        role: the writer: `server`, `device` or `superlink`.
+        role: the writer: `server`, `device`, `superlink` or `hub`, the web server of `polyfed server`.
     """
 
     def __init__(self, role: str) -> None:

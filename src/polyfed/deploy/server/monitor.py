@@ -13,12 +13,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.metrics import CONTENT_TYPE, registry
+from polyfed.deploy.metrics import CONTENT_TYPE, installed, registry
 from polyfed.deploy.server.membership import clients_of
 from polyfed.deploy.server.run_log import KILLED, UNFINISHED, read_status
 
@@ -92,8 +91,7 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     for run in reversed(runs):  # a device may have another number in a newer run
         numbers |= clients_of(Path(str(run["progress"].get("run", "")))) if run["progress"] else {}
     away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
-    known = {"time": time.time(), "polyfed": version("polyfed"), "flower": version("flwr")}
-    return {**known, **link, "away": away, "runs": runs}
+    return {"time": time.time(), **installed(), **link, "away": away, "runs": runs}
 
 
 def _run_of(known: Facts, progress: dict[str, Any] | None) -> dict[str, Any]:

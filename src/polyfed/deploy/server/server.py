@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
+from polyfed.core.system.files import RECIPE as FILE_OF_RECIPE
+from polyfed.core.system.files import RESULT
 from polyfed.data import Population
-from polyfed.deploy.app_folder import placed
+from polyfed.deploy.app_folder import data_of, placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
@@ -128,7 +130,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    listeners, status = listeners_of(out, transport.flower_run)
+    listeners, status = listeners_of(out, transport.identity)
     gone = TransportError("the SuperLink is gone. Start it again; `polyfed submit` goes on")
     with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
@@ -209,6 +211,18 @@ def _write_error(out: Path, told: Mapping[str, Any]) -> None:
     if out.is_dir():
         with suppress(OSError):  # the disk may be full, and the log holds the same text
             (out / ERROR).write_text(json.dumps(told, indent=1))
+
+
+def finished(recipe: Recipe, out: Path) -> bool:
+    """Return whether a folder holds the result of this recipe. How it ran and wrote checkpoints may differ."""
+    if (out / ERROR).exists() or not (out / RESULT).exists():
+        return False
+    if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
+        return False
+    before, now = (load_recipe(out / FILE_OF_RECIPE).table(), placed(recipe, data_of(recipe)).table())
+    if "task" not in now:  # a run adds the [task] section that it infers from the data
+        before.pop("task", None)
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:

@@ -53,7 +53,7 @@ def server_app(main: Callable[["GridTransport", Mapping[str, Any]], None]) -> Se
         speak_last()
         adopt_flower_log("server")
         end_with_link()
-        main(GridTransport(grid, flower_run=str(context.run_id)), dict(context.run_config))
+        main(GridTransport(grid, identity=str(context.run_id)), dict(context.run_config))
 
     return app
 

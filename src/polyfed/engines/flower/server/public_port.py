@@ -6,9 +6,7 @@ reaches the port can submit an app. Here, the public port serves only the paths 
 refuses every other path. The port on loopback serves all three interfaces, but only to processes on the same machine.
 """
 
-import asyncio
 import socket
-import ssl
 import sys
 import time
 from base64 import b64decode
@@ -19,7 +17,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import h11
 import uvicorn
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore import sql_mixin
@@ -31,13 +28,12 @@ from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.router import router as fleet
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polyfed.core.system.log_lines import logger_of
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
 from polyfed.engines.flower.server.device_keys import NewKeys, keep_registered, public_key
 from polyfed.engines.flower.server.link_facts import database_of_this_release, link_facts, shrink
+from polyfed.transport.web import Chain, public_config, refuse
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,11 +47,8 @@ LOCK_SECONDS = 600
 """Seconds that a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are
 written (inferred): a write would fail with "database is locked" and end the run."""
 
-LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
-"""Largest sizes in bytes of a call's body and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
-
-HEAD_SECONDS = 30
-"""Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
+LARGEST_BODY = 2**23
+"""Largest size in bytes of a call's body. Flower 1.41 sends a message in pieces of 5 MiB."""
 
 KEY_SECONDS, DAY = 3.0, 24 * 3600.0
 """Seconds between two looks for the public keys of devices that join, and seconds of a day."""
@@ -84,24 +77,13 @@ class FleetOnly:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if scope["method"] != "POST" or scope["path"] not in PUBLIC:
-            await _refuse(send, 403, "this port is for SuperNodes only")
+            await refuse(send, 403, "this port is for SuperNodes only")
         elif not await run_in_threadpool(self.is_signed, headers):
-            await _refuse(send, 401, "the call is not signed by a registered key, or the clocks differ")
+            await refuse(send, 401, "the call is not signed by a registered key, or the clocks differ")
         elif not length.isdecimal() or int(length[:20]) > LARGEST_BODY or (body := await _body(receive)) is None:
-            await _refuse(send, 413, f"the body of a call has at most {LARGEST_BODY} bytes")
+            await refuse(send, 413, f"the body of a call has at most {LARGEST_BODY} bytes")
         else:
             await self.app(scope, _again(body, receive), send)
-
-
-async def _refuse(send: Any, status: int, why: str) -> None:
-    text = f"polyfed: {why}\n".encode()
-    headers = [
-        (b"content-type", b"text/plain"),
-        (b"content-length", str(len(text)).encode()),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
 
 
 async def _body(receive: Any) -> bytes | None:
@@ -244,34 +226,6 @@ def run_superlink(
     whole.run()
 
 
-class Chain:
-    """The server's certificate, which running web servers take over when its file changes.
-
-    Args:
-        folder: folder with `server.pem` and `server.key`.
-        servers: the web servers. New connections to those with TLS get the new certificate; open ones go on.
-    """
-
-    def __init__(self, folder: Path, servers: Sequence[uvicorn.Server]) -> None:
-        self.folder, self.servers = folder, servers
-        self._stamp = (folder / "server.pem").stat().st_mtime_ns
-
-    def reload(self) -> None:
-        """Load the certificate if its file has changed.
-
-        Raises:
-            OSError: the files do not belong together (`ssl.SSLError`) or cannot be read. The old one stays in use.
-        """
-        pem, key = self.folder / "server.pem", self.folder / "server.key"
-        if (stamp := pem.stat().st_mtime_ns) == self._stamp:
-            return
-        self._stamp = stamp
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(pem, key)  # fails here first, if at all
-        for server in self.servers:
-            if server.config.loaded and server.config.ssl is not None:
-                server.config.ssl.load_cert_chain(pem, key)
-
-
 def _look_after(keys: NewKeys, state: Callable[[], Any], chain: Chain, daily: Callable[[], None]) -> None:
     """Look for keys of devices that join and for a new certificate. No error, such as a full disk, ends this."""
     day = time.monotonic()
@@ -286,53 +240,6 @@ def _look_after(keys: NewKeys, state: Callable[[], Any], chain: Chain, daily: Ca
         except Exception as error:
             keys.seen.clear()  # the next look reads all files again
             logger_of("superlink", "stderr").warning("the folder of credentials cannot be used now: %s", error)
-
-
-class BoundedHead(H11Protocol):
-    """A connection that ends if the headers of a call are not complete after `HEAD_SECONDS`.
-
-    uvicorn limits only the time between the end of one call and the first byte of the next.
-    """
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    @override
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        super().connection_made(transport)
-        self._watch()
-
-    @override
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    @override
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Start the clock when a call is awaited, and stop it when its headers have come."""
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._forget()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _forget(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
-def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """Return the configuration of a web server that other machines can reach. It limits the headers of a call."""
-    heads: dict[str, Any] = {"http": BoundedHead, "h11_max_incomplete_event_size": LARGEST_HEAD}
-    return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 
 
 def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]:

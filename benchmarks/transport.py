@@ -1,0 +1,232 @@
+"""Measure polyfed's own transport with real processes, and Flower's beside it in the same minutes.
+
+`python benchmarks/transport.py` prints what docs/results/deployments.md quotes. The parts with `echo` tasks show what
+the transport alone costs: a task returns the message that it got, in a fork of a process that holds PyTorch, as a real
+task does. The last part runs recipes/federation-demo.toml, whose tasks also read data, train and write ledgers.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.device import tasks as device_tasks
+from polyfed.deploy.local_federation import LocalFederation
+from polyfed.deploy.processes import free_ports
+from polyfed.engines.protocol import Patience
+from polyfed.engines.queued import QueueTransport
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.federation.wire_format import Packet
+from polyfed.transport.queue import Queue
+
+DEMO = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
+BODY = 36_000
+"""Size in bytes of the message of an echo, as a model of 9,000 parameters."""
+
+AGENT = """
+import os, sys
+from polyfed.deploy.device import agent
+os.environ["POLYFED_ECHO"] = "1"
+agent.TASKS = "transport"
+sys.exit(agent.main(int(sys.argv[1])))
+"""
+"""The program of a device whose tasks are those of this file."""
+
+
+class Servers:
+    """A server and the processes of devices, whose tasks echo.
+
+    Args:
+        folder: a folder for everything.
+        groups: number of devices in each process.
+    """
+
+    def __init__(self, folder: Path, groups: Sequence[int]) -> None:
+        self.folder, self.count = folder, sum(groups)
+        self.credentials = write_credentials(folder / "credentials", self.count)
+        (self.port,) = free_ports(1)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._start(["-m", "polyfed", "server", str(self.credentials), "--port", str(self.port), "--host", "127.0.0.1"])
+        first = 0
+        for size in groups:
+            self._device(range(first, first + size))
+            first += size
+        app = device_tasks.packed("rounds = 1", "")
+        self.transport = QueueTransport(queue=Queue(self.credentials / "queue"), app=app)
+        while len(self.transport.online()) < self.count:
+            time.sleep(0.1)
+        nodes = sorted(map(str, self.transport.online()))
+        self.transport.node_of = dict(enumerate(nodes))
+
+    def _start(self, words: Sequence[str], **more: object) -> None:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        log = (self.folder / "log").open("ab")
+        self.processes.append(
+            subprocess.Popen([sys.executable, *words], env=environment, stdout=log, stderr=log, **more)  # type: ignore[call-overload]
+        )
+
+    def _device(self, numbers: Sequence[int]) -> None:
+        told = {
+            "server": f"127.0.0.1:{self.port}",
+            "ca": str(self.credentials / "ca.pem"),
+            "limit": 2**29,
+            "parallel": os.cpu_count(),
+            "idle_seconds": 60.0,
+            "metrics_port": 0,
+            "devices": [
+                {
+                    "key": str(self.credentials / f"node-{number}.key"),
+                    "config": {"client": number, "state": str(self.folder / "state" / str(number))},
+                }
+                for number in numbers
+            ],
+        }
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(told).encode())
+            file.seek(0)
+            self._start(["-c", AGENT, str(file.fileno())], pass_fds=[file.fileno()])
+
+    def asked(self, clients: int) -> float:
+        """Return the seconds that one request to so many clients takes."""
+        begun = time.perf_counter()
+        packets = {client: Packet({"number": client}, self.body) for client in range(clients)}
+        answers = self.transport.exchange(packets, Patience(120.0, clients))
+        took = time.perf_counter() - begun
+        assert all(isinstance(one, Packet) and one.body == self.body for one in answers.values()), answers
+        return took
+
+    body = bytes(BODY)
+
+    def memory(self) -> list[float]:
+        """Return the resident memory of each process with its children, in MB, the server first."""
+        found = []
+        for process in self.processes:
+            own = psutil.Process(process.pid)
+            found.append(sum(one.memory_info().rss for one in [own, *own.children(recursive=True)]) / 1e6)
+        return found
+
+    def seconds(self) -> float:
+        """Return the processor time of the server so far."""
+        used = psutil.Process(self.processes[0].pid).cpu_times()
+        return float(used.user + used.system)
+
+    def stop(self) -> None:
+        """End all processes."""
+        self.transport.end()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait()
+
+
+def echoes(folder: Path) -> None:
+    """Measure the transport with echoes."""
+    servers = Servers(folder / "three", [1, 1, 1])
+    idle = servers.memory()
+    say("idle: MB of each device, and of the server", [*idle[1:], idle[0]])
+    servers.asked(3)
+    say("one request to one device, ms", [1000 * servers.asked(1) for _ in range(30)])
+    say("one request to three devices, ms", [1000 * servers.asked(3) for _ in range(30)])
+    say("six requests to three devices, ms", [1000 * sum(servers.asked(3) for _ in range(6)) for _ in range(5)])
+    servers.stop()
+    for count in (50, 200):
+        servers = Servers(folder / str(count), [count])
+        say(f"{count} devices of one process, idle: MB of the process, and of the server", servers.memory()[::-1])
+        servers.asked(count)
+        before = servers.seconds()
+        say(f"one request to {count} devices of one process, s", [servers.asked(count) for _ in range(5)])
+        say("processor time of the server, ms a device and request", [1000 * (servers.seconds() - before) / 5 / count])
+        servers.stop()
+
+
+def federations(folder: Path) -> None:
+    """Measure rounds of a whole run, over Flower and over polyfed's own transport."""
+    text = DEMO.read_text().replace("rounds = 3", "rounds = 6")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(text)
+    say("a round of the demonstration, own transport, s", own_rounds(recipe, folder / "own"))
+    with LocalFederation(recipe, folder / "flower") as federation:
+        federation.start()
+        federation.run().wait()
+        say("a round of the demonstration, Flower, s", rounds_of(federation.out))
+
+
+def own_rounds(recipe: Path, folder: Path) -> list[float]:
+    """Run a recipe with one process for each device, and return the seconds of its rounds."""
+    app, made = write_app(recipe, folder / "app"), load_recipe(recipe)
+    places, credentials = write_nodes(made, folder), folder / "credentials"
+    write_credentials(credentials, len(places))
+    (port,) = free_ports(1)
+    polyfed = [sys.executable, "-P", "-m", "polyfed"]
+    words = [[*polyfed, "server", str(credentials), "--port", str(port), "--host", "127.0.0.1"]]
+    for number, place in enumerate(places):
+        with np.load(place / "data.npz", allow_pickle=False) as arrays:
+            held = [name for name in arrays.files if name in made.model.encoders]
+        file = folder / f"device-{number}.toml"
+        file.write_text(
+            f'server = "127.0.0.1:{port}"\nca = "{credentials}/ca.pem"\n[[device]]\nclient = {number}\n'
+            f'key = "{credentials}/node-{number}.key"\ndata = "{place}/data.npz"\npolicy = "{place}/policy.toml"\n'
+            f"modalities = {json.dumps(held)}\n"
+        )
+        words.append([*polyfed, "device", str(file)])
+    log = (folder / "log").open("ab")
+    processes = [subprocess.Popen(one, stdout=log, stderr=log) for one in words]
+    while not (credentials / "queue" / "server.bell").exists():
+        time.sleep(0.2)
+    submit = [*polyfed, "submit", str(app), "--credentials", str(credentials)]
+    subprocess.run(submit, stdout=log, stderr=log, check=True)
+    for process in processes:
+        process.terminate()
+        process.wait()
+    return rounds_of(app / "run")
+
+
+def rounds_of(out: Path) -> list[float]:
+    """Return the seconds of the rounds of a run, without the first."""
+    rows = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    return [sum(row["seconds"].values()) for row in rows[1:]]
+
+
+def say(what: str, values: Sequence[float]) -> None:
+    """Print a median and the range."""
+    shown = f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+    print(f"{what}: {shown}   load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+def tasks() -> None:
+    """The process of tasks, with an echo in place of a device's work."""
+
+    def echo(recipe: Path) -> Callable[[Packet, object], Packet]:
+        return lambda packet, config: Packet(packet.header | {"verdict": "reply"}, packet.body)
+
+    device_tasks.Deployed = echo  # type: ignore[assignment, misc]
+    device_tasks.main()
+
+
+def main() -> None:
+    """Run the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", choices=["echoes", "federations"])
+    part = parser.parse_args().part
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, measure in (("echoes", echoes), ("federations", federations)):
+            if part in (None, name):
+                measure(Path(folder))
+
+
+if __name__ == "__main__":
+    tasks() if os.environ.get("POLYFED_ECHO") else main()

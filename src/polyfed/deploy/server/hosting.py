@@ -1,0 +1,64 @@
+"""Start polyfed's own server, `polyfed server`. Its process serves devices and holds no PyTorch."""
+
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server
+from polyfed.deploy.metrics import require_prometheus
+from polyfed.deploy.processes import HOST, ServerPorts, listens
+from polyfed.deploy.server.run_log import remove_old
+from polyfed.transport.hub import HubServer
+from polyfed.transport.queue import SERVER as SERVER_BELL
+from polyfed.transport.queue import ring
+
+RUNS = "runs"
+"""The folder in the credentials with the statuses of the runs; see `polyfed.deploy.server.run_log`."""
+
+SHOWN = 10
+"""Most runs in the status of a server."""
+
+
+def server(credentials: Path, ports: ServerPorts) -> None:
+    """Serve devices until a signal ends this process.
+
+    Args:
+        credentials: folder with `ca.pem`, `server.pem`, `server.key` and a public key `*.pub` for every device.
+        ports: the addresses and ports on which to listen. There is no port for commands.
+
+    Raises:
+        RecipeError: a certificate is missing or invalid, or another process uses a port or the folder.
+    """
+    care_for_certificate(credentials, "hub")
+    check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
+    for number in filter(None, (ports.port, ports.metrics_port, ports.status_port)):
+        if listens(number):
+            raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
+    statuses = credentials / RUNS
+    remove_old(statuses)
+    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials, "hub"))
+    if ports.metrics_port or ports.status_port:
+        _add_monitors(hub, ports, statuses)
+    hub.run()
+
+
+def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
+    """Serve health, metrics and status on the ports that `ports` asks for."""
+    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at  # only here, as it imports PyTorch
+
+    require_prometheus()
+
+    def facts() -> dict[str, Any]:
+        found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
+        return {**hub.hub.facts(), "runs": [{"id": one.name, "status": "running"} for one in found]}
+
+    if ports.metrics_port:
+        hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)
+    if ports.status_port:
+        token = token_at(hub.credentials / TOKEN)
+        hub.add(ServerMonitor(facts, statuses, token), ports.host, ports.status_port, tls=True)
+
+
+def serves(credentials: Path) -> bool:
+    """Return whether a `polyfed server` uses these credentials now."""
+    return ring(credentials / "queue" / f"{SERVER_BELL}.bell")

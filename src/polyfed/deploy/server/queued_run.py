@@ -1,0 +1,51 @@
+"""Run an app in this process, with the devices of polyfed's own server on this machine."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyfed.core.errors import RecipeError, command
+from polyfed.deploy.app_folder import APP, RECIPE, placed
+from polyfed.deploy.device.tasks import packed
+from polyfed.deploy.server.hosting import RUNS
+from polyfed.deploy.server.run_log import STATUS_FOLDER
+from polyfed.deploy.server.server import finished, serve
+from polyfed.engines.queued import QueueTransport
+from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.loop import execute
+from polyfed.experiment.running.warm_start import APP_COPY
+from polyfed.transport.queue import Queue
+
+
+def run_here(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
+    """Run an app in this process to its end, with the devices of the server on this machine. It continues a run.
+
+    Args:
+        app: folder of the app.
+        credentials: the credentials of the server.
+        changes: values of `out` and `data` that replace those of the app.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        PolyfedError: the run failed, or the folder holds no app.
+    """
+    if not (app / APP).exists():
+        raise RecipeError(f"{app} holds no app; write one: {command('app', app, '--recipe', 'RECIPE.toml')}")
+    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+    config = {key: str(value) for key, value in project["tool"]["flwr"]["app"]["config"].items()} | dict(changes)
+    out = Path(config["out"])
+    if finished(placed(load_recipe(app / RECIPE), config["data"]), out):
+        print(f"polyfed: the run in {out} is at its end: nothing to do. Another --out begins another run")  # noqa: T201
+        return out
+    os.environ[STATUS_FOLDER] = str((credentials / RUNS).absolute())
+    model = app / APP_COPY
+    texts = (app / RECIPE).read_text(encoding="utf-8"), model.read_text(encoding="utf-8") if model.exists() else ""
+    transport = QueueTransport(queue=Queue(credentials / "queue"), app=packed(*texts))
+    try:
+        serve(app / RECIPE, transport, config, execute)
+    finally:
+        transport.end()
+    return out

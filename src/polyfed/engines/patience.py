@@ -1,0 +1,407 @@
+"""What every transport to clients in other processes does: it enrols nodes, sends requests and waits for replies.
+
+A subclass of `PatientTransport` says how packets travel: over Flower's grid (`polyfed.engines.flower`), or through
+polyfed's own server (`polyfed.engines.queued`).
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
+from polyfed.federation.wire_format import Packet
+
+FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
+"""Shortest and longest pause in seconds between two queries for replies. The pause is a tenth of the time since the
+start of the wait. Flower's own grids pause for 0.1 seconds (simulation) and 3 seconds (SuperLink)."""
+
+LOOK_EVERY = 1.0
+"""Seconds between two queries for nodes that are new, are online again, or are offline."""
+
+LONGEST_SKIP = 64
+"""A client that has missed n deadlines in a row gets the full deadline again after 2**n requests, but at the latest
+after this number of requests."""
+
+TTL = 2.0
+"""Time for which a message is kept, as a multiple of the deadline. So late replies arrive, and polyfed counts them."""
+
+LARGEST_ENROLMENT = 2**20
+"""Largest size in bytes of a node's answer to the request to enrol."""
+
+GRACE = 1.1
+"""For a client that missed its last deadline, the server waits this multiple of the time that the others took."""
+
+Node = Hashable
+"""What a transport calls a node: a number of Flower's, or the fingerprint of the device's key."""
+
+
+class Arrived(NamedTuple):
+    """What came for a message that was sent.
+
+    Attributes:
+        identity: id of the message.
+        node: the node that answered.
+        packet: the answer, or the reason why there is none.
+        failed: whether the transport failed, or the node could not answer. Such a message is not counted as late.
+        lost: whether the message must be sent again, because its failure would not repeat itself.
+    """
+
+    identity: str
+    node: Node
+    packet: Packet | str
+    failed: bool = False
+    lost: bool = False
+
+
+@dataclass
+class OpenRequest:
+    """One request to several clients while the server waits for their replies.
+
+    Attributes:
+        packets: the packets, by client.
+        patience: how long to wait.
+        waiting: id of each unanswered message -> client.
+        answers: client -> its answer, or the reason why there is no answer.
+        again: the clients to which the request must be sent again, because it was lost when the client's node went
+            offline. Client -> the reason for the loss.
+        away: client -> the time at which its node went offline.
+        settled: the time at which the server stopped waiting for expected clients; since then, it waits only for other
+            clients. A client is expected if its node is online and if it did not miss an earlier deadline. Infinity
+            while the server still waits for an expected client.
+    """
+
+    packets: Mapping[int, Packet]
+    patience: Patience
+    started: float
+    waiting: dict[str, int] = field(default_factory=dict)
+    answers: dict[int, Packet | str] = field(default_factory=dict)
+    again: dict[int, str] = field(default_factory=dict)
+    away: dict[int, float] = field(default_factory=dict)
+    settled: float = math.inf
+
+    @property
+    def end(self) -> float:
+        """The deadline on the monotonic clock."""
+        return self.started + self.patience.seconds
+
+    @property
+    def grace(self) -> float:
+        """The time until which the server waits for clients that missed an earlier deadline.
+
+        While the server still waits for other clients too, the value is `math.inf`: this wait has no end yet.
+        """
+        return self.started + GRACE * (self.settled - self.started)
+
+    @property
+    def replied(self) -> int:
+        """The number of clients that have replied. Refusals and failures do not count."""
+        found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
+        return sum(answer.header.get("verdict") == REPLY for answer in found)
+
+    def pending(self) -> list[int]:
+        """Return the clients that have not answered."""
+        return [client for client in self.packets if client not in self.answers]
+
+    def gone(self, client: int, now: float) -> bool:
+        """Return whether the client's node has been offline for longer than `patience.away_seconds`."""
+        return client in self.away and now - self.away[client] >= self.patience.away_seconds
+
+
+@dataclass(kw_only=True)
+class PatientTransport(ABC):
+    """A `Transport` that knows how long to wait for whom. Subclasses send messages and fetch what came for them.
+
+    Attributes:
+        node_of: the node from which each client enrolled.
+        vet: `vet(packet, device)` returns the reason to refuse an enrolment, or an empty text to accept the enrolment.
+            `device` is the fingerprint of the device's key.
+        limit: size in bytes of the largest reply that the transport fetches.
+        rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
+        run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
+        identity: a name for this start of the server, under which its status is kept.
+        discarded: client -> the number of its replies that arrived after their request had been closed.
+    """
+
+    node_of: dict[int, Node] = field(default_factory=dict)
+    vet: Callable[[Packet, str], str] = lambda packet, device: ""
+    limit: int = 2**29
+    rounds_left: int = 1
+    run: str = ""
+    identity: str = "0"
+    discarded: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._asked: set[Node] = set()  # nodes that have been asked to enrol and have not gone offline since
+        self._enrolling: dict[str, Node] = {}  # id of each unanswered request to enrol -> its node
+        self._answered: set[Node] = set()  # nodes that have answered a request to enrol
+        self._lost: dict[Node, str] = {}  # nodes whose last request to enrol was lost, each with the reason
+        self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
+        self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
+        self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when the message is deleted
+
+    @abstractmethod
+    def push(self, packets: Sequence[tuple[Node, Packet]], seconds: float, *, enrols: bool) -> list[str]:
+        """Send packets to nodes and return their ids, with an empty text for each that was not accepted.
+
+        Args:
+            packets: node and packet of each message.
+            seconds: how long the messages are kept.
+            enrols: whether they ask the nodes to enrol.
+
+        Raises:
+            TransportError: the connection failed.
+        """
+
+    @abstractmethod
+    def pull(self, identities: Sequence[str], limit: int) -> list[Arrived]:
+        """Return what came for these messages. Of an answer above `limit` bytes, little more than these are fetched.
+
+        Raises:
+            TransportError: the connection failed.
+        """
+
+    @abstractmethod
+    def online(self) -> list[Node]:
+        """Return the nodes that are online.
+
+        Raises:
+            TransportError: the connection failed.
+        """
+
+    @abstractmethod
+    def device_of(self, node: Node) -> str:
+        """Return the name of a node's device, which is the fingerprint of its key if it has one."""
+
+    @abstractmethod
+    def rest(self, seconds: float) -> None:
+        """Wait for so many seconds, or less if something comes.
+
+        Raises:
+            KeyboardInterrupt: another thread ended the wait.
+        """
+
+    def close(self, identities: Collection[str]) -> None:  # noqa: B027
+        """Note that nobody waits for the answers to these messages any more."""
+
+    def when_lost(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `tell` if this process ends during the block because its connection has ended."""
+        return nullcontext()
+
+    def enrol(
+        self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], bool] = lambda answers: False
+    ) -> list[Packet]:
+        """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
+
+        A node that refuses or fails does not count towards `wanted`. A node that goes offline before it has answered,
+        or whose request Flower reports as lost, is asked again when it is online.
+
+        Args:
+            wanted: number of clients.
+            seconds: how long to wait.
+            heard: called with the answers so far, after every query. Returns whether the wait can end.
+
+        Returns:
+            All answers. An answer that is not an enrolment has the verdict `refused` or `failed` and a reason.
+        """
+        started = time.monotonic()
+        end = started + seconds
+        answers: list[Packet] = []
+        while _enrolled(answers) < wanted and time.monotonic() < end:
+            self._greet(seconds)
+            found = self._greeted()
+            answers += found
+            if heard(answers):
+                break
+            if not found:
+                self._pause(started, end)
+        return answers + [Packet({"verdict": FAILED, "reason": why}) for why in self._lost.values()]
+
+    def not_taken(self) -> list[str]:
+        """Return the names of the devices that are online, but whose enrolment nobody waited for."""
+        return sorted(self.device_of(node) for node in self.online() if node not in self._answered)
+
+    def exchange(
+        self,
+        packets: dict[int, Packet],
+        patience: Patience,
+        sent: Callable[[Collection[int]], None] = lambda clients: None,
+    ) -> dict[int, Packet | str]:
+        """Send a packet to each client and wait for the answers; see `Transport.exchange`.
+
+        If a request is lost because a node went offline, the transport sends the request again when the node is back. A
+        repeated task gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered,
+        when `patience.enough` clients have replied, or at the deadline.
+
+        After a client has missed a deadline, the transport waits less for this client in its next requests: only
+        `open_request.GRACE` times as long as the other clients took. The number of such requests doubles with every
+        further miss, up to `LONGEST_SKIP`. The wait for a client whose node is offline takes at most
+        `patience.away_seconds`.
+        """
+        now = time.monotonic()
+        run = OpenRequest(packets, patience, now)
+        self._skip -= Counter(dict.fromkeys(packets, 1))
+        absent = [client for client in packets if client not in self.node_of]
+        run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
+        self._send(run, packets, patience.seconds)
+        sent(list(run.waiting.values()))
+        looked = now
+        while not (why := self._closed(run)):
+            came = self._pull(run)
+            if time.monotonic() - looked > LOOK_EVERY:
+                self._look(run)
+                looked = time.monotonic()
+            if not came:
+                self._pause(run.started, min(run.end, run.grace))
+        return self._settled(run, why)
+
+    def _closed(self, run: OpenRequest) -> str:
+        """Return why the server no longer waits for answers, or "" if it still waits.
+
+        For a client that has not answered, this text becomes the reason why its answer is missing.
+        """
+        now, pending, count = time.monotonic(), run.pending(), len(run.packets)
+        if not pending:
+            return "nobody is missing"
+        if now >= run.end:
+            return f"late: no answer within {run.patience.seconds:g} seconds"
+        if run.replied >= run.patience.enough:
+            return f"late: the request was closed when {run.replied} of {count} clients had replied"
+        if any(not self._skip[client] and not run.gone(client, now) for client in pending):
+            run.settled = math.inf
+            return ""
+        if run.replied < min(run.patience.least, count):
+            return "late: its node is offline" if all(run.gone(client, now) for client in pending) else ""
+        run.settled = min(run.settled, now)
+        if now < run.grace:
+            return ""
+        return f"late: no answer to this request in {now - run.started:.3g} seconds, nor to an earlier one in time"
+
+    def _settled(self, run: OpenRequest, why: str) -> dict[int, Packet | str]:
+        """Return the answer of each client, or the reason why it is missing. Also count the missed deadlines."""
+        now = time.monotonic()
+        kept_until = now + TTL * run.patience.seconds
+        self._overdue |= {identity: (client, kept_until) for identity, client in run.waiting.items()}
+        self.close(list(run.waiting))
+        for client in run.pending():
+            run.answers[client] = f"late: {run.again[client]}; not back in time" if client in run.again else why
+            if run.gone(client, now):
+                away = now - run.away[client]
+                run.answers[client] = f"late: its node has been offline for {away:.0f} seconds"
+            elif run.replied >= run.patience.enough:
+                continue  # the client did not have the full deadline, so it has not missed the deadline
+            if not self._skip[client]:
+                self._misses[client] += 1
+                self._skip[client] = min(2 ** self._misses[client], LONGEST_SKIP) + 1
+        return {client: run.answers[client] for client in run.packets}
+
+    def _look(self, run: OpenRequest) -> None:
+        """Record which nodes are offline, and send lost requests again to nodes that are online again."""
+        left = run.end - time.monotonic()
+        if run.again:
+            self._send(run, self._reachable(run.packets, run.again, run.patience.seconds), left)
+        now, there = time.monotonic(), set(self.online())
+        absent = [client for client in run.pending() if self.node_of.get(client) not in there]
+        run.away = {client: run.away.get(client, now) for client in absent}
+
+    def _send(self, run: OpenRequest, packets: Mapping[int, Packet], seconds: float) -> None:
+        """Send packets. If a message is not accepted, `_look` sends it again."""
+        clients = [client for client in packets if client in self.node_of]
+        messages = [(self.node_of[client], packets[client]) for client in clients]
+        sent = self.push(messages, max(TTL * seconds, 1.0), enrols=False)
+        for identity, client in zip(sent, clients, strict=True):
+            if identity:
+                run.waiting[identity] = client
+            else:
+                run.again[client] = "the request was not accepted"
+
+    def _pull(self, run: OpenRequest) -> bool:
+        """Fetch the replies that have arrived. The transport accepts only one reply to each message."""
+        now = time.monotonic()
+        self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
+        wanted = [*run.waiting, *self._overdue]
+        came = self.pull(wanted, self.limit)
+        for found in came:
+            late, _ = self._overdue.pop(found.identity, (None, 0.0))
+            if late is not None and not found.failed:
+                self.discarded[late] += 1
+            client = run.waiting.pop(found.identity, None)
+            if client is None or client in run.answers:
+                continue
+            if found.lost:
+                run.again[client] = str(found.packet)
+                continue
+            run.answers[client] = found.packet
+            self._misses.pop(client, None)
+            self._skip.pop(client, None)
+        return bool(came)
+
+    def _reachable(self, packets: Mapping[int, Packet], again: dict[int, str], seconds: float) -> dict[int, Packet]:
+        """Return the packets that can be sent again now. A client may have enrolled again from another node."""
+        self._greet(seconds)
+        self._greeted()
+        there = set(self.online())
+        back = [client for client in again if self.node_of[client] in there]
+        for client in back:
+            del again[client]
+        return {client: packets[client] for client in back}
+
+    def _greet(self, seconds: float) -> None:
+        """Ask every node to enrol that is new, or that has gone offline or lost its request before it answered."""
+        there = self.online()
+        self._asked -= set(self._enrolling.values()) - set(there)  # its process may have died with the request
+        new = [node for node in there if node not in self._asked]
+        if not new:
+            return
+        self.close([identity for identity, node in self._enrolling.items() if node in set(new)])
+        self._enrolling = {identity: node for identity, node in self._enrolling.items() if node not in set(new)}
+        asking = hello(self.rounds_left, self.run)
+        identities = self.push([(node, asking) for node in new], max(seconds, 1.0), enrols=True)
+        sent = {identity: node for identity, node in zip(identities, new, strict=True) if identity}
+        self._enrolling |= sent
+        self._asked |= set(sent.values())
+
+    def _greeted(self) -> list[Packet]:
+        """Return the new answers to requests to enrol. A refused enrolment gets the verdict `failed`."""
+        answers = []
+        for found in self.pull(list(self._enrolling), LARGEST_ENROLMENT):
+            asked = self._enrolling.pop(found.identity)
+            if found.lost:
+                self._lost[asked] = f"{self.device_of(asked)}: {found.packet}"
+                self._asked.discard(asked)
+                continue
+            self._lost.pop(asked, None)
+            self._answered.add(asked)
+            said = found.packet
+            packet = Packet({"verdict": FAILED, "reason": said}) if isinstance(said, str) else said
+            if packet.header.get("verdict") == ENROLLED:
+                node = found.node
+                if flaw := self.vet(packet, self.device_of(node)) or self._place(packet.header.get("client"), node):
+                    packet = Packet({"verdict": FAILED, "reason": one_line(flaw)})
+            answers.append(packet)
+        return answers
+
+    def _place(self, client: Any, node: Node) -> str:
+        """Record the node of a client. Return "" if this succeeds, and otherwise the reason why it does not.
+
+        It does not succeed if the client number is invalid or belongs to another node that is online.
+        """
+        if type(client) is not int or client < 0:
+            return "it enrolled without a client number"
+        if self.node_of.get(client, node) != node and self.node_of[client] in set(self.online()):
+            return f"client {client} enrolled twice: another node that is online has its number"
+        self.node_of[client] = node
+        return ""
+
+    def _pause(self, started: float, end: float) -> None:
+        now = time.monotonic()
+        wait = min(LONGEST_WAIT, max(FIRST_WAIT, (now - started) / 10))
+        self.rest(max(0.0, min(wait, end - now)))
+
+
+def _enrolled(answers: Sequence[Packet]) -> int:
+    return sum(answer.header.get("verdict") == ENROLLED for answer in answers)

@@ -1,0 +1,284 @@
+"""A device's calls to the server. It talks to the server alone: it follows no redirect, and bounds what it reads.
+
+It uses the standard library, because a device that waits should need little memory.
+"""
+
+import hashlib
+import http.client
+import json
+import random
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from typing import Any
+from urllib.parse import urlsplit
+
+from polyfed.core.errors import BadReply, RecipeError, TransportError
+from polyfed.transport.logins import PrivateKey, message
+
+SECONDS = 20.0
+"""How long the other side may be silent, beyond the time for which a call is to wait."""
+
+LONGEST_WAIT = 45.0
+"""How long an answer to a call that waits may take; the server answers after 25 seconds."""
+
+PIECE = 2**23
+"""Size in bytes of the pieces in which a reply is sent."""
+
+LARGEST_ANSWER = 2**23
+"""Largest size in bytes of an answer that is not written to a file. The header of a request has at most 4 MiB."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Shortest and longest pause in seconds before a call is tried again; each is twice the one before, and varies."""
+
+ANSWERS = (200, 204, 206, 410, 413, 422)
+"""The statuses with which the server answers a call. After others, such as those of a proxy, the call is repeated."""
+
+REFUSED = (
+    "the server refused the key of this device. Ask the server's operator to put this device's public key (*.pub) into "
+    "the credentials folder; the server reads it within seconds"
+)
+REPLACED = "another process with the key of this device has logged in to the server, so this one ends. End one of them"
+UNKNOWN_SERVER = (
+    "the certificate of the server does not fit {ca}: {error}. If the server has a new authority, this device needs "
+    "the new ca.pem"
+)
+
+
+class Connection:
+    """The calls of one device to its server. Each is repeated until the server answers.
+
+    Args:
+        address: `host:port` of the server.
+        ca: path of `ca.pem`, which verifies the server's certificate.
+        key: the device's key.
+        stop: ends the repetition.
+        note: called with a sentence when the connection breaks and when it is back.
+
+    Attributes:
+        contact: the reading of the monotonic clock when the server last answered; 0 if it never did.
+
+    Raises:
+        RecipeError: the address or the file is wrong.
+    """
+
+    def __init__(self, address: str, ca: Path, key: PrivateKey, stop: Event, note: Callable[[str], None]) -> None:
+        self.host, self.port = host_and_port(address)
+        self.ca, self.key, self.stop, self.note = ca, key, stop, note
+        self.contact = 0.0
+        self._token = ""
+        self._way: http.client.HTTPSConnection | None = None
+        try:
+            self._context = ssl.create_default_context(cafile=str(ca))
+        except (OSError, ssl.SSLError) as error:
+            raise RecipeError(f"{ca} cannot be used ({error}); copy ca.pem from the server") from None
+
+    def next(self) -> dict[str, Any] | None:
+        """Wait for a request, and return its description, or None if none came in time."""
+        status, told = self._call("GET", "/v1/next", patient=True)
+        return told if status == 200 else None
+
+    def is_open(self, request: str) -> bool:
+        """Return whether the server still waits for the reply to a request."""
+        status, told = self._call("GET", f"/v1/requests/{request}")
+        return status == 200 and told.get("open") is True
+
+    def fetch(self, request: str, part: str, sha256: str, size: int, path: Path) -> bool:
+        """Write a part of a request to a file. A file that has the beginning is continued.
+
+        Args:
+            part: `body` or `app`.
+            sha256: the digest of the part.
+            size: its size in bytes. Nothing beyond it is read.
+
+        Returns:
+            Whether the file is complete; not so if nobody waits for the request any more.
+
+        Raises:
+            BadReply: the part has another digest, or the server sends something else.
+        """
+        while _size(path) < size:
+            status, _ = self._call("GET", f"/v1/requests/{request}/{part}", to=path, most=size)
+            if status == 410:
+                return False
+            if status not in (200, 206):
+                raise BadReply(f"could not be fetched: the server answered {status}")
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256 or path.stat().st_size != size:
+            path.unlink()
+            raise BadReply("has another digest than the server says")
+        return True
+
+    def send(self, request: str, path: Path) -> bool:
+        """Send the reply in a file, piece by piece. Return False if nobody waits for it any more."""
+        size, offset, again = path.stat().st_size, 0, False
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            while True:
+                file.seek(offset)
+                words = f"/v1/replies/{request}?offset={offset}&size={size}&sha256={digest}"
+                status, told = self._call("PUT", words, body=file.read(PIECE))
+                if status == 422 and not again:  # what had come before was of another reply to this request
+                    again, offset = True, 0
+                    continue
+                if status != 200:
+                    return False
+                if (offset := int(told.get("received", size))) >= size:
+                    return True
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._way is not None:
+            self._way.close()
+        self._way = None
+
+    def _call(self, method: str, path: str, **how: Any) -> tuple[int, dict[str, Any]]:
+        """Make a call, log in if needed, and repeat the call while the server does not answer.
+
+        Raises:
+            TransportError: the server refuses this device, or is another one.
+            InterruptedError: `stop` is set.
+        """
+        pause, told, broken = FIRST_PAUSE, False, False
+        while not self.stop.is_set():
+            try:
+                # a server that ends a connection while a body is sent may have answered 401, which then is lost
+                status, answer = self._once("GET", "/v1/requests/none") if broken and "body" in how else (410, {})
+                if status == 410:
+                    status, answer = self._once(method, path, **how)
+                broken = False
+            except ssl.SSLCertVerificationError as error:
+                raise TransportError(UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)) from None
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                broken, status, answer = True, 0, {"error": f"{type(error).__name__}: {error}"}
+            if status == 401:
+                self._login()
+            elif status == 409:
+                raise TransportError(REPLACED)
+            elif status not in ANSWERS:
+                if not told and pause > 2 * FIRST_PAUSE:
+                    told = True
+                    self.note(f"no contact with {self.host}:{self.port}, trying again ({answer.get('error', status)})")
+                self.stop.wait(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                if told:
+                    self.note(f"contact with {self.host}:{self.port} again")
+                return status, answer
+        raise InterruptedError
+
+    def _login(self) -> None:
+        """Log in with the key.
+
+        Raises:
+            TransportError: the server refuses the key.
+            OSError: the connection broke.
+        """
+        with suppress(OSError, http.client.HTTPException):
+            status, told = self._once("GET", "/v1/challenge")
+            sock = self._way.sock if self._way is not None else None
+            if status != 200 or not isinstance(sock, ssl.SSLSocket):
+                return
+            challenge = str(told.get("challenge"))
+            signature = self.key.sign(message(challenge, sock.getpeercert(binary_form=True) or b""))
+            words = {"device": self.key.fingerprint, "challenge": challenge, "signature": signature}
+            status, told = self._once("POST", "/v1/login", body=json.dumps(words).encode())
+            if status == 403:
+                raise TransportError(REFUSED)
+            self._token = str(told.get("token", ""))
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        to: Path | None = None,
+        most: int = LARGEST_ANSWER,
+        patient: bool = False,
+    ) -> tuple[int, dict[str, Any]]:
+        """Make one call. Return its status and its answer, a table unless the answer was written to a file.
+
+        Args:
+            to: a file that the answer completes.
+            most: largest number of bytes of the answer, or of the file.
+            patient: whether the server may take its time.
+        """
+        way = self._connected(LONGEST_WAIT if patient else SECONDS)
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        if to is not None and (have := _size(to)):
+            headers["range"] = f"bytes={have}-"
+        way.request(method, path, body=body, headers=headers)
+        answer = way.getresponse()
+        self.contact = time.monotonic()
+        if to is not None and answer.status in (200, 206):
+            _write(answer, to, most, "wb" if answer.status == 200 else "ab")
+            return answer.status, {}
+        text = answer.read(most + 1)
+        if len(text) > most:
+            raise OSError(f"an answer of more than {most} bytes")
+        if answer.will_close:
+            self.close()
+        if answer.status != 200:
+            return answer.status, {"error": f"status {answer.status}"}
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"an answer that is no JSON: {type(error).__name__}") from None
+        return 200, told if isinstance(told, dict) else {}
+
+    def _connected(self, seconds: float) -> http.client.HTTPSConnection:
+        if self._way is None:
+            self._way = self._new()
+            self._way.connect()
+            self._way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._way.sock.settimeout(seconds)
+        return self._way
+
+    def _new(self) -> http.client.HTTPSConnection:
+        """Return a connection to the server, through the proxy of the environment if there is one."""
+        proxy = urllib.request.getproxies().get("https")
+        if proxy is None or urllib.request.proxy_bypass(f"{self.host}:{self.port}"):
+            return http.client.HTTPSConnection(self.host, self.port, timeout=SECONDS, context=self._context)
+        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        way = http.client.HTTPSConnection(
+            parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=self._context
+        )
+        way.set_tunnel(self.host, self.port)
+        return way
+
+
+def _write(answer: http.client.HTTPResponse, path: Path, most: int, mode: str) -> None:
+    """Write an answer to a file, or add it, until the file has `most` bytes.
+
+    Raises:
+        OSError: the answer is longer.
+    """
+    with open(path, mode) as file:
+        while piece := answer.read(min(2**20, most - file.tell() + 1)):
+            if file.tell() + len(piece) > most:
+                raise OSError("the server sends more bytes than it said")
+            file.write(piece)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split an address.
+
+    Raises:
+        RecipeError: it is not `host:port`.
+    """
+    host, _, port = address.rpartition(":")
+    if not host.strip("[]") or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise RecipeError(f"'{address}' is not an address; write HOST:PORT, as server.example.org:9092")
+    return host.strip("[]"), int(port)

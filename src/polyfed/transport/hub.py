@@ -1,0 +1,455 @@
+"""The server's web application for devices: they log in, wait for requests, fetch what these carry, and send replies.
+
+A call by a stranger is refused before its body is read. A device reaches only its own open requests. Bodies travel as
+files: a device fetches one from any byte on, and sends its reply in pieces, each of which says where it begins, so that
+a connection that breaks costs only what was under way.
+"""
+
+import asyncio
+import hashlib
+import socket
+import sqlite3
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route, Router
+from typing_extensions import override
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.core.system.log_lines import LogLines, logger_of
+from polyfed.transport.logins import Keys, Logins
+from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting, ring
+from polyfed.transport.web import Chain, public_config, refuse
+
+WAIT_SECONDS = 25.0
+"""How long a call waits for a request. Many proxies end a silent connection after 30 or 60 seconds."""
+
+AWAY_SECONDS = 5.0
+"""A device is online while one of its calls goes on, and for so long afterwards."""
+
+LARGEST_LOGIN = 2**12
+"""Largest size in bytes of the body of a login."""
+
+LARGEST_PIECE, DRAIN_SECONDS = 2**23, 20.0
+"""Most bytes that are read of a piece of a reply that is refused, and for how long."""
+
+LOOK_SECONDS, TIDY_SECONDS, DAY = 1.0, 5.0, 24 * 3600.0
+"""Seconds between two looks for devices that are gone, for new keys and for runs that have ended, and of a day."""
+
+END_SECONDS = 2
+"""How long a server that ends waits for the calls that go on, and for devices that do not close their connections."""
+
+LOGGER = logger_of("hub", "stderr")
+
+
+class Hub:
+    """The ASGI application.
+
+    Args:
+        queue: the requests and replies.
+        keys: the keys of the devices that may take part.
+        certificates: returns the server's certificates (DER) that a device may have seen.
+    """
+
+    def __init__(self, queue: Queue, keys: Keys, certificates: Callable[[], Sequence[bytes]]) -> None:
+        self.queue, self.logins, self.certificates = queue, Logins(keys), certificates
+        self.ended = False
+        self.online: dict[str, float] = {}  # device -> time of its last contact
+        self._calls: Counter[str] = Counter()  # calls of each device that go on
+        self._wake: dict[str, asyncio.Event] = {}  # device -> its call waits for a request
+        self._uploads: set[str] = set()  # requests to which a reply is arriving
+        self._open = Router(
+            [Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])]
+        )
+        self._closed = Router(
+            [
+                Route("/v1/next", self._next),
+                Route("/v1/requests/{request}", self._is_open),
+                Route("/v1/requests/{request}/{part:str}", self._part),
+                Route("/v1/replies/{request}", self._reply, methods=["PUT"]),
+            ]
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a call."""
+        if scope["type"] != "http":
+            return
+        try:
+            if scope["path"] in ("/v1/challenge", "/v1/login"):
+                await self._open(scope, receive, send)
+                return
+            scope["device"] = device = self._known(scope)
+            with self._contact(device):
+                await self._answered(scope, receive, send)
+        except HTTPException as error:
+            await refuse(send, error.status_code, error.detail)
+        except (OSError, sqlite3.Error) as error:  # such as a full disk; devices try again
+            LOGGER.warning("a call failed: %s", error)
+            with suppress(RuntimeError):  # the answer has begun
+                await refuse(send, 503, "the server cannot do this now")
+        except ClientDisconnect:
+            pass
+
+    async def _answered(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a device. If it is refused, read the piece that it sends, which else could hide the answer from it."""
+        ended = False
+
+        async def heard() -> Any:
+            nonlocal ended
+            event = await receive()
+            ended = not event.get("more_body", False)
+            return event
+
+        async def drained() -> None:
+            left = LARGEST_PIECE
+            while not ended and left > 0:
+                left -= len((await heard()).get("body", b""))
+
+        try:
+            await self._closed(scope, heard, send)
+        except HTTPException:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(drained(), DRAIN_SECONDS)
+            raise
+
+    def _known(self, scope: Any) -> str:
+        """Return the device that makes a call.
+
+        Raises:
+            HTTPException: nobody has logged in with the token of the call.
+        """
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        token = given[0].removeprefix(b"Bearer ").decode("latin-1") if len(given) == 1 else ""
+        if device := self.logins.device_of(token):
+            return device
+        if self.logins.replaced(token):
+            raise HTTPException(409, "another process with this key has logged in")
+        raise HTTPException(401, "log in first")
+
+    @contextmanager
+    def _contact(self, device: str) -> Iterator[None]:
+        """Count the device as online during a call, and for a while afterwards."""
+        if device not in self.online:
+            self.queue.mark({device: True})
+            LOGGER.info("device %s is online", device)
+        self.online[device] = time.monotonic()
+        self._calls[device] += 1
+        try:
+            yield
+        finally:
+            self._calls[device] -= 1
+            self.online[device] = time.monotonic()
+
+    async def _challenge(self, call: Request) -> Response:
+        return JSONResponse({"challenge": self.logins.challenge()})
+
+    async def _login(self, call: Request) -> Response:
+        try:
+            told = parse_json(await _body(call, LARGEST_LOGIN))
+            device, challenge, signature = words = [told[name] for name in ("device", "challenge", "signature")]
+            if not all(isinstance(word, str) and word.isascii() for word in words):
+                raise ValueError("no text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise HTTPException(400, "this is no login") from error
+        if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
+            raise HTTPException(403, "the key is not registered, or the signature is wrong")
+        return JSONResponse({"token": token})
+
+    async def _next(self, call: Request) -> Response:
+        """Wait for a request to the device, and describe it; 204 if none comes."""
+        device, end = call.scope["device"], time.monotonic() + WAIT_SECONDS
+        gone = asyncio.ensure_future(_disconnected(call))
+        self._wake[device] = wake = asyncio.Event()
+        try:
+            while True:
+                wake.clear()
+                if (found := self.queue.next_for(device)) is not None:
+                    return JSONResponse(_offer(found, self.queue))
+                rung = asyncio.ensure_future(wake.wait())
+                await asyncio.wait([gone, rung], timeout=end - time.monotonic(), return_when="FIRST_COMPLETED")
+                rung.cancel()
+                if gone.done() or self.ended or time.monotonic() >= end:
+                    return Response(status_code=204)
+        finally:
+            gone.cancel()
+            if self._wake.get(device) is wake:
+                del self._wake[device]
+
+    async def _is_open(self, call: Request) -> Response:
+        """Say whether anybody still waits for the reply to a request."""
+        return JSONResponse({"open": self._own(call).state == OPEN})
+
+    async def _part(self, call: Request) -> Response:
+        """Send the body or the app of a request; a range if the call asks for one."""
+        found = self._own(call)
+        name = {"body": found.body, "app": found.app}.get(call.path_params["part"])
+        path = self.queue.file(found.run, name or "none")
+        if found.state != OPEN or not path.is_file():
+            raise HTTPException(410, "nobody waits for this request any more")
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def _reply(self, call: Request) -> Response:
+        """Take a piece of a reply. The answer says how many bytes of the reply have come, and thus where to go on."""
+        found = self._own(call)
+        offset, size, digest = _numbers(call)
+        if size > found.most:
+            raise HTTPException(413, f"a reply to this request has at most {found.most} bytes")
+        if found.state == ANSWERED:
+            return JSONResponse({"received": size})  # the answer to the last piece was lost
+        if found.state != OPEN:
+            self.queue.too_late(found)
+            raise HTTPException(410, "nobody waits for this reply any more")
+        if found.id in self._uploads:
+            raise HTTPException(429, "another call sends this reply")
+        self._uploads.add(found.id)
+        try:
+            received = await self._take(call, self.queue.reply(found.id, "part"), offset, size)
+            if received == size:
+                await self._complete(found, digest)
+            return JSONResponse({"received": received})
+        finally:
+            self._uploads.discard(found.id)
+
+    async def _take(self, call: Request, part: Path, offset: int, size: int) -> int:
+        """Add a piece to the file of a reply, and return the size of the file.
+
+        A piece that begins elsewhere than at the end of the file adds nothing.
+        """
+        with open(part, "ab") as file:
+            if file.tell() != offset:
+                return min(file.tell(), size)
+            async for piece in call.stream():
+                if file.tell() + len(piece) > size:
+                    raise HTTPException(413, f"this reply has {size} bytes")
+                file.write(piece)
+            return file.tell()
+
+    async def _complete(self, found: Waiting, digest: str) -> None:
+        """Check the digest of a whole reply, and hand the reply to the run."""
+        part = self.queue.reply(found.id, "part")
+        if await asyncio.to_thread(_digest_of, part) != digest:
+            part.unlink()
+            raise HTTPException(422, "the reply has another digest")
+        if not self.queue.deliver(found):
+            found = self.queue.find(found.id) or found
+            self.queue.too_late(found)
+            raise HTTPException(410, "nobody waits for this reply any more")
+
+    def _own(self, call: Request) -> Waiting:
+        """Return the request that a call names.
+
+        Raises:
+            HTTPException: there is no such request for this device.
+        """
+        name = call.path_params["request"]
+        found = self.queue.find(name) if REQUEST.fullmatch(name) else None
+        if found is None or found.device != call.scope["device"]:
+            raise HTTPException(410, "there is no such request for this device")
+        return found
+
+    async def look(self, bell: Bell) -> None:
+        """Wake the calls of devices for which there are requests, and notice which devices are gone. Never ends."""
+        asyncio.get_running_loop().add_reader(bell.number, self._rung, bell)
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                self._rung(bell)
+                self._notice()
+            except (OSError, sqlite3.Error) as error:
+                LOGGER.warning("the queue cannot be read or written now: %s", error)
+
+    def _notice(self) -> None:
+        """Note which devices have gone."""
+        now = time.monotonic()
+        gone = [one for one, last in self.online.items() if not self._calls[one] and now - last > AWAY_SECONDS]
+        if gone:
+            self.queue.mark(dict.fromkeys(gone, False))
+        for device in gone:
+            LOGGER.info("device %s is offline", device)
+            del self.online[device], self._calls[device]
+
+    def _rung(self, bell: Bell) -> None:
+        bell.drain()
+        for device in self.queue.wanted() & self._wake.keys():
+            self._wake[device].set()
+
+    def end(self) -> None:
+        """Answer the calls that wait, because the server ends."""
+        self.ended = True
+        for wake in self._wake.values():
+            wake.set()
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts for the status page: see `polyfed.deploy.server.monitor.status_of`."""
+        known = self.logins.keys.known.keys()
+        nodes = {"registered": len(known), "online": len(self.online)}
+        return {"nodes": nodes, "away": sorted(known - self.online.keys())}
+
+
+def _offer(found: Waiting, queue: Queue) -> dict[str, Any]:
+    app = queue.file(found.run, found.app)
+    return {
+        "id": found.id,
+        "header": found.header,
+        "body": {"sha256": found.body, "size": found.size},
+        "app": {"sha256": found.app, "size": app.stat().st_size if app.is_file() else 0},
+    }
+
+
+def _numbers(call: Request) -> tuple[int, int, str]:
+    """Return offset, size and digest of a piece of a reply.
+
+    Raises:
+        HTTPException: one is missing or malformed.
+    """
+    words = [call.query_params.get(name, "") for name in ("offset", "size")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 16 for word in words):
+        raise HTTPException(400, "a piece of a reply says its offset and the size of the reply")
+    return int(words[0]), int(words[1]), call.query_params.get("sha256", "")
+
+
+async def _body(call: Request, most: int) -> bytes:
+    """Read the body of a call, unless it is too large."""
+    body, length = bytearray(), call.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > most:
+        raise HTTPException(413, f"a body of this call has at most {most} bytes")
+    async for piece in call.stream():
+        body += piece
+        if len(body) > most:
+            raise HTTPException(413, f"a body of this call has at most {most} bytes")
+    return bytes(body)
+
+
+async def _disconnected(call: Request) -> None:
+    with suppress(ClientDisconnect):
+        async for piece in call.stream():
+            if piece:
+                return  # a call that waits has no body
+    while (await call.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _Ending(uvicorn.Server):
+    """The web server for devices. When it stops, it answers the calls that wait."""
+
+    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+        super().__init__(config)
+        self.hub = hub
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.hub.end()
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # of devices that do not close them
+            vars(connection)["transport"].abort()
+        await asyncio.sleep(0)
+
+
+class HubServer:
+    """The web server for devices.
+
+    Args:
+        credentials: folder with `server.pem`, `server.key` and a public key `*.pub` for every device. The queue is in
+            its folder `queue`.
+        host: address on which to listen.
+        port: port on which to listen; 0 for any.
+        daily: called once a day, for example to renew the certificate.
+
+    Raises:
+        RecipeError: another server uses the folder.
+    """
+
+    def __init__(self, credentials: Path, host: str, port: int, daily: Callable[[], None] = lambda: None) -> None:
+        self.credentials, self.daily = credentials, daily
+        queue = Queue(credentials / "queue")
+        if ring(queue.bell(SERVER)):
+            raise RecipeError(f"another server uses {credentials}; end it first")
+        self.bell = Bell(queue.bell(SERVER))
+        queue.nobody_is_online()
+        queue.tidy()
+        keys = Keys(credentials)
+        keys.look()
+        self.seen = [_certificate(credentials)]
+        self.hub = Hub(queue, keys, lambda: self.seen)
+        self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
+        self.socket = self.server.config.bind_socket()  # now, so that the command ends if the port is taken
+        self.socket.listen()
+        self.others: list[uvicorn.Server] = []
+
+    def add(self, app: Any, host: str, port: int, *, tls: bool) -> None:
+        """Serve another web application in a thread."""
+        self.others.append(uvicorn.Server(self._config(app, host, port, tls=tls)))
+        sockets = [self.others[-1].config.bind_socket()]
+        Thread(target=self.others[-1].run, kwargs={"sockets": sockets}, daemon=True).start()
+
+    def run(self) -> None:
+        """Serve until a signal ends this process, or `server.should_exit` is set."""
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
+            self.bell.close()
+            self.hub.queue.close()
+
+    async def _serve(self) -> None:
+        tasks = [asyncio.create_task(self.hub.look(self.bell)), asyncio.create_task(self._care())]
+        LOGGER.info("waiting for devices on port %d", self.socket.getsockname()[1])
+        await self.server.serve([self.socket])
+        for task in tasks:
+            task.cancel()
+
+    def _config(self, app: Any, host: str, port: int, *, tls: bool) -> uvicorn.Config:
+        files = {"ssl_keyfile": self.credentials / "server.key", "ssl_certfile": self.credentials / "server.pem"}
+        more: dict[str, Any] = {"log_config": _LOG, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
+        more["timeout_graceful_shutdown"] = END_SECONDS
+        return public_config(app, host, port, **more, **(files if tls else {}))
+
+    async def _care(self) -> None:
+        """Look for new keys, a new certificate, and runs that have ended. No error, such as a full disk, ends it."""
+        chain, tidied, day = Chain(self.credentials, [self.server, *self.others]), time.monotonic(), time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                if time.monotonic() - day > DAY:
+                    day = time.monotonic()
+                    self.daily()
+                chain.reload()
+                if (certificate := _certificate(self.credentials)) not in self.seen:
+                    self.seen.append(certificate)
+                self.hub.logins.keys.look()
+                if time.monotonic() - tidied > TIDY_SECONDS:
+                    tidied = time.monotonic()
+                    self.hub.queue.tidy()
+            except Exception as error:  # the next look may succeed
+                LOGGER.warning("the folder %s cannot be looked after now: %s", self.credentials, error)
+
+
+def _certificate(folder: Path) -> bytes:
+    text = (folder / "server.pem").read_text()
+    end = text.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----")
+    return ssl.PEM_cert_to_DER_cert(text[:end][text.index("-----BEGIN CERTIFICATE-----") :] + "\n")
+
+
+_LOG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"lines": {"()": LogLines, "role": "hub"}},
+    "handlers": {"lines": {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"}},
+    "loggers": {"uvicorn": {"handlers": ["lines"], "level": "WARNING", "propagate": False}},
+}

@@ -1,0 +1,196 @@
+"""Who a device is: it signs a challenge of the server with its key, and gets a token for its further calls.
+
+The signature also covers the certificate that the device has seen, so that another server, which a device trusts too,
+cannot pass a challenge on and log in as the device. No clock of a device is involved.
+"""
+
+import base64
+import hashlib
+import hmac
+import secrets
+import time
+from binascii import Error as Base64Error
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.system.log_lines import logger_of
+
+CHALLENGE_SECONDS = 60.0
+"""How long a device may take to sign a challenge."""
+
+KEPT_TOKENS = 10_000
+"""Number of replaced tokens that the server remembers, to tell their holders why they are refused."""
+
+HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
+
+
+def fingerprint(line: bytes) -> str:
+    """Return the fingerprint of a public key in OpenSSH's format, as `ssh-keygen -l` prints it."""
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+def message(challenge: str, certificate: bytes) -> bytes:
+    """Return what a device signs to log in.
+
+    Args:
+        challenge: the server's challenge.
+        certificate: the server's certificate, DER.
+    """
+    return f"polyfed login\n{challenge}\n{hashlib.sha256(certificate).hexdigest()}".encode()
+
+
+class PrivateKey:
+    """The key of a device.
+
+    Args:
+        path: the file, in OpenSSH's format.
+
+    Raises:
+        RecipeError: the file cannot be read, or holds no key of a kind that polyfed uses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            key = load_ssh_private_key(path.read_bytes(), None)
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise RecipeError(
+                f"{path} is no private key in OpenSSH's format without a password ({error}). {HOW}"
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
+            raise RecipeError(f"{path} is a key of type {type(key).__name__}; use ECDSA or Ed25519. {HOW}")
+        self._key = key
+        self.fingerprint = fingerprint(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+
+    def sign(self, text: bytes) -> str:
+        """Return a signature as text."""
+        key = self._key
+        signed = key.sign(text, ec.ECDSA(SHA256())) if isinstance(key, ec.EllipticCurvePrivateKey) else key.sign(text)
+        return base64.b64encode(signed).decode()
+
+
+@dataclass
+class Keys:
+    """The public keys of the devices that may take part, one in each file `*.pub` of a folder.
+
+    Attributes:
+        folder: the folder.
+        known: fingerprint -> key.
+    """
+
+    folder: Path
+    known: dict[str, Any] = field(default_factory=dict)
+    _read: dict[Path, tuple[tuple[int, int], str]] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Read new and changed files, and drop the keys of files that are gone. The log names each key and fault."""
+        logger, found = logger_of("hub", "stderr"), dict[Path, tuple[tuple[int, int], str]]()
+        for path in sorted(self.folder.glob("*.pub")):
+            try:
+                stamp = path.stat().st_mtime_ns, path.stat().st_size
+                if self._read.get(path, ((0, 0), ""))[0] == stamp:
+                    found[path] = self._read[path]
+                    continue
+                found[path] = stamp, ""
+                line = path.read_bytes()
+                key = load_ssh_public_key(line)
+                if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
+                    raise ValueError(f"a key of type {type(key).__name__}, and not ECDSA or Ed25519")
+                name = fingerprint(line)
+                found[path], self.known[name] = (stamp, name), key
+                logger.info("the key %s of %s is registered", name, path)
+            except (OSError, ValueError, UnsupportedAlgorithm) as error:
+                logger.warning("%s is no public key in OpenSSH's format (%s). %s", path, error, HOW)
+        self._read = found
+        for name in self.known.keys() - {name for _, name in found.values()}:
+            del self.known[name]
+            logger.warning("the key %s is revoked, because its file *.pub is gone", name)
+
+    def signed(self, device: str, text: bytes, signature: str) -> bool:
+        """Return whether a device has signed a text."""
+        key = self.known.get(device)
+        try:
+            made = base64.b64decode(signature, validate=True)
+            if isinstance(key, ec.EllipticCurvePublicKey):
+                key.verify(made, text, ec.ECDSA(SHA256()))
+            elif key is not None:
+                key.verify(made, text)
+            return key is not None
+        except (InvalidSignature, Base64Error, ValueError):
+            return False
+
+
+class Logins:
+    """Challenges and tokens of a server. Both end with its process; devices then log in again.
+
+    Args:
+        keys: the registered keys.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self._secret = secrets.token_bytes(32)
+        self._used: dict[str, float] = {}
+        self._device: dict[bytes, str] = {}  # digest of each token -> its device
+        self._token: dict[str, bytes] = {}  # device -> digest of its token
+        self._replaced: dict[bytes, None] = {}
+
+    def challenge(self) -> str:
+        """Return a text to sign. It proves by itself that this server has made it, so that it needs no memory."""
+        text = f"{time.monotonic():.3f}-{secrets.token_hex(16)}"
+        return f"{text}-{self._proof(text)}"
+
+    def enter(self, device: str, challenge: str, signature: str, certificates: Iterable[bytes]) -> str:
+        """Return a token for a device that has signed a challenge, or "" if it has not. Its older token ends.
+
+        Args:
+            certificates: the certificates (DER) that the device may have seen.
+        """
+        text, _, proof = challenge.rpartition("-")
+        if not hmac.compare_digest(proof.encode(), self._proof(text).encode()):
+            return ""
+        now, made = time.monotonic(), float(text.partition("-")[0])
+        self._used = {used: end for used, end in self._used.items() if end > now}
+        if now - made > CHALLENGE_SECONDS or challenge in self._used:
+            return ""
+        if not any(self.keys.signed(device, message(challenge, seen), signature) for seen in certificates):
+            return ""
+        self._used[challenge] = made + CHALLENGE_SECONDS + 1
+        token = secrets.token_hex(32)
+        if (old := self._token.get(device)) is not None:
+            del self._device[old]
+            self._replaced[old] = None
+            for forgotten in list(self._replaced)[:-KEPT_TOKENS]:
+                del self._replaced[forgotten]
+        self._token[device] = _digest(token)
+        self._device[_digest(token)] = device
+        return token
+
+    def device_of(self, token: str) -> str:
+        """Return the device that holds a token, or "" if nobody does, or its key is no longer registered."""
+        device = self._device.get(_digest(token), "")
+        return device if device in self.keys.known else ""
+
+    def replaced(self, token: str) -> bool:
+        """Return whether another process with the same key has logged in since."""
+        return _digest(token) in self._replaced
+
+    def _proof(self, text: str) -> str:
+        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,210 @@
+"""A federation over polyfed's own transport, with real processes that are killed at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
+
+import polyfed
+from polyfed.core.errors import RecipeError
+from polyfed.deploy import submit
+from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.processes import free_ports
+from polyfed.experiment.recipes.recipe import load_recipe
+
+PATIENCE = 240.0
+RECIPE = """
+seed = 3
+rounds = {rounds}
+[data]
+name = "toy"
+rows = 240
+classes = 4
+[clients]
+partition = "dirichlet"
+num = 3
+alpha = 2.0
+holdings = [["a", "b"], ["a"], ["b"]]
+[model]
+embedding = 6
+[model.encoders]
+a = {{ kind = "mlp", hidden = [8] }}
+b = {{ kind = "mlp", hidden = [8] }}
+[train]
+batch_size = 16
+lr = 0.1
+[algorithm]
+name = "scaffold"
+[deployment]
+enrol_seconds = 120.0
+reply_seconds = 120.0
+away_seconds = 120.0
+"""
+
+
+class OwnFederation:
+    """A server, its devices and runs, with the commands of docs/deploy.md.
+
+    Args:
+        folder: a folder for everything.
+        rounds: number of rounds of the recipe.
+        together: whether the devices share one process.
+    """
+
+    def __init__(self, folder: Path, rounds: int, *, together: bool = False) -> None:
+        self.folder, self.processes = folder, dict[str, subprocess.Popen[bytes]]()
+        self.recipe = folder / "recipe.toml"
+        self.recipe.write_text(RECIPE.format(rounds=rounds))
+        self.app, made = write_app(self.recipe, folder / "app"), load_recipe(self.recipe)
+        self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
+        write_credentials(self.credentials, len(self.places))
+        (self.port,) = free_ports(1)
+        head = f'server = "127.0.0.1:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
+        tables = [self._table(number, place) for number, place in enumerate(self.places)]
+        self.files = (
+            {"devices": head + "".join(tables)}
+            if together
+            else {f"device-{number}": head + table for number, table in enumerate(tables)}
+        )
+        for name, text in self.files.items():
+            (folder / f"{name}.toml").write_text(text)
+
+    def _table(self, number: int, place: Path) -> str:
+        with np.load(place / "data.npz", allow_pickle=False) as arrays:
+            held = [name for name in arrays.files if name in "ab"]
+        return (
+            f'[[device]]\nkey = "credentials/node-{number}.key"\ndata = "nodes/{number}/data.npz"\nclient = {number}\n'
+            f'modalities = {json.dumps(held)}\npolicy = "nodes/{number}/policy.toml"\n'
+        )
+
+    def start(self, name: str) -> "subprocess.Popen[bytes]":
+        """Start `server`, `run` or the process of a device."""
+        words = {
+            "server": ["server", "credentials", "--host", "127.0.0.1", "--port", str(self.port)],
+            "run": ["submit", "app", "--credentials", "credentials"],
+        }.get(name, ["device", f"{name}.toml"])
+        source = str(Path(polyfed.__file__).parents[1])
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-P", "-m", "polyfed", *words],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+            )
+        return self.processes[name]
+
+    def kill(self, name: str) -> None:
+        """Kill a process, but not what it has started."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while not done():
+            assert time.monotonic() < end, f"waited for {what}: {[self.log(name)[-2000:] for name in self.processes]}"
+            time.sleep(0.05)
+
+    def began(self) -> None:
+        for name in ("server", *self.files):
+            self.start(name)
+
+    def outcome(self) -> str:
+        digest: str = json.loads((self.app / "run" / "result.json").read_text())["state_sha256"]
+        return digest
+
+    def undisturbed(self) -> str:
+        digest: str = polyfed.run(self.recipe, self.folder / "one", engine="sequential").result["state_sha256"]
+        return digest
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Callable[..., OwnFederation]]:
+    made: list[OwnFederation] = []
+
+    def begin(rounds: int, **more: bool) -> OwnFederation:
+        made.append(OwnFederation(tmp_path, rounds, **more))
+        made[-1].began()
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.stop()
+
+
+@pytest.mark.timeout(600)
+def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., OwnFederation], capsys: Any) -> None:
+    """The devices share one process; it needs little memory before a task comes, and ends its tasks with itself."""
+    federation = begun(1, together=True)
+    federation.until(lambda: "3 devices are ready" in federation.log("devices"), "the devices")
+    gateway = psutil.Process(federation.processes["devices"].pid)
+    assert gateway.memory_info().rss < 60e6
+    assert federation.start("run").wait(PATIENCE) == 0, federation.log("run")
+    assert federation.outcome() == federation.undisturbed()
+    children = gateway.children(recursive=True)
+    assert children, "the process of tasks waits for the next round"
+    federation.processes["devices"].terminate()
+    assert federation.processes["devices"].wait(30) == 0
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    submit(federation.app, federation.credentials, {}, print)
+    assert "nothing to do" in capsys.readouterr().out
+    federation.processes["server"].terminate()
+    assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
+    with pytest.raises(RecipeError, match="no server uses"):
+        submit(federation.app, federation.credentials, {}, print)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_killed_the_run_goes_on_and_loses_nothing(seed: int, begun: Callable[..., OwnFederation]) -> None:
+    """The server, a device, the process of its tasks, or the run, each killed without a word at a random moment."""
+    federation, chance = begun(40), random.Random(seed)
+    run = federation.start("run")
+    federation.until(lambda: "round 1:" in federation.log("run"), "round 1")
+    victims = ["server", "device-0", "tasks", "device-1", "run", "server", "tasks", "device-2"]
+    chance.shuffle(victims)
+    for victim in victims:
+        time.sleep(chance.uniform(0.0, 1.5))
+        if run.poll() is not None and run.returncode == 0:
+            break
+        if victim == "tasks":
+            device = psutil.Process(federation.processes["device-1"].pid)
+            for child in chance.sample(found := device.children(recursive=True), min(1, len(found))):
+                child.kill()
+            continue
+        federation.kill(victim)
+        process = federation.start(victim)
+        run = process if victim == "run" else run
+    assert run.wait(PATIENCE) == 0, federation.log("run")
+    assert federation.outcome() == federation.undisturbed()
+    assert not list((federation.credentials / "queue").glob("*.reply")), "nothing is left in the queue"
