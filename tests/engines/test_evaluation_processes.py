@@ -93,6 +93,7 @@ def test_a_job_on_three_device_processes_equals_the_pooled_file_and_sends_no_row
     parts = [dict(np.load(place / "data.npz")) for place in federation.nodes]
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows["id"] = np.arange(len(rows["label"]))
+    rows["client"] = np.repeat(np.arange(len(parts)), [len(part["label"]) for part in parts])
     np.savez(tmp_path / "pooled.npz", **rows)
     text = recipe.read_text().replace(
         'name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "x"\nmodalities = ["a", "b"]'
