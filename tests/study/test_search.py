@@ -28,6 +28,12 @@ def test_a_search_is_repeatable_and_spends_its_budget(sampler):
     assert carried_out(sampler, lowest=True).best["train.lr"] != first.best["train.lr"]
 
 
+def test_tpe_learns_from_scores_in_a_small_budget_too():
+    proposed = {sampler: [values for values, _ in carried_out(sampler, 10).trials] for sampler in ("tpe", "random")}
+    assert proposed["tpe"][:3] == proposed["random"][:3]
+    assert all(one != other for one, other in zip(proposed["tpe"][5:], proposed["random"][5:], strict=True))
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "grid"])
 def test_the_direction_may_be_known_only_after_the_first_batch(sampler):
     searcher = Searcher(Search(trials=2, seeds=[9], sampler=sampler, batch=2), {"algorithm.mu": [0.1, 1.0]})

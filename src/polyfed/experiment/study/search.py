@@ -151,7 +151,9 @@ class Searcher:
     def _sampler(self) -> Any:
         samplers, seed = optuna.samplers, self.search.sampler_seed
         if self.search.sampler == "tpe":
-            return samplers.TPESampler(seed=seed, constant_liar=True)
+            # Optuna draws the first 10 trials at random; a small budget would then be random search under another name
+            first = min(10, max(self.search.batch, self.budget // 2))
+            return samplers.TPESampler(n_startup_trials=first, seed=seed, constant_liar=True)
         return {"random": samplers.RandomSampler, "qmc": samplers.QMCSampler}[self.search.sampler](seed=seed)
 
 
