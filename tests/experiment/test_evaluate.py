@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -479,6 +480,16 @@ def test_the_best_round_is_scored_only_if_asked(homes: Path) -> None:
     assert best["model"]["round"] == last["model"]["best_round"] == run.result["best"]["round"]
     same = run.result["best"]["round"] == 2
     assert (last["pooled"]["metrics"]["loss"] == best["pooled"]["metrics"]["loss"]) == same
+
+
+def test_what_the_recipe_switches_on_itself_is_not_called_idle(homes: Path, tmp_path: Path) -> None:
+    recipe = (homes / "recipe.toml").read_text().replace("validation = 0.1", "personal_validation = 0.2")
+    (tmp_path / "recipe.toml").write_text(recipe)
+    polyfed.run(tmp_path / "recipe.toml", tmp_path / "run")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        polyfed.evaluate(tmp_path / "run", data=homes / "new.csv")
+    assert [str(one.message) for one in told if "own_validation" in str(one.message)] == []
 
 
 def ended(*words: str) -> Any:

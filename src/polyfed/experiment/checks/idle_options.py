@@ -89,7 +89,7 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         without = "clients without test rows of their own ([clients] personal_test)"
         found |= {("evaluate", option): without for option in ("personal", "clients")}
         found["limits", "min_test_rows"] = without
-    if not fed.clients.validated:
+    if not fed.clients.validated and not clients.personal_validation:  # which switches the option on itself
         found["evaluate", "own_validation"] = (
             "clients without validation rows of their own ([clients] personal_validation)"
         )

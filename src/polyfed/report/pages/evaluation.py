@@ -61,7 +61,11 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
         ]
         rest = pooled["rows"] - sum(told["rows"] for told in groups.values())
         lines += [["other or empty", f"{rest:,} rows, not scored apart"]] if rest and not pooled["hidden"] else []
-        title = f"{title_of(score)} by {column}, with rows" if column != "missing" else LACKING.format(title_of(score))
+        title = (
+            f"{title_of(score)} by {column}, with rows and 95 % intervals over rows"
+            if column != "missing"
+            else LACKING.format(title_of(score))
+        )
         found.append((title, ["", *few], [[*line, *[""] * (1 + len(few) - len(line))] for line in lines]))
     return found + _compared(content.get("comparison"))
 
@@ -72,7 +76,7 @@ BESIDE = ("auroc", "loss")
 MOST_SITES = 6
 """The largest number of sites that have a column of their own."""
 
-LACKING = "{} by what a row lacks, with rows"
+LACKING = "{} by what a row lacks, with rows and 95 % intervals over rows"
 
 
 def _pooled(pooled: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
