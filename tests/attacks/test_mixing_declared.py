@@ -84,7 +84,7 @@ def made(fusion: str, head: tuple[int, ...], encoder: str, method: str = "fedavg
             embedding=5, fusion=fusion, head=head, dropout=0.1, encoders=dict.fromkeys("ab", ENCODERS[encoder]),
             attention_hidden=4, attention_heads=2,
         ),
-        clients=ClientsSpec(partition="iid", num=1),
+        clients=ClientsSpec(partition="iid", num=1, personal_validation=0.25 if method == "fedcouncil" else 0.0),
         rounds=2,
         engine=EngineSpec(outlier_factor=0),
         **changes,
@@ -176,7 +176,7 @@ def test_one_modality_has_no_other_to_reveal() -> None:
 
 DECLARED = {
     "fedavg", "fedprox", "scaffold", "fedmsplit", "fedamp", "pfmml", "local", "moon", "feddyn", "fednova", "ditto",
-    "apfl", "pfedme", "fedbn", "fedrep", "lg-fedavg", "fedavg-ft",
+    "apfl", "pfedme", "fedbn", "fedrep", "lg-fedavg", "fedavg-ft", "fedcouncil",
 }  # fmt: skip
 
 

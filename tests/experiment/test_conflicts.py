@@ -168,6 +168,7 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("hfm", "evaluate.clients", ""), of("hfm", evaluate={"clients": 2})),
     (("hfm", "train.epochs", ""), of("hfm", train={"epochs": 2})),
     (("hfm", "train.steps", ""), of("vfl", train={"steps": 3})),
+    (("fedcouncil", "evaluate.conformal", ""), of("fedcouncil", evaluate={"conformal": "split"})),
     (("evaluate", "secure_aggregation", ""), of("evaluate", secure_aggregation={})),
 ]
 

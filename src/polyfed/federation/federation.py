@@ -197,12 +197,13 @@ class Federation:
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
+        path = path_of(task, self.owner)  # first of all, as only a task says what it sends
         if secure and types_of(task)[1].masks is not None:
             options: dict[str, Any] = {"turn": turn, "enough": enough, "held_out": held_out}
             return self._summed(task, clients, send, quorum=quorum, **options)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
         place = (self.round, self.rounds, self.asked, self.seed, turn)
-        request = Request(task, path_of(task, self.owner), *place, enough, held_out)
+        request = Request(task, path, *place, enough, held_out)
         self.asked += 1
         self._check_clients(request, clients)
         if not clients:
