@@ -38,8 +38,14 @@ def run_commands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("default")
         for command in block("", "polyfed init").splitlines():
             with pytest.raises(SystemExit) as stop:
-                main(shlex.split(command)[1:])
+                main(shlex.split(command, comments=True)[1:])
             assert stop.value.code == 0, command
+
+
+def write(folder: Path, lines: list[str]) -> None:
+    """Write the table, and another one of its kind."""
+    (folder / "my.csv").write_text("\n".join(lines))
+    (folder / "new.csv").write_text("\n".join([lines[0], *lines[40:80]]))
 
 
 def test_the_commands_write_a_recipe_check_and_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +53,7 @@ def test_the_commands_write_a_recipe_check_and_run_it(tmp_path: Path, monkeypatc
     values = np.random.default_rng(0).normal(size=(120, 4)) + label[:, None]
     lines = ["audio_0,audio_1,text_0,text_1,label,client"]
     lines += [",".join([*map(str, row), ["a", "b", "c"][label[n]], f"p{n % 4}"]) for n, row in enumerate(values)]
-    (tmp_path / "my.csv").write_text("\n".join(lines))
+    write(tmp_path, lines)
     run_commands(tmp_path, monkeypatch)
     assert list((tmp_path / "runs").glob("*/result.json"))
     assert (tmp_path / "runs" / "recipe" / "report.html").exists()
@@ -63,7 +69,7 @@ def test_a_table_with_holes_leads_to_scores_of_subsets_and_sets_with_a_promise(
     lines = ["audio_0,audio_1,text_0,text_1,label"]
     for row, lacks, number in zip(values, holes, label, strict=True):
         lines.append(",".join([*(["", ""] if lacks else map(str, row[:2])), *map(str, row[2:]), "abc"[number]]))
-    (tmp_path / "my.csv").write_text("\n".join(lines))
+    write(tmp_path, lines)
     run_commands(tmp_path, monkeypatch)
     said = capsys.readouterr().out
     assert "accuracy from text" in said
