@@ -192,7 +192,7 @@ def test_claimed_test_rows_weigh_up_to_a_multiple_of_the_median(task: Any) -> No
     name = "pooled_accuracy" if task else "weighted"
     for cap, most in ((0.0, 1.0), (10.0, 200 / 280)):
         parts.fed.rows_cap = cap
-        group, scores = parts.algorithm.over_clients(Replies([*stacked(dict(told))]), parts.fed)
+        group, scores, _ = parts.algorithm.over_clients(Replies([*stacked(dict(told))]), parts.fed)
         assert group[name] == pytest.approx(most, abs=1e-6)
         assert scores[4] == 1.0
 

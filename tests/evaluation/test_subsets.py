@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from scipy import stats
 
 import polyfed
 from laws.rows import ROWS
@@ -276,6 +277,20 @@ def test_the_interval_over_clients_is_that_of_their_bootstrap(share: bool) -> No
     by_rows = of_moments(moments(of_rows[0]).tolist(), share=share, clusters=False)
     assert by_rows is not None
     assert by_rows.high - by_rows.low < 0.7 * (high - low), "rows of one client are alike"
+
+
+def test_the_mean_of_personal_scores_has_rows_and_an_interval_over_clients(tmp_path: Path) -> None:
+    made = recipe(algorithm("fedavg"), clients=ClientsSpec(num=5, min_size=4, partition="dirichlet", personal_test=0.3))
+    done = polyfed.run(made, tmp_path / "run")
+    each = [*done.rounds[-1]["personal_accuracy"].values()]
+    known = done.result["intervals"]["personal"]
+    low, high = stats.t.interval(0.95, len(each) - 1, np.mean(each), stats.sem(each))
+    assert (known["mean"]["low"], known["mean"]["high"]) == pytest.approx((max(low, 0.0), min(high, 1.0)))
+    sizes = [len(shard) for shard in population_of(made).test]
+    assert (known["mean"]["rows"], known["mean"]["clients"]) == (sum(sizes), len(each))
+    assert known["worst"]["rows"] == sizes[int(np.argmin(each))]
+    page = write_report(tmp_path / "run").read_text()
+    assert f"{sum(sizes)} rows of {len(each)} clients" in page
 
 
 def test_rows_of_natural_clients_have_an_interval_over_clients_too() -> None:

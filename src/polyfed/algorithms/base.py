@@ -64,6 +64,7 @@ from polyfed.evaluation.scores import (
     Evaluation,
     Measured,
     ModelToEvaluate,
+    OfClients,
     OwnScore,
     Predictor,
     Scores,
@@ -76,6 +77,7 @@ from polyfed.evaluation.subsets import (
     Interval,
     SubsetScores,
     global_metrics,
+    own_intervals,
     own_subset_scores,
     personal_metrics,
     possible_subsets,
@@ -538,12 +540,13 @@ class Algorithm(ABC, Generic[S]):
         accuracies: dict[int, float] = {}
         if self.evaluation.personal and fed.clients.tested:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
-            own["personal"], accuracies = self.evaluate_personally(fed, send)
-            subsets, intervals["personal"] = self.evaluate_subsets(fed, send)
+            own["personal"], accuracies, known = self.evaluate_personally(fed, send)
+            subsets, of_subsets = self.evaluate_subsets(fed, send)
             own["personal"] |= subsets
+            intervals["personal"] = known | of_subsets
         if self.evaluation.own_validation and fed.clients.validated:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
-            own["personal_validation"], _ = self.evaluate_personally(fed, send, "validation")
+            own["personal_validation"] = self.evaluate_personally(fed, send, "validation").group
         return replace(found, metrics=found.metrics | own, personal=accuracies, intervals=intervals)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> Measured:
@@ -578,10 +581,8 @@ class Algorithm(ABC, Generic[S]):
         """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""
         return {}
 
-    def evaluate_personally(
-        self, fed: Federation, send: Send, held_out: HeldOut = "test"
-    ) -> tuple[dict[str, float], dict[int, float]]:
-        """Evaluate clients' models on their own rows. Return a group of result.json, and the score of each client."""
+    def evaluate_personally(self, fed: Federation, send: Send, held_out: HeldOut = "test") -> OfClients:
+        """Evaluate clients' models on their own rows."""
         asked = self.evaluation.asked(fed, held_out)
         replies = fed.ask(self.score_own, asked, send, accept=possible(fed), held_out=held_out)
         return self.over_clients(replies, fed)
@@ -612,7 +613,7 @@ class Algorithm(ABC, Generic[S]):
         reads = partial(self.client_modalities, fed=fed)
         return Conformal.of(kind, by, replies, model.modalities, reads, sizes)
 
-    def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
+    def over_clients(self, replies: Replies, fed: Federation) -> OfClients:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
         Args:
@@ -622,7 +623,7 @@ class Algorithm(ABC, Generic[S]):
         if isinstance(replies, SummedReplies):
             sums, total = replies.total("sums"), float(replies.total("num_rows"))  # of no single client
             pooled = {f"pooled_{name}": value for name, value in objective.pooled(sums).items()}
-            return pooled or {"weighted": objective.own_score(sums, total) or 0.0}, {}
+            return OfClients(pooled or {"weighted": objective.own_score(sums, total) or 0.0}, {}, {})
         rows = replies.numbers("num_rows")
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
@@ -634,7 +635,7 @@ class Algorithm(ABC, Generic[S]):
             parts = [own * share for own, share in zip(sums.values(), shares, strict=True)]
             together = objective.pooled(torch.stack(parts).sum(0))
             group |= {f"pooled_{name}": value for name, value in together.items()}
-        return group, scores
+        return OfClients(group, scores, own_intervals(objective, scores, counted))
 
     @task()
     def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:

@@ -8,7 +8,7 @@ with which a method says which models they score stand in `Algorithm` (`algorith
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,6 +161,20 @@ class Evaluation:
             return tested
         places = keys.choice(keys.key(fed.seed, "evaluated", fed.round), len(tested), self.clients)
         return [tested[place] for place in places]
+
+
+class OfClients(NamedTuple):
+    """What clients' models reached on the clients' own rows.
+
+    Attributes:
+        group: metric -> value, as in result.json.
+        scores: client -> its score. Empty under secure aggregation.
+        intervals: metric -> its rows and its interval of 95 %.
+    """
+
+    group: dict[str, float]
+    scores: dict[int, float]
+    intervals: dict[str, Interval]
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,24 @@ def over_clients(scores: Sequence[float], rows: float, *, share: bool) -> Interv
     return found | _ends(around(mean, half, 0.0, 0.0, 1.0 if share else math.inf), "")
 
 
+def own_intervals(objective: Objective, scores: Mapping[int, float], rows: Mapping[int, float]) -> dict[str, Interval]:
+    """Return the interval over clients of `personal.mean`, and the rows behind it and behind `personal.worst`.
+
+    Args:
+        objective: the task.
+        scores: client -> the score of its model on its own rows.
+        rows: client -> number of these rows.
+    """
+    if not scores:
+        return {}
+    worst = (min if objective.RISING else max)(scores, key=lambda client: scores[client])
+    total = sum(rows[client] for client in scores)
+    return {
+        "mean": over_clients([*scores.values()], total, share=is_share_score(objective)),
+        "worst": {"rows": round(rows[worst])},
+    }
+
+
 def own_subset_scores(
     context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor], which: Which
 ) -> SubsetScores:

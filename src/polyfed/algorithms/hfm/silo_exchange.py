@@ -643,12 +643,12 @@ class Vertical(Algorithm[SiloState]):
             known = {m: h[held.to(h.device)] for m, h in samples.pooled(batch, sent).items()}
             send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))
         told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
-        group, scores = self.over_clients(told, fed)
+        group, scores, of_clients = self.over_clients(told, fed)
         if not group:
             return Measured({})
         subsets, intervals = self._subsets_in_silos(fed, send)
         each = {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
-        return Measured({"personal": group | subsets}, each, intervals={"personal": intervals})
+        return Measured({"personal": group | subsets}, each, intervals={"personal": of_clients | intervals})
 
     def _subsets_in_silos(
         self, fed: Federation, send: Mapping[int, Exchange]

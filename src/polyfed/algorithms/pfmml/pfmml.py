@@ -186,7 +186,7 @@ class Pfmml(Algorithm[PfmmlState]):
         own = super().evaluate(state, fed)
         if "personal" not in own.metrics:
             return own
-        trained, _ = self.evaluate_personally(fed, Broadcast({}))
+        trained = self.evaluate_personally(fed, Broadcast({})).group
         return replace(own, metrics=own.metrics | {"trained": trained})
 
     @override

@@ -38,6 +38,7 @@ from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.scores import (
     AS_THEY_COME,
+    Headline,
     interval_of,
     lacks_in,
     lacks_title,
@@ -166,6 +167,21 @@ def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence |
     return write_page(Path(path), text)
 
 
+def personal_remark(known: Mapping[str, Any], worst: float | None, head: Headline) -> str:
+    """Return the interval and the rows of `personal.mean`, and the worst client with its rows.
+
+    Args:
+        known: the intervals of the group `personal` in result.json.
+        worst: the score of the worst client, or None.
+        head: the main metric.
+    """
+    found = [interval_of(known["mean"], head.unit)] if "mean" in known else []
+    if worst is not None:
+        rows = f" ({interval_of(known['worst'], head.unit)})" if "worst" in known else ""
+        found.append(f"worst client {words.number_of(worst, head.unit)}{rows}")
+    return "; ".join(found)
+
+
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: (title, value, remark)."""
     found: list[tuple[str, str, str]] = []
@@ -192,8 +208,8 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
         add("worst subset", worst_subset, head.unit, which + words_of(known.get(WORST)))
     for metric in SHOWN:
         add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
-    worst = past.last("personal.worst")
-    remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
+    own = folder.result.get("intervals", {}).get("personal", {})
+    remark = personal_remark(own, past.last("personal.worst"), head)
     add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
