@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyfed.cli.descriptions import pages_folder
+from polyfed.core.system.files import shipped
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,4 +40,4 @@ def test_messages_name_pages_that_a_user_without_a_clone_can_read():
     assert [f"{path.name}: {text}" for path, text in shown if re.search(r"docs/[\w-]+\.md", text)] == []
     named = [found for _, text in shown for found in re.findall(r"polyfed docs ([a-z/-]+)", text)]
     assert len(named) > 3
-    assert [page for page in named if not (pages_folder() / f"{page}.md").is_file()] == []
+    assert [page for page in named if not (shipped("docs") / f"{page}.md").is_file()] == []

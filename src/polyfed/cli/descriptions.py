@@ -10,6 +10,7 @@ import typer
 from polyfed.cli.application import AsJson, LeaveOut, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError, command, did_you_mean
+from polyfed.core.system.files import shipped
 
 
 class OnCorrupt(StrEnum):
@@ -75,6 +76,9 @@ def data(
             )
 
 
+HOW_TO_GO_ON = "polyfed recipes NAME prints one, polyfed recipes NAME --copy copies it into this folder"
+
+
 @app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
@@ -98,7 +102,7 @@ def recipes(
         answer({"recipe": text}, *text.splitlines(), as_json=as_json)
     else:
         rows = [{"name": each, "about": collection.headline(each)} for each in collection.names()]
-        answer(rows, catalogue_pages.recipe_list(rows), as_json=as_json)
+        answer(rows, catalogue_pages.listed("Recipes that come with polyfed", rows, HOW_TO_GO_ON), as_json=as_json)
 
 
 @app.command()
@@ -109,11 +113,15 @@ def docs(
     """List the pages of the documentation, or print one, such as data or algorithms/cmsfed."""
     from polyfed.cli.printing import catalogue_pages
 
-    folder = pages_folder()
+    folder = shipped("docs")
     pages = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.md"))}
     if name is None:
         rows = [{"name": each, "about": title_of(path), "path": str(path)} for each, path in pages.items()]
-        answer(rows, catalogue_pages.page_list(rows), as_json=as_json)
+        answer(
+            rows,
+            catalogue_pages.listed("Pages of the documentation", rows, "polyfed docs NAME prints one"),
+            as_json=as_json,
+        )
         return
     plain = name.removeprefix("docs/").removesuffix(".md")
     if plain not in pages:
@@ -177,13 +185,6 @@ def init(
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)
-
-
-def pages_folder() -> Path:
-    """The folder of the pages."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "docs"  # in the wheel; a clone has them beside `src`
-    return inside if inside.is_dir() else package.parents[1] / "docs"
 
 
 def title_of(page: Path) -> str:

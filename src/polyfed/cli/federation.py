@@ -1,4 +1,4 @@
-"""The verbs of a deployment: write and submit a Flower app, start a SuperLink or a SuperNode, ask for a status."""
+"""The verbs of a deployment: write and submit an app, start a server or devices, on Flower too, ask for a status."""
 
 import os
 from enum import StrEnum
@@ -38,6 +38,20 @@ StatusPort = Annotated[
         min=0, max=65535, metavar="N", help="Port for `polyfed status` from other machines; a token is needed."
     ),
 ]
+
+
+Credentials = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="ca.pem, server.pem, server.key, and the public key *.pub of every device.",
+        exists=True,
+        file_okay=False,
+        show_default=False,
+    ),
+]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where devices reach this server.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for devices.")]
 
 
 @app.command("app")
@@ -105,18 +119,9 @@ def submit(
 
 @app.command()
 def server(
-    credentials: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="ca.pem, server.pem, server.key, and the public key *.pub of every device.",
-            exists=True,
-            file_okay=False,
-            show_default=False,
-        ),
-    ],
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where devices reach this server.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for devices.")] = 9092,
+    credentials: Credentials,
+    host: Host = "0.0.0.0",
+    port: Port = 9092,
     metrics_port: MetricsPort = 0,
     status_port: StatusPort = 0,
     log_format: LogFormatOption = LogFormat.text,
@@ -147,18 +152,9 @@ def device(
 
 @app.command()
 def superlink(
-    credentials: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="ca.pem, server.pem, server.key, and the public key *.pub of every device.",
-            exists=True,
-            file_okay=False,
-            show_default=False,
-        ),
-    ],
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where devices reach this server.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for devices.")] = 9092,
+    credentials: Credentials,
+    host: Host = "0.0.0.0",
+    port: Port = 9092,
     control_port: Annotated[
         int, typer.Option(min=1, max=65535, metavar="N", help="Port for `flwr`, on this machine only.")
     ] = 9093,

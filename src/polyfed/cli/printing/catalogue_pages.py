@@ -50,21 +50,12 @@ def source_list() -> Group:
     return titled("Data sources, by the name in [data]", table)
 
 
-def recipe_list(rows: Sequence[Mapping[str, str]]) -> Group:
-    """Every recipe that comes with polyfed, and how to go on with one of them."""
+def listed(title: str, rows: Sequence[Mapping[str, str]], hint: str) -> Group:
+    """Everything of a kind that comes with polyfed, by `name` and `about`, and how to go on with one of them."""
     table = plain_table("", "", left=2)
     for row in rows:
         table.add_row(row["name"], Text(row["about"]))
-    hint = Text("polyfed recipes NAME prints one, polyfed recipes NAME --copy copies it into this folder", "dim")
-    return stacked(titled("Recipes that come with polyfed", table), hint)
-
-
-def page_list(rows: Sequence[Mapping[str, str]]) -> Group:
-    """Every page of the documentation, and how to read one."""
-    table = plain_table("", "", left=2)
-    for row in rows:
-        table.add_row(row["name"], Text(row["about"]))
-    return stacked(titled("Pages of the documentation", table), Text("polyfed docs NAME prints one", "dim"))
+    return stacked(titled(title, table), Text(hint, "dim"))
 
 
 def source_page(name: str) -> Group:

@@ -12,6 +12,15 @@ from polyfed.core.system.json_and_toml import parse_json
 
 _V = TypeVar("_V")
 
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def shipped(name: str) -> Path:
+    """The folder `recipes` or `docs` that comes with polyfed: the wheel has it in the package, a clone beside `src`."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parents[1] / name
+
+
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "rounds.jsonl",
     "egress.jsonl",

@@ -1,4 +1,4 @@
-"""The recipes that come with polyfed. The wheel holds them inside the package, a clone beside `src`."""
+"""The recipes that come with polyfed."""
 
 import os
 import re
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.system.files import shipped
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 _SUFFIX = ".toml"
 
 
 def names() -> list[str]:
     """The names of the recipes, sorted: the names of their files without `.toml`."""
-    return sorted(path.stem for path in _folder().glob(f"*{_SUFFIX}"))
+    return sorted(path.stem for path in shipped("recipes").glob(f"*{_SUFFIX}"))
 
 
 def path_of(name: str) -> Path:
@@ -28,7 +28,7 @@ def path_of(name: str) -> Path:
     plain = name.removesuffix(_SUFFIX)
     if plain not in names():
         raise RecipeError(f"no recipe '{name}' comes with polyfed; {did_you_mean(plain, names())}")
-    return _folder() / f"{plain}{_SUFFIX}"
+    return shipped("recipes") / f"{plain}{_SUFFIX}"
 
 
 def text_of(name: str) -> str:
@@ -57,11 +57,6 @@ def copy_recipes(chosen: Sequence[str], folder: Path) -> list[Path]:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     return list(texts)
-
-
-def _folder() -> Path:
-    inside = _PACKAGE / "recipes"
-    return inside if inside.is_dir() else _PACKAGE.parents[1] / "recipes"
 
 
 def _comment_lines(text: str) -> Iterator[str]:

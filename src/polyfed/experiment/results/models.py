@@ -126,30 +126,19 @@ class Models:
             DataError: a data frame lacks columns of a modality, or a cell cannot be read.
         """
         x, present = self._by_name(x, present)
-        if client is None:
-            return predict(
-                self.model,
-                self.task,
-                self.params,
-                x,
-                present=present,
-                scaling=self.scaling,
-                vocabularies=self._vocabularies,
-                features=self.features,
-            )
-        w = self.of(client)
-        number = self.number_of(client)
+        w, whose = self.params if client is None else self.of(client), dict[str, Any]()
+        if client is not None:
+            whose = {"reads": self.clients[self.number_of(client)], "predictor": self.predictor}
         return predict(
             self.model,
             self.task,
             w,
             x,
-            reads=self.clients[number],
             present=present,
-            predictor=self.predictor,
             scaling=self.scaling,
             vocabularies=self._vocabularies,
             features=self.features,
+            **whose,
         )
 
     def predict_set(
