@@ -3,7 +3,7 @@
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -198,11 +198,19 @@ def _policy_for(recipe: Recipe) -> str:
     return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
-def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
-    """Return the value of `polyfed supernode --node-config` for a folder of `write_nodes`."""
-    here = place.absolute()
-    held = ",".join(modalities)
-    return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'
+def device_tables(recipe: Recipe, places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the table [[device]] for each folder of `write_nodes`, without its key; see `NodeConfig`."""
+    special = {*array_names(recipe).values()}
+    silos = population_of(recipe).silo if recipe.clients.partition == "silos" else None
+    tables: list[dict[str, Any]] = []
+    for client, place in enumerate(places):
+        with np.load(place / "data.npz", allow_pickle=False) as arrays:
+            held = [name for name in arrays.files if name not in special and not name.endswith("_present")]
+        files = {"data": str(place.absolute() / "data.npz"), "policy": str(place.absolute() / "policy.toml")}
+        tables.append({**files, "client": client, "modalities": ",".join(held)})
+        if silos is not None:
+            tables[-1] |= {"silo": int(silos[client]), "relay": recipe.deployment.relay}
+    return tables
 
 
 def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np.ndarray]:

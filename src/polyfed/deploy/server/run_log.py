@@ -34,7 +34,7 @@ UNFINISHED = ("enrolling", "running")
 KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); submit the app to go on"
 """The error of a run whose status says that it goes on, although its process has ended."""
 
-LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output as its log
+LOGGER = logger_of("server", "stderr")  # standard output is for the result
 
 LOGGED = ("client-missing", "late-reply")
 """Events whose log line lists all facts. Other events have their own sentences."""
