@@ -1,4 +1,4 @@
-"""`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
+"""`polyfed.run`: run a recipe to its end, as a simulation in this process or on Flower's simulation runtime."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,9 @@
-"""Write the Flower app of a recipe, and folders of data for the clients of a demonstration."""
+"""Write the app of a recipe, and folders of data for the clients of a demonstration."""
 
-import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,11 @@ import numpy as np
 import tomli_w
 from torch import nn
 
-from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, command
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
+from polyfed.deploy.device.agent import LARGEST_APP
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
 from polyfed.experiment.checks.check import refuse_large
@@ -27,26 +26,10 @@ from polyfed.experiment.running.assembly import assemble, model_of, policy_of, p
 from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
 from polyfed.model import Custom, user_classes
 
-MOST_BYTES = 9_000_000
-"""The largest warm start of an app. Flower accepts apps of at most 10 MB."""
+APP, RECIPE, NODES = "app.toml", "recipe.toml", "nodes"
 
-APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
-
-CLIENT = "polyfed.deploy.device.process:app"
-"""The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy-reference.md)."""
-
-_APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
-
-from pathlib import Path
-
-from polyfed.deploy.server.server import serve
-from polyfed.engines.flower import server_app
-from polyfed.experiment.running.loop import execute
-
-RECIPE = Path(__file__).with_name("recipe.toml")
-
-server = server_app(lambda transport, config: serve(RECIPE, transport, config, execute))
-'''
+LARGEST_RECIPE = 2**20
+"""Bytes of an app that are left for its recipe."""
 
 
 def placed(recipe: Recipe, data: str = "") -> Recipe:
@@ -62,10 +45,9 @@ def placed(recipe: Recipe, data: str = "") -> Recipe:
 
 
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
-    """Write an app that `polyfed submit` runs: the recipe, a module with the server's half, and Flower's project file.
+    """Write an app that `polyfed submit` runs: the recipe, the values of its warm start, and `app.toml`.
 
-    If the recipe's [data] has a path, the server reads its own rows there. The absolute form of this path becomes the
-    option `data` of the app's configuration.
+    `app.toml` names the folder of the run and, if the recipe's [data] has a path, where the server reads its own rows.
 
     Args:
         folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
@@ -84,26 +66,40 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _check(recipe, warn)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
         raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
-    project = _project(recipe, folder)
-    _refuse_another(folder, project["project"]["name"])
+    _refuse_another(folder, recipe.name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / APP).write_text(_APP, encoding="utf-8")
     write_text_copy(given, folder)
     (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    told = {"name": recipe.name, "out": str((folder / "run").absolute()), "data": data_of(recipe)}
+    (folder / APP).write_text(tomli_w.dumps(told), encoding="utf-8")
     return folder
+
+
+def app_config(folder: Path) -> dict[str, str]:
+    """Return what `app.toml` says: `name`, `out` and `data`.
+
+    Raises:
+        RecipeError: the folder holds no app.
+    """
+    try:
+        told = tomllib.loads((folder / APP).read_text(encoding="utf-8"))
+        return {key: str(told[key]) for key in ("name", "out", "data")}
+    except (OSError, ValueError, KeyError) as error:
+        write = command("app", folder, "--recipe", "RECIPE.toml")
+        raise RecipeError(f"{folder} holds no app ({error!r}); write one: {write}") from None
 
 
 def _refuse_heavy(recipe: Recipe, given: Tree) -> None:
     """Refuse a warm start that is too large for an app.
 
     Raises:
-        RecipeError: the values take more bytes than Flower accepts in an app.
+        RecipeError: the values take more bytes than devices fetch.
     """
-    if (size := size_bytes(given)) > MOST_BYTES:
+    most = LARGEST_APP // 4 * 3 - LARGEST_RECIPE  # base64 has four characters for three bytes
+    if (size := size_bytes(given)) > most:
         raise RecipeError(
             f"[model] init = '{recipe.model.init}' takes {size:,} bytes, and an app, which carries it to the devices, "
-            f"holds at most {MOST_BYTES:,}. Take fewer blocks: init_blocks",
+            f"holds at most {most:,}. Take fewer blocks: init_blocks",
             ("model", "init"),
         )
 
@@ -111,11 +107,11 @@ def _refuse_heavy(recipe: Recipe, given: Tree) -> None:
 def _refuse_another(folder: Path, name: str) -> None:
     """Refuse a folder that holds the app of another recipe."""
     try:
-        kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        kept = app_config(folder)["name"]
+    except RecipeError:
         return  # there is no app yet, or an earlier write was interrupted: write it again
     if kept != name:
-        raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
+        raise RecipeError(f"{folder} holds the app '{kept}', and this recipe's is '{name}'. Choose another folder")
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
@@ -232,28 +228,3 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
         arrays[names["class_names"]] = np.array(columns.class_names)
     assert TEST == OWN_TEST == 1
     return arrays
-
-
-def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-") or "run"
-    config = {"out": str((folder / "run").absolute()), "data": data_of(recipe)}
-    return {
-        "project": {
-            "name": f"polyfed-{name}",
-            "version": "1.0.0",
-            "description": f"polyfed: {recipe.name}",
-            "license": "Apache-2.0",
-            "dependencies": [f"polyfed[flower]=={version('polyfed')}"],
-        },
-        "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
-        "tool": {
-            "flwr": {
-                "app": {
-                    "publisher": "polyfed",
-                    "fab-include": [APP, RECIPE, *([APP_COPY] if recipe.model.init else [])],
-                    "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
-                    "config": config,
-                }
-            }
-        },
-    }

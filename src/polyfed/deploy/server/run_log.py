@@ -3,8 +3,7 @@
 The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
 replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
 
-Each Flower run has a folder of its own, which is named by the run's id. The server's process locks this folder until it
-ends, so a reader knows at once that the process was killed, whatever the status file says.
+Each start of a run has a folder of its own, which is named by its id. The run's process locks this folder until it ends, so a reader knows at once that the process was killed, whatever the status file says.
 """
 
 import json
@@ -22,7 +21,7 @@ from polyfed.core.system.log_lines import logger_of
 from polyfed.experiment.running.lock import alone_in, is_locked
 
 STATUS_FOLDER = "POLYFED_STATUS_FOLDER"
-"""Environment variable with the folder in which each run has a folder for its status; `polyfed superlink` sets it."""
+"""Environment variable with the folder in which each run has a folder for its status; `polyfed submit` sets it."""
 
 STATUS = "status.json"
 
@@ -53,7 +52,7 @@ KEPT_REASONS = 20
 
 
 def log_run(event: str, **facts: Any) -> None:
-    """Write an event of the run as a line of the app's log, which `flwr log` shows."""
+    """Write an event of the run as a line of its log."""
     level = logging.INFO
     if event == "round-finished":
         row = facts["row"]
@@ -104,7 +103,7 @@ class RunStatus:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._alive.enter_context(alone_in(folder, "another server has this Flower run", "Stop it", seconds=5.0))
+            self._alive.enter_context(alone_in(folder, "another process writes this status", "Stop it", seconds=5.0))
         except (OSError, RecipeError) as error:
             self._complain(error)
         self._write()
@@ -173,7 +172,7 @@ def listeners_of(run: Path, identity: str) -> tuple[list[Any], RunStatus | None]
 
     Args:
         run: the run folder.
-        identity: the id of the Flower run.
+        identity: the name of this start of the run.
     """
     where = os.environ.get(STATUS_FOLDER)
     status = RunStatus(Path(where) / identity, run) if where else None

@@ -84,7 +84,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentSpec:
-    """The [deployment] section: how the server of the engine `flower` deals with the devices.
+    """The [deployment] section: how the server of a deployment, or of the engine `flower`, deals with the devices.
 
     Attributes:
         nodes: the number of clients to wait for before the first round of a deployment; 0 means
@@ -114,7 +114,7 @@ class DeploymentSpec:
         relay: `server-sees` lets messages within a silo pass through the server, which can read them; `refused` refuses
             algorithms that send such messages.
         message_megabytes: largest message that the server sends or reads, in units of 2**20 bytes. Devices have their
-            own limit, `polyfed supernode --message-megabytes`.
+            own limit, `message_megabytes` of their file.
         client_cpus: number of CPUs for each client in a simulation, which limits how many run at the same time.
     """
 
