@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.federations import PATIENCE, Surrounded, recipe_for, until
 from polyfed.core.errors import BadReply, PolyfedError, RecipeError

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from flwr.app import ConfigRecord, RecordDict
 
 import world
 from engines.devices import Devices
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
@@ -104,7 +104,7 @@ def spoilt(parts: Any, change: Any) -> dict[int, str]:
 
 def test_clients_that_train_on_a_ruined_model_are_not_blamed(tmp_path: Path) -> None:
     made = recipe()
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     missing = spoilt(parts, lambda t: t * 1e36 if t.is_floating_point() and t.dim() > 1 else t)
     with pytest.raises(Diverged) as caught:
         played(made, parts)
@@ -116,7 +116,7 @@ def test_clients_that_train_on_a_ruined_model_are_not_blamed(tmp_path: Path) -> 
 
 def test_the_server_checks_its_own_model_after_a_merge_and_names_the_senders(tmp_path: Path) -> None:
     made = recipe()
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     missing = spoilt(parts, lambda t: t)
     method = made.algorithm
     merge = type(method).round
@@ -148,7 +148,7 @@ def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) 
 
         return answer
 
-    parts = joined(made, grid_of(made, tmp_path, wrap))
+    parts = joined(made, hub_of(made, tmp_path, wrap))
     with pytest.raises(Exception, match="clients answered"):
         played(made, parts)
     assert "holds NaN or infinity in params." in seen[-1]
@@ -239,7 +239,7 @@ def test_an_app_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 
 def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
     made = replace(recipe(1), algorithm=world.algorithm("scaffold", selector=Uniform(participation=1.0)))
-    played(made, joined(made, grid_of(made, tmp_path)))
+    played(made, joined(made, hub_of(made, tmp_path)))
     found = [*(tmp_path / "run").rglob("*")]
     assert any(path.suffix == ".safetensors" for path in found)
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}

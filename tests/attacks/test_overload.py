@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -32,7 +32,7 @@ from starlette.datastructures import Headers
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.launch import SUPERNODE
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from engines.direct import over
 from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
 from polyfed.engines.flower.server.public_port import (
     LARGEST_BODY,

@@ -324,7 +324,7 @@ HELLO = hello()
 @pytest.fixture
 def devices(trace: Path, tmp_path: Path, monkeypatch: Any) -> Any:
     """Makes three devices for a recipe in which a section names a part of `face`, which is not imported yet."""
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import Devices
 
     (trace.parent / "home" / "face.py").write_text(FACE)
@@ -463,7 +463,7 @@ def test_checking_a_device_imports_no_more_than_the_device_would(
 @pytest.mark.timeout(1800)
 def test_real_devices_import_only_what_their_owners_allow(trace: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """SuperLink, SuperNodes and ClientApps as processes; each node's would leave a trace of its own."""
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     home = tmp_path / "home"
     (home / "face.py").write_text(FACE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")]))

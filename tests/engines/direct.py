@@ -13,9 +13,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from polyfed.deploy.device.agent import LOST
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server.server import engine_by
 from polyfed.engines.patience import Arrived, Node
+from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble, population_of
@@ -57,16 +59,28 @@ class Hub:
     def work(self) -> None:
         """Answer the requests to the devices that are connected, each in the order in which they came."""
         for name in self.online():
-            while (found := self.queue.next_for(name)) is not None:
+            while (found := self.next_for(name)) is not None:
                 self.deliver(found, self.answer(found))
 
-    def answer(self, found: Waiting) -> Packet:
-        """Let the handler answer a request."""
+    def next_for(self, name: str) -> Waiting | None:
+        """The next request that a device answers."""
+        return self.queue.next_for(name)
+
+    def packet(self, found: Waiting) -> Packet:
+        """What a request carries."""
         header = header_of(found.header)
         assert not isinstance(header, str), header
         body = self.queue.file(found.run, found.body).read_bytes() if found.body else b""
         self.bytes_down += len(found.header.encode()) + len(body)
-        return self.handler(Packet(header, body), {"partition-id": self.names.index(found.device)})
+        return Packet(header, body)
+
+    def answer(self, found: Waiting) -> Packet:
+        """Let the handler answer a request."""
+        packet, number = self.packet(found), self.names.index(found.device)
+        try:
+            return self.handler(packet, {"partition-id": number})
+        except Exception:  # the process of the task dies twice
+            return reason(FAILED, RequestId.read(packet.header), f"client {number}: {LOST}")
 
     def deliver(self, found: Waiting, reply: Packet) -> bool:
         """Deliver a reply as the web server does. Return whether the run still waits for it."""

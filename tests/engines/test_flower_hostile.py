@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines import hostile
 from engines.federations import PATIENCE, Surrounded, outcome, recipe_for, rows, said, until

@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.federations import PATIENCE, recipe_for, reference, said, until
 from polyfed.core.system.stop_signals import handling

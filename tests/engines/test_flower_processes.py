@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import polyfed
 from engines.federations import METHODS, PATIENCE, order, outcome, recipe_for, reference, rows, said, until

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.federations import PATIENCE, rows, until
 from polyfed.deploy.processes import groups_of, lives, signal_group

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import Devices
 from engines.federations import PATIENCE, outcome, recipe_for, reference, until

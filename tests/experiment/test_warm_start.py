@@ -101,7 +101,7 @@ def test_a_run_needs_its_source_only_once(name: str, source: Path, tmp_path: Pat
 
 
 def test_devices_start_from_the_values_that_the_app_carries(source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import RECIPE, Devices
 
     polyfed.run(_text(tmp_path / "first.toml", RECIPE), tmp_path / "first", engine="sequential")
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_named_with_both_shapes_and_with_what_does(source: 
 
 
 def test_a_device_takes_the_values_from_the_app_and_no_more_than_it_can_hold(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     import io
     import zipfile
     from unittest.mock import patch

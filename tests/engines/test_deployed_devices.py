@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
@@ -24,7 +24,7 @@ from polyfed.deploy.device.configuration import NodeConfig, node_from, policy_on
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.local_federation import finished
 from polyfed.deploy.server.server import only_server, serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from engines.direct import over
 from polyfed.engines.flower.server.server_process import LAST_WORD, _address, _refuses, speak_last
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
@@ -95,7 +95,7 @@ def test_a_fault_during_an_ask_answers_that_ask_and_tells_no_path(tmp_path: Path
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match="client 1: its data cannot be used; its own log says why") as caught:
-        serve(recipe, GridTransport(DirectGrid(client_app(breaking), 3)), {"out": str(tmp_path / "run")}, execute)
+        serve(recipe, over(breaking, 3), {"out": str(tmp_path / "run")}, execute)
     assert "hospital" not in str(caught.value)
     assert "hospital" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import polyfed
 from engines.devices import RECIPE, Devices
@@ -22,7 +22,7 @@ from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.configuration import NodeConfig, policy_on
 from polyfed.deploy.processes import ServerPorts
 from polyfed.deploy.server.server import only_server, serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from engines.direct import over
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
@@ -62,7 +62,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match=r"is for modalities .*, client 0 has .* now"):
-        serve(recipe, GridTransport(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, execute)
+        serve(recipe, over(changing, 3), {"out": str(tmp_path / "run")}, execute)
     assert devices.serve(tmp_path / "run")["rounds"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [0 in line["trained"]["b"] for line in lines] == ["b" in first, "b" in then]
