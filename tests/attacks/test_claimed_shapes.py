@@ -16,12 +16,12 @@ pytest.importorskip("cryptography", reason="the extra polyfed[server] is not ins
 
 from attacks.test_hostile_device import blind
 from engines.devices import Devices
+from engines.direct import over
 from polyfed.core.errors import PolyfedWarning
 from polyfed.deploy.server import claimed_shapes
 from polyfed.deploy.server.claimed_shapes import flaws_of, without_absent
 from polyfed.deploy.server.enrolment import Admission
 from polyfed.deploy.server.server import serve
-from engines.direct import over
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.events import Emitter

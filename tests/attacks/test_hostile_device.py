@@ -166,7 +166,7 @@ def test_claimed_test_rows_weigh_up_to_a_multiple_of_the_median(task: Any) -> No
 
 
 def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:
-    """A device's name on the transport is the fingerprint of its key, as `tests/attacks/test_own_transport.py` shows."""
+    """A device's name on the transport is the fingerprint of its key, as `test_own_transport.py` shows."""
     devices, out = Devices(tmp_path, LENIENT), tmp_path / "out"
 
     def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:

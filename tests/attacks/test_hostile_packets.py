@@ -1,11 +1,9 @@
 """Headers that cost their reader much, updates that ruin everybody's model, and what a device leaves on its disk."""
 
-import io
 import json
 import re
 import stat
 import tracemalloc
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,6 @@ import torch
 
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
-from flwr.app import ConfigRecord, RecordDict
-
 import world
 from engines.devices import Devices
 from engines.direct import hub_of, joined, played
@@ -25,15 +21,13 @@ from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
 from polyfed.deploy.device.local_states import begin, keep, prune
-from polyfed.deploy.device.process import handler_for
 from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
-from polyfed.engines.flower.codec import HEADER, packet_of
 from polyfed.engines.protocol import Facts, RequestId
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire_format import Packet, framed, unframed
 from polyfed.privacy.egress.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
 
@@ -58,11 +52,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", [*COSTLY, *BROKEN])
 def test_a_header_beyond_the_bounds_is_not_parsed_and_no_header_is_costly_to_check(kind: str, monkeypatch: Any) -> None:
-    content = RecordDict({HEADER: ConfigRecord({"header": (COSTLY | BROKEN)[kind]})})
+    header = (COSTLY | BROKEN)[kind].encode()
+    content = len(header).to_bytes(4, "little") + header
     parsed, parse = list[str](), json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or parse(text))
     tracemalloc.start()
-    found = packet_of(content)
+    found = unframed(content)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(found, str), "it is no packet"
@@ -73,7 +68,7 @@ def test_a_header_beyond_the_bounds_is_not_parsed_and_no_header_is_costly_to_che
 
 def test_brackets_inside_of_text_are_no_nesting() -> None:
     header = {"reason": '[[[[[[[[[[["' + "{" * 20 + "\\"}
-    assert packet_of(RecordDict({HEADER: ConfigRecord({"header": json.dumps(header)})})) == Packet(header)
+    assert unframed(framed(Packet(header))) == Packet(header)
 
 
 def recipe(rounds: int = 3) -> Recipe:
@@ -227,14 +222,6 @@ def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_pa
     }[where]
     with pytest.raises(CheckpointError, match=r"is damaged.*nested"):
         read()
-
-
-def test_an_app_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("pyproject.toml", f"x = {DEEP}")
-    with pytest.raises(BadReply, match="is not an app that polyfed wrote"):
-        handler_for(packed.getvalue(), tmp_path)
 
 
 def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:

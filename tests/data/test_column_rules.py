@@ -411,10 +411,10 @@ class Federation:
         return found
 
     def deployed(self) -> dict[str, Any]:
+        from engines.direct import over
         from polyfed.deploy import write_app
         from polyfed.deploy.handlers import Deployed
         from polyfed.deploy.server.server import serve
-        from engines.direct import over
         from polyfed.experiment.running.loop import execute
 
         app = write_app(self.folder / "recipe.toml", self.folder / "app")

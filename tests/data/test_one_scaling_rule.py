@@ -107,10 +107,10 @@ enrol_seconds = 2.0
 @pytest.mark.filterwarnings("ignore:data. a, b. features differ in size")
 def test_a_device_scales_its_file_as_a_simulation_does(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import over
     from polyfed.deploy import write_app, write_nodes
     from polyfed.deploy.handlers import Deployed
     from polyfed.deploy.server.server import serve
-    from engines.direct import over
     from polyfed.experiment.running.loop import execute
 
     np.savez(tmp_path / "mine.npz", a=A, b=B, label=LABEL, split=SPLIT)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from polyfed.deploy.device.agent import LOST
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server.server import engine_by
-from polyfed.engines.patience import Arrived, Node
+from polyfed.engines.patience import Arrived, Node, PatientTransport
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.recipes.recipe import Recipe
@@ -140,10 +140,21 @@ def hub_of(recipe: Recipe, folder: Path, wrap: Any = lambda handler: handler) ->
 
 def joined(recipe: Recipe, hub: Hub, run: str = "run") -> Assembly:
     """The server's parts, its clients enrolled."""
-    transport = HubTransport(hub)
-    answers = transport.enrol(hub.clients, 30)
-    assert len(answers) == hub.clients
+    return enrolled(recipe, HubTransport(hub), hub.clients, run)
+
+
+def enrolled(recipe: Recipe, transport: PatientTransport, clients: int, run: str = "run") -> Assembly:
+    """The server's parts over a transport, its clients enrolled."""
+    assert len(transport.enrol(clients, 30)) == clients
     return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe))
+
+
+def through(recipe: Recipe, transport: PatientTransport, clients: int, emit: Any = None) -> tuple[Any, list[Any]]:
+    """All rounds over a transport: the final state, and the server's ledger."""
+    parts = enrolled(recipe, transport, clients)
+    if emit is not None:
+        parts.fed.emit = emit
+    return played(recipe, parts)
 
 
 def played(recipe: Recipe, parts: Assembly) -> tuple[Any, list[dict[str, Any]]]:

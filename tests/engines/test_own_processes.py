@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
 import polyfed
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import TransportError
 from polyfed.deploy import submit
 from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
@@ -179,7 +179,7 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert "nothing to do" in capsys.readouterr().out
     federation.processes["server"].terminate()
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
-    with pytest.raises(RecipeError, match="no server uses"):
+    with pytest.raises(TransportError, match="no server uses"):
         submit(federation.app, federation.credentials, {}, print)
 
 

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
+from engines.direct import Hub, HubTransport, over
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.deploy.server.membership import expected
-from engines.direct import Hub, HubTransport, over
 from polyfed.experiment.recipes.recipe import parse_recipe
 
 HFM = """

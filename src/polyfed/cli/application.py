@@ -90,7 +90,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
         completion_init()
     if words and (instead := _replaced(words[0])):
-        _end("RecipeError", f"there is no `polyfed {words[0]}` any more: {instead}", RecipeError.exit_code, as_json=as_json)
+        text = f"there is no `polyfed {words[0]}` any more: {instead}"
+        _end("RecipeError", text, RecipeError.exit_code, as_json=as_json)
     try:
         code = app(args=words, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:

@@ -99,6 +99,7 @@ def submit(
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The server's own rows. [default: those of the app]")
     ] = None,
+    log_format: LogFormatOption = LogFormat.text,
     as_json: AsJson = False,
 ) -> None:
     """Run an app to its end, with the devices of this machine's server.
@@ -108,6 +109,7 @@ def submit(
     from polyfed import deploy
     from polyfed.cli.printing import deployment
 
+    os.environ[LOG_FORMAT] = log_format.value
     given = {"out": out, "data": data}
     changes = {key: str(path.expanduser().absolute()) for key, path in given.items() if path is not None}
     beside = dir.with_name(f"{dir.name}-credentials") if credentials is None else credentials

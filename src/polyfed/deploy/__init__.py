@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import RecipeError, command
+from polyfed.core.errors import RecipeError, TransportError, command
 from polyfed.deploy.metrics import INSTALL
 from polyfed.deploy.processes import ServerPorts
 
@@ -95,7 +95,7 @@ def submit(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
     with _needing_extra("a run with devices"):
         from polyfed.deploy.server import hosting, queued_run
     if not hosting.serves(credentials):
-        raise RecipeError(f"no server uses {credentials}; start it: {command('server', credentials)}")
+        raise TransportError(f"no server uses {credentials}; start it: {command('server', credentials)}")
     return queued_run.run_here(app, credentials, changes)
 
 

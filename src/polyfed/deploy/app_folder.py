@@ -23,7 +23,7 @@ from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, policy_of, population_of
-from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
+from polyfed.experiment.running.warm_start import given_of, write_text_copy
 from polyfed.model import Custom, user_classes
 
 APP, RECIPE, NODES = "app.toml", "recipe.toml", "nodes"

@@ -81,15 +81,13 @@ class LocalFederation:
         file.write_text(tomli_w.dumps(general | {"device": [self.tables[number]]}), encoding="utf-8")
         self.begin(f"device-{number}", ["device", str(file), *more])
 
-    def begin(
-        self, name: str, words: list[str], environment: Mapping[str, str] | None = None
-    ) -> "subprocess.Popen[bytes]":
+    def begin(self, name: str, words: list[str]) -> "subprocess.Popen[bytes]":
         """Start a command of polyfed, whose output is added to the log of this name."""
         with (self.folder / f"{name}.log").open("ab") as log:
             # -P makes Python ignore local modules
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "polyfed", *words],
-                env={**_environment(), **(environment or {})},
+                env=_environment(),
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,

@@ -34,7 +34,7 @@ _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a device, as a table [[device]] of its file gives it; see `polyfed.deploy.device.device_file`.
+    """The configuration of a device, as a table [[device]] of its file gives it; see `device_file`.
 
     Attributes:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an

@@ -31,8 +31,9 @@ def server(credentials: Path, ports: ServerPorts) -> None:
     """
     care_for_certificate(credentials)
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
-    for number in filter(None, (ports.port, ports.metrics_port, ports.status_port)):
-        if listens(number):
+    numbers = [number for number in (ports.port, ports.metrics_port, ports.status_port) if number]
+    for number in numbers:
+        if listens(number) or numbers.count(number) > 1:
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
     statuses = credentials / RUNS
     remove_old(statuses)

@@ -3,7 +3,8 @@
 The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
 replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
 
-Each start of a run has a folder of its own, which is named by its id. The run's process locks this folder until it ends, so a reader knows at once that the process was killed, whatever the status file says.
+Each start of a run has a folder of its own, which is named by its id. The run's process locks this folder until it
+ends, so a reader knows at once that the process was killed, whatever the status file says.
 """
 
 import json

@@ -117,7 +117,7 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
 
 
 def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute: Execute[Any]) -> None:
-    """Wait for clients, then run the recipe or resume the run in `out`. 
+    """Wait for clients, then run the recipe or resume the run in `out`.
 
     Args:
         recipe_path: path of the app's recipe.
