@@ -75,7 +75,7 @@ def said(folder: Path, shape: list[int], capsys: Any, recipe: str = RECIPE) -> s
     with pytest.warns(PolyfedWarning, match="measures nothing"):
         serve(devices.app / "recipe.toml", over(lying, 4), {"out": str(out)}, execute)
     assert json.loads((out / "result.json").read_text())["rounds"] == 1, "the run came to its end"
-    return str(capsys.readouterr().out)
+    return str(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def answered(folder: Path, app: bytes, config: dict[str, Any]) -> Packet:
     place = folder / "task"
     place.mkdir(exist_ok=True)
     (place / "header").write_text(json.dumps(hello().header))
-    (folder / "app").write_bytes(app)
-    answer({"folder": str(place), "app": str(folder / "app"), "config": config, "refusal": ""})
+    (folder / "sent").write_bytes(app)
+    answer({"folder": str(place), "app": str(folder / "sent"), "config": config, "refusal": ""})
     told = unframed((place / "reply").read_bytes())
     assert isinstance(told, Packet)
     return told

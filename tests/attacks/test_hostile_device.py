@@ -53,7 +53,7 @@ def said(devices: Devices, out: Path, lie: Callable[[Packet], Packet], capsys: A
     transport = over(handler, 3)
     serve(devices.app / "recipe.toml", transport, {"out": str(out)}, execute)
     assert json.loads((out / "result.json").read_text())["rounds"] == 2, "the run came to its end"
-    return str(capsys.readouterr().out)
+    return str(capsys.readouterr().err)
 
 
 def changed(**header: Any) -> Callable[[Packet], Packet]:

@@ -34,7 +34,7 @@ def test_a_run_whose_replies_are_too_large_is_refused_before_its_first_round(tmp
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (told["error"], told["exit_code"]) == ("RecipeError", 2)
     assert "Write message_megabytes = " in told["text"]
-    assert "exit code 2" in capsys.readouterr().out
+    assert "exit code 2" in capsys.readouterr().err
     assert not (tmp_path / "run" / "egress.jsonl").exists(), "nothing was asked"
 
 

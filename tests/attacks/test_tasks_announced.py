@@ -218,7 +218,8 @@ def test_a_device_is_told_what_its_own_gate_goes_by(name: str, tmp_path: Path) -
     made = world(name)
     population = population_of(made)
     for client, table in enumerate(device_tables(made, write_nodes(made, tmp_path))):
-        node = NodeConfig(**table | {"relay": "server-sees"})
+        table |= {"relay": "server-sees"}
+        node = NodeConfig(**table)
         inspection = inspect(made, " ".join(f"{key}={json.dumps(value)}" for key, value in table.items()))
         shapes = {modality: column.shape for modality, column in population.columns.modalities.items()}
         facts = Facts(shapes, population.columns.num_classes)

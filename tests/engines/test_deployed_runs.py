@@ -77,7 +77,7 @@ def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: P
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert told["exit_code"] == 3
-    assert "client 1 refused" in capsys.readouterr().out
+    assert "client 1 refused" in capsys.readouterr().err
 
 
 def test_a_device_that_keeps_statistics_does_not_even_enrol(tmp_path: Path) -> None:

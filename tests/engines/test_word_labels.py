@@ -64,7 +64,7 @@ def test_a_device_whose_list_of_the_classes_is_another_takes_no_part(
     for place, names in zip(devices.places, (WORDS, WORDS, WORDS[[1, 0, 2, 3]]), strict=True):
         reworded(place / "data.npz", WORDS[labels_of(place / "data.npz")], label_name=names)
     devices.serve(tmp_path / "run")
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "starting with 2 of 3 clients" in said
     assert "client 2: its class names ('label_name') are not those of most clients" in said
 

@@ -255,6 +255,6 @@ def _planned(
     listed = replace(listed, required=node.rules.required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
-    fix = 'relay="server-sees" in --node-config'
+    fix = 'relay = "server-sees" in [[device]]'
     shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
     return policy, tuple(shown), ""
