@@ -29,15 +29,15 @@ More about single sections: [clients](partitions.md) and [missing rows](missing.
 """
 
 INTRODUCTIONS = {
-    "data": """Members name after "Shared" what they have of these options. The default of `modalities` lists the
+    "data": """Under "Shared", members name which of these options they have. The default of `modalities` lists the
 modalities of a source. For published data sets, `path` is the folder or file that `polyfed data NAME` describes, or a
 folder of [prepared features](data.md#media-data-sets-extract-features-once). `seed` is the same in all runs.
 
-In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early fusion):
-images along their channels, vectors along their features.
+In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early
+fusion): images along their channels, vectors along their features.
 """,
-    "algorithm": """Each heading links to the page of the method. A `placebo` is a control of the same cost; with `none` it
-is the method.
+    "algorithm": """Each heading links to the page of the method. A `placebo` is a control of the same cost;
+with `none` it is the method.
 """,
 }
 """What holds for all members of a group."""
