@@ -424,7 +424,7 @@ def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path:
         assert "its policy file is not valid" in str(answer.header["reason"])
     assert not left(server.devices)
     with pytest.raises(
-        RecipeError, match=r"has none of the sections .* leave out policy in --node-config to use the default"
+        RecipeError, match=r"has none of the sections .* leave out policy in \[\[device\]\] to use the default"
     ):
         node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"').rules  # noqa: B018
 
