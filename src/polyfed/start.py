@@ -68,6 +68,8 @@ def run(
     changes = {**(engine or {}), **({} if device is None else {"device": device})}
     chosen = checked("[engine]", EngineSpec, changes, advice=misplaced)
     recipe = replace(recipe, engine=replace(recipe.engine, **chosen))
+    if recipe.engine.name == "devices":
+        raise RecipeError("[engine] name = 'devices' is for runs that `polyfed submit` begins. Take 'vectorised'")
     if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
         raise RecipeError(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "

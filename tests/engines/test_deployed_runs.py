@@ -43,6 +43,15 @@ def test_devices_equal_the_simulation_bit_for_bit(tmp_path: Path) -> None:
             assert {"a", "b"} & set(arrays.files) == set([["a", "b"], ["a"], ["b"]][k]), "nothing else is on the device"
 
 
+def test_a_deployment_is_an_engine_of_its_own_which_polyfed_run_refuses(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    devices.serve(tmp_path / "run")
+    assert load_recipe(tmp_path / "run" / "recipe.toml").engine.name == "devices"
+    assert polyfed.load_run(tmp_path / "run").result["rounds"] == 2
+    with pytest.raises(RecipeError, match="'devices' is for runs that `polyfed submit` begins"):
+        polyfed.run(tmp_path / "run" / "recipe.toml")
+
+
 def test_a_server_started_again_goes_on_with_the_run(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     first = devices.serve(tmp_path / "run")

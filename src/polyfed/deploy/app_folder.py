@@ -33,13 +33,13 @@ LARGEST_RECIPE = 2**20
 
 
 def placed(recipe: Recipe, data: str = "") -> Recipe:
-    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any.
+    """Return the recipe for the server: with the engine `devices`, and the path of the server's own rows, if any.
 
     Raises:
         RecipeError: options of the recipe cannot go together in a deployment.
     """
     source = replace(recipe.data, path=data) if data else recipe.data
-    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="devices"))
     refuse_conflicts(recipe, deployed=True)
     return recipe
 

@@ -79,7 +79,7 @@ class Remote(Engine):
         RecipeError: the algorithm sends messages within silos, and the recipe does not allow the server to see them.
     """
 
-    name = "flower"
+    name = "remote"
     keeps_locals = False
 
     def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
