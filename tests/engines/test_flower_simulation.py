@@ -91,11 +91,12 @@ def test_clients_on_a_grid_equal_the_sequential_engine(name: str, tmp_path: Path
 class Troubled(DirectGrid):
     """A client that raises becomes an error of Flower's; a node is gone when it is asked first, and back at once."""
 
-    lost = 0
+    lost: frozenset[str] = frozenset()
 
     def _called(self, message: Any) -> Any:
-        if message.metadata.dst_node_id == VICTIM + 1 and message.metadata.message_type == "train" and not self.lost:
-            self.lost += 1
+        kind = message.metadata.message_type
+        if message.metadata.dst_node_id == VICTIM + 1 and kind not in self.lost:
+            self.lost |= {kind}
             return Message(Error(ErrorCode.NODE_UNAVAILABLE, "node is gone"), reply_to=message)
         try:
             return super()._called(message)
@@ -109,7 +110,7 @@ def test_a_lost_request_is_sent_again_and_a_client_that_raises_is_left_out(tmp_p
     grid = Troubled(client_app(hurt(lambda request, reply: 1 // 0)(Simulated(made, tmp_path))), 6)  # type: ignore[arg-type,return-value]
     emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})  # noqa: E731
     through(made, GridTransport(grid), grid.clients, emit)
-    assert grid.lost == 1
+    assert grid.lost == {"query", "train"}, "a request to enrol, and a task"
     assert list(told) == [VICTIM], "in round 2, and not in round 1"
     assert told[VICTIM].startswith("Flower says: ")
 

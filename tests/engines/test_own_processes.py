@@ -165,6 +165,7 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     """The devices share one process; it needs little memory before a task comes, and ends its tasks with itself."""
     federation = begun(1, together=True)
     federation.until(lambda: "3 devices are ready" in federation.log("devices"), "the devices")
+    assert "when `polyfed submit` is called again" in federation.log("devices"), "what silence of the server means"
     gateway = psutil.Process(federation.processes["devices"].pid)
     assert gateway.memory_info().rss < 60e6
     assert federation.start("run").wait(PATIENCE) == 0, federation.log("run")

@@ -12,6 +12,7 @@ pytest.importorskip("cryptography", reason="the extra polyfed[server] is not ins
 from engines.devices import RECIPE, Devices
 from engines.direct import Hub, HubTransport, over
 from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.deploy.local_federation import run_locally
 from polyfed.deploy.server.membership import expected
 from polyfed.experiment.recipes.recipe import parse_recipe
 
@@ -70,6 +71,16 @@ def test_hfm_with_two_silos_of_two_modalities_begins_with_four_devices_only(tmp_
             devices.serve(tmp_path / "run", over(devices, count))
         assert not (tmp_path / "run" / "rounds.jsonl").exists()
     assert devices.serve(tmp_path / "run", over(devices, 4))["rounds"] == 1
+
+
+@pytest.mark.parametrize("wrong", ['relay = "refused"', 'relay = "server-sees"\nnodes = 3'])
+def test_a_local_federation_of_silos_that_cannot_run_is_refused_before_anything_starts(
+    wrong: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text(HFM.replace('relay = "server-sees"', wrong))
+    with pytest.raises(RecipeError, match="relay|2 silos of 2 devices are 4 devices"):
+        run_locally(tmp_path / "recipe.toml", tmp_path / "fed")
+    assert not (tmp_path / "fed" / "credentials").exists()
 
 
 def test_a_device_that_is_online_and_not_taken_is_named(tmp_path: Path, capsys: Any) -> None:

@@ -214,7 +214,7 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("deployment", "relay"),
         when=lambda r: r.engine.apart and r.deployment.relay == "refused" and _sends_within_silos(r),
-        because="its clients send messages within silos, and in a deployment or on Flower these pass through the server",
+        because="its clients send messages within silos, which pass through the server in a deployment or on Flower",
         instead="If the server may see them, set relay = 'server-sees' (each client must agree in its own "
         "configuration); otherwise use the sequential or vectorised engine",
     ),
