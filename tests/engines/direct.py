@@ -13,11 +13,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from polyfed.deploy.device.agent import LOST
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server.server import engine_by
 from polyfed.engines.patience import Arrived, Node, PatientTransport
-from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble, population_of
@@ -76,11 +74,7 @@ class Hub:
 
     def answer(self, found: Waiting) -> Packet:
         """Let the handler answer a request."""
-        packet, number = self.packet(found), self.names.index(found.device)
-        try:
-            return self.handler(packet, {"partition-id": number})
-        except Exception:  # the process of the task dies twice
-            return reason(FAILED, RequestId.read(packet.header), f"client {number}: {LOST}")
+        return self.handler(self.packet(found), {"partition-id": self.names.index(found.device)})
 
     def deliver(self, found: Waiting, reply: Packet) -> bool:
         """Deliver a reply as the web server does. Return whether the run still waits for it."""

@@ -16,9 +16,11 @@ import world
 from engines.direct import Hub, HubTransport, hub_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.deploy.device.agent import LOST
 from polyfed.deploy.device.runtime import book
 from polyfed.deploy.device.store import Memory
 from polyfed.deploy.handlers import Simulated
+from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.remote import Remote
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
@@ -90,11 +92,21 @@ def test_a_client_weighs_what_it_enrolled_with_whatever_it_says_later(rows: int,
     assert all(torch.equal(ours.params[name], theirs.params[name]) for name in theirs.params)
 
 
+class Crashing(Hub):
+    """What a device answers if the process of a task dies twice; see `tests/attacks/test_lost_tasks.py`."""
+
+    def answer(self, found: Waiting) -> Packet:
+        try:
+            return super().answer(found)
+        except ArithmeticError:
+            return reason(FAILED, RequestId.read(self.packet(found).header), f"client {VICTIM}: {LOST}")
+
+
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_reply_is_dropped_with_a_reason_and_the_round_goes_on(fault: str, tmp_path: Path) -> None:
     change, words = BAD[fault]
     made = recipe(message_megabytes=1)
-    parts = joined(made, hub_of(made, tmp_path / "hurt", hurt(change)))
+    parts = joined(made, Crashing(hurt(change)(Simulated(made, tmp_path / "hurt")), 6))
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     state, _ = played(made, parts)

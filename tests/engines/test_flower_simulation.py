@@ -68,6 +68,8 @@ def test_nothing_phones_home_unless_asked() -> None:
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")  # Ray's and Flower's own
 @pytest.mark.parametrize("method", METHODS)
 def test_ray_equals_sequential(method: str, tmp_path: Path) -> None:

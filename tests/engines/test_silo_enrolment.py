@@ -78,7 +78,7 @@ def test_a_local_federation_of_silos_that_cannot_run_is_refused_before_anything_
     wrong: str, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.toml").write_text(HFM.replace('relay = "server-sees"', wrong))
-    with pytest.raises(RecipeError, match="relay|2 silos of 2 devices are 4 devices"):
+    with pytest.raises(RecipeError, match=r"relay|2 silos of 2 devices are 4 devices"):
         run_locally(tmp_path / "recipe.toml", tmp_path / "fed")
     assert not (tmp_path / "fed" / "credentials").exists()
 

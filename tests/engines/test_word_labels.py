@@ -37,10 +37,10 @@ def test_a_device_whose_labels_are_words_without_a_list_of_the_classes_does_not_
     mine = devices.places[1] / "data.npz"
     reworded(mine, WORDS[1:][labels_of(mine) % 3])  # without "cat", "dog" would be class 0
     devices.serve(tmp_path / "run")
-    said = capsys.readouterr()
-    assert "starting with 2 of 3 clients" in said.out
-    assert "client 1: its data cannot be used; its own log says why" in said.out
-    assert "Save an array 'label_name'" in said.err
+    said = capsys.readouterr().err
+    assert "starting with 2 of 3 clients" in said
+    assert "client 1: its data cannot be used; its own log says why" in said
+    assert "Save an array 'label_name'" in said
     with pytest.raises(DataError, match="the labels are words"):
         inspect(load_recipe(devices.recipe), f'data="{mine}" client=1 modalities="a"')
 

@@ -20,6 +20,7 @@ from polyfed.data.sources.own.npz import Npz, scaling_names
 from polyfed.deploy.device.agent import LARGEST_APP
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
+from polyfed.deploy.server.membership import expected
 from polyfed.experiment.checks.check import refuse_large
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -119,10 +120,11 @@ def _refuse_another(folder: Path, name: str) -> None:
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Before the app is written, find errors that would later end the run on the server.
 
-    Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
-    too large.
+    Such errors are, for example, a number of devices that no silos have, an encoder that cannot be imported, a model
+    that cannot be built, and a reply that is too large.
     """
     placed(recipe)
+    expected(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
