@@ -127,12 +127,12 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
 
 
 def methods() -> str:
-    """The algorithms, each with its idea and the options that its group does not explain."""
+    """The algorithms, each with the options that its group does not explain."""
     of_group = {name: catalogue.hyper_parameters(cls) for name, cls in GROUPS.items()}
     parts = [f"### Options of {name}\n\n{entries(options)}" for name, options in of_group.items()]
     for name, cls in sorted(ALGORITHMS.items()):
         options = catalogue.hyper_parameters(cls)
-        lines = [f"### [{name}](algorithms/{name}.md)\n", f"{catalogue.headline(cls)}\n"]
+        lines = [f"### [{name}](algorithms/{name}.md)\n"]
         also = next((group for group, base in GROUPS.items() if issubclass(cls, base)), None)
         if also:
             shared = {option.name: option for option in of_group[also]}
@@ -141,7 +141,7 @@ def methods() -> str:
             brief = [o for o in changed if plain[o.name] == shared[o.name].about]
             options = [o for o in options if o.name not in shared or plain[o.name] != shared[o.name].about]
             values = f", with {' and '.join(f'`{o.name} = {o.default}`' for o in brief)}" if brief else ""
-            lines += [f"Also the [options of {also}](#options-of-{also}){values}.\n"]
+            lines += [f"Also [{also}](#options-of-{also}){values}.\n"]
         parts += [*lines, entries(options)] if options or not also else lines
     return "\n".join(parts)
 
