@@ -17,6 +17,7 @@ pytest.importorskip("cryptography", reason="the extra polyfed[device] is not ins
 from polyfed.core.errors import TransportError
 from polyfed.deploy.device import agent
 from polyfed.deploy.device.agent import Device, Tasks
+from polyfed.transport.connection import TAKEN
 
 OFFER = {"id": "0123456789abcdef.0123456789abcdef", "header": "{}", "body": {"sha256": "", "size": 0}}
 OFFER |= {"app": {"sha256": "0" * 64, "size": 3}}
@@ -47,9 +48,9 @@ class Server:
         path.write_bytes(b"app")
         return True
 
-    def send(self, request: str, path: Path) -> bool:
+    def send(self, request: str, path: Path) -> str:
         self.replies.append(path.read_bytes())
-        return True
+        return TAKEN
 
     def close(self) -> None:
         """Nothing is open."""
