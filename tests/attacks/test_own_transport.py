@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -509,7 +509,9 @@ def test_a_reply_with_another_digest_is_not_taken(federation: Federation, tmp_pa
     device, name = federation.device(0), federation.asked()
     device.next()
     federation.queue.reply(name, "part").write_bytes(b"what another process of the device had sent")
-    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN, "after the second attempt, from the beginning"
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN, (
+        "after the second attempt, from the beginning"
+    )
     assert federation.queue.reply(name).read_bytes() == BODY
     name = federation.asked()
     words = f"/v1/replies/{name}?offset=0&size=4&sha256={'0' * 64}"
@@ -774,6 +776,114 @@ def test_a_device_reads_an_answer_only_up_to_a_limit(hostile: Any, tmp_path: Pat
     assert (tmp_path / "body").stat().st_size <= 1000
 
 
+ANSWERS_OF_NOBODY = [
+    b"",
+    b"\xff",
+    b"[]",
+    b"[" * 100_000,
+    b'{"challenge":7,"token":7,"received":7}',
+    b'{"challenge":"\\ud800","open":true}',
+    b'{"challenge":"x\\ny","open":true}',
+    b'{"token":"a\\r\\nhost: evil","challenge":"c","open":true}',
+    b'{"token":"\xc3\xa9","open":true}',
+    b'{"received":"7","open":true}',
+    b'{"received":-7,"open":true}',
+    b'{"received":1e999,"open":true}',
+    b'{"received":true,"open":true}',
+    b'{"received":' + b"9" * 5000 + b"}",
+    json.dumps({"challenge": "x" * 1000}).encode(),
+]
+"""What no server of polyfed says."""
+
+
+@pytest.mark.parametrize("body", ANSWERS_OF_NOBODY, ids=range(len(ANSWERS_OF_NOBODY)))
+def test_an_answer_of_any_form_is_no_fault_of_the_device(
+    body: bytes, hostile: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A device calls again after a while, and stops when it is told to."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(connection, "MOST_STALLS", 2)
+    server = hostile(lambda handler: said(handler, 200, body))
+    calls = {
+        "next": lambda: server.device.next(),
+        "open": lambda: server.device.is_open("x"),
+        "send": lambda: server.device.send("x", reply_in(tmp_path, BODY)),
+        "login": lambda: server.device._login(),
+    }
+    for call in calls.values():
+        stop = Timer(0.05, server.stop.set)
+        stop.start()
+        with suppress(InterruptedError, BadReply):
+            call()
+        stop.join()
+        server.stop.clear()
+        server.device._token = ""
+
+
+@pytest.mark.parametrize("status", [401, 302, 503])
+def test_a_device_does_not_spin_when_its_login_does_not_help(status: int, hostile: Any) -> None:
+    def answer(handler: Any) -> None:
+        body = b'{"challenge":"c"}' if "challenge" in handler.path else b'{"token":"t"}'
+        said(handler, 200 if "challenge" in handler.path or "login" in handler.path else status, body)
+
+    server = hostile(answer)
+    Timer(1.2, server.stop.set).start()
+    with pytest.raises(InterruptedError):
+        server.device.next()
+    assert 1 <= server.heard.count("/v1/next") <= 5
+
+
+def test_a_server_that_takes_nothing_gets_a_reply_a_few_times_only(hostile: Any, tmp_path: Path) -> None:
+    def answer(handler: Any) -> None:
+        handler.rfile.read(int(handler.headers["content-length"]))
+        said(handler, 200, b'{"received":0}')
+
+    server = hostile(answer)
+    with pytest.raises(BadReply, match="the same bytes of the reply again and again"):
+        server.device.send("x", reply_in(tmp_path, BODY))
+    assert len(server.heard) <= connection.MOST_STALLS + 1
+
+
+@pytest.mark.parametrize("status", [200, 206])
+def test_a_server_that_sends_nothing_of_a_body_is_not_asked_for_ever(status: int, hostile: Any, tmp_path: Path) -> None:
+    server = hostile(lambda handler: said(handler, status, b""))
+    with pytest.raises(BadReply, match="sends nothing of it"):
+        server.device.fetch("x", "body", "0" * 64, 4, tmp_path / "body")
+    assert len(server.heard) == 1
+
+
+def test_somebody_in_between_with_another_certificate_does_not_end_a_device_that_knows_its_server(
+    federation: Federation, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A device whose first call fails so has a wrong ca.pem, and ends; later, it waits until its server is back."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    federation.asked()
+    device, notes = federation.device(0), list[str]()
+    assert device.next() is not None
+    right, device.note = device._context, notes.append
+    device._context = ssl.create_default_context()
+    device.close()
+    found = list[Any]()
+    thread = Thread(target=lambda: found.append(device.next()))
+    thread.start()
+    while not notes:
+        time.sleep(0.01)
+    assert "does not fit" in notes[0]
+    device._context = right
+    thread.join(10)
+    assert found[0]["id"]
+
+
+def test_a_link_in_place_of_a_file_of_a_message_is_not_written_through(hostile: Any, tmp_path: Path) -> None:
+    server = hostile(lambda handler: said(handler, 200, b"evil"))
+    (tmp_path / "body").symlink_to(tmp_path / "precious")
+    (tmp_path / "precious").touch()
+    server.stop.set()
+    with pytest.raises(OSError, match="symbolic"):
+        server.device._once("GET", "/v1/requests/x/body", to=tmp_path / "body", most=4)
+    assert (tmp_path / "precious").read_bytes() == b""
+
+
 def test_a_body_with_another_digest_is_not_used(hostile: Any, tmp_path: Path) -> None:
     server = hostile(lambda handler: said(handler, 200, b"evil"))
     with pytest.raises(BadReply, match="another digest"):
@@ -790,6 +900,7 @@ BAD: dict[str, Any] = {
     "a size below zero": {"body": {"sha256": "0" * 64, "size": -1}},
     "a header that is a table": {"header": {}},
     "a long header": {"header": "x" * (2**22 + 1)},
+    "a header that is no text on a disk": {"header": "\ud800"},
 }
 
 

@@ -20,7 +20,11 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_paths_begin_at_the_folder_of_the_file(tmp_path: Path) -> None:
-    told = device_file(written(tmp_path, 'server = "h:9092"\nparallel = 3\n' + DEVICE.format(0) + DEVICE.format(1) + 'state = "other"\n'))
+    told = device_file(
+        written(
+            tmp_path, 'server = "h:9092"\nparallel = 3\n' + DEVICE.format(0) + DEVICE.format(1) + 'state = "other"\n'
+        )
+    )
     assert (told["server"], told["ca"], told["parallel"]) == ("h:9092", f"{tmp_path}/ca.pem", 3)
     one, other = told["devices"]
     assert (one["key"], other["config"]["client"]) == (f"{tmp_path}/node-0.key", 1)

@@ -178,15 +178,7 @@ class Connection:
         """
         pause, told, logins = FIRST_PAUSE, False, 0
         while not self.stop.is_set():
-            try:
-                status, answer = self._once(method, path, **how)
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                status, answer = 0, {"error": f"{type(error).__name__}: {error}"}
-                if isinstance(error, ssl.SSLCertVerificationError):
-                    answer["error"] = UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)
-                    if not self.contact:  # later, somebody in between may be the reason, and the server comes back
-                        raise TransportError(answer["error"]) from None
+            status, answer = self._tried(method, path, **how)
             if status == 401 and not logins:
                 logins = 1
                 self._login()
@@ -205,6 +197,23 @@ class Connection:
                     self.note(f"contact with {self.host}:{self.port} again")
                 return status, answer
         raise InterruptedError
+
+    def _tried(self, method: str, path: str, **how: Any) -> tuple[int, dict[str, Any]]:
+        """Make a call. If it breaks, return the status 0 and the error.
+
+        Raises:
+            TransportError: no call has succeeded yet, and the server's certificate does not fit.
+        """
+        try:
+            return self._once(method, path, **how)
+        except ssl.SSLCertVerificationError as error:
+            why = UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)
+            if not self.contact:  # later, somebody in between may be the reason, and the server comes back
+                raise TransportError(why) from None
+        except (OSError, http.client.HTTPException) as error:
+            why = f"{type(error).__name__}: {error}"
+        self.close()
+        return 0, {"error": why}
 
     def _login(self) -> None:
         """Log in with the key.

@@ -31,7 +31,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
 from polyfed.transport.logins import Keys, Logins
-from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting, ring
+from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
 from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
 
 WAIT_SECONDS = 25.0
