@@ -805,10 +805,10 @@ def test_an_answer_of_any_form_is_no_fault_of_the_device(
     monkeypatch.setattr(connection, "MOST_STALLS", 2)
     server = hostile(lambda handler: said(handler, 200, body))
     calls = {
+        "login": lambda: server.device._login(),
         "next": lambda: server.device.next(),
         "open": lambda: server.device.is_open("x"),
         "send": lambda: server.device.send("x", reply_in(tmp_path, BODY)),
-        "login": lambda: server.device._login(),
     }
     for call in calls.values():
         stop = Timer(0.05, server.stop.set)
@@ -817,7 +817,6 @@ def test_an_answer_of_any_form_is_no_fault_of_the_device(
             call()
         stop.join()
         server.stop.clear()
-        server.device._token = ""
 
 
 @pytest.mark.parametrize("status", [401, 302, 503])
