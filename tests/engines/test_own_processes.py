@@ -176,12 +176,12 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert federation.processes["devices"].wait(30) == 0
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
-    submit(federation.app, federation.credentials, {}, print)
-    assert "nothing to do" in capsys.readouterr().out
+    submit(federation.app, federation.credentials, {})
+    assert "nothing to do" in capsys.readouterr().err
     federation.processes["server"].terminate()
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
     with pytest.raises(TransportError, match="no server uses"):
-        submit(federation.app, federation.credentials, {}, print)
+        submit(federation.app, federation.credentials, {})
 
 
 @pytest.mark.slow
