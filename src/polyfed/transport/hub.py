@@ -289,7 +289,7 @@ class Hub:
         if found.device not in self.logins.keys.known:
             whole.unlink(missing_ok=True)
             raise HTTPException(401, "the key is not registered any more")
-        if not self.queue.deliver(found):
+        if not self.queue.deliver(found, "whole"):
             found = self.queue.find(found.id) or found
             self.queue.too_late(found)
             raise HTTPException(410, "nobody waits for this reply any more")
