@@ -23,6 +23,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
+from engines.own_devices import own_devices
+from engines.test_own_modes import method as recipe_of
 from polyfed.core.errors import BadReply, RecipeError, TransportError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.agent import Offer
@@ -32,6 +34,7 @@ from polyfed.deploy.server import hosting
 from polyfed.deploy.server.monitor import TOKEN
 from polyfed.deploy.server.run_log import RunStatus
 from polyfed.deploy.server.status_client import ask
+from polyfed.federation.wire_format import unframed
 from polyfed.transport import connection, hub, logins, web
 from polyfed.transport.connection import Connection
 from polyfed.transport.hub import HubServer
@@ -361,9 +364,12 @@ def test_a_body_that_nobody_awaits_does_not_hold_a_connection(federation: Federa
         with plain(federation) as stranger:
             stranger.sendall(f"{call} HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n".encode())
             stranger.settimeout(10)
+            heard = b""
             with suppress(ConnectionError, ssl.SSLError):
-                while stranger.recv(2**12):
+                while piece := stranger.recv(2**12):
+                    heard += piece
                     stranger.sendall(b"x")
+            assert heard.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ")), "an answer, and then the end"
 
 
 def test_a_header_does_not_say_who_calls(federation: Federation) -> None:
@@ -814,7 +820,12 @@ def test_an_answer_of_any_form_is_no_fault_of_the_device(
     """A device calls again after a while, and stops when it is told to."""
     monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(connection, "MOST_STALLS", 2)
-    server = hostile(lambda handler: said(handler, 200, body))
+
+    def answer(handler: Any) -> None:
+        said(handler, 200, body)
+        server.stop.set()  # so that no call is repeated
+
+    server = hostile(answer)
     calls = {
         "login": lambda: server.device._login(),
         "next": lambda: server.device.next(),
@@ -822,12 +833,11 @@ def test_an_answer_of_any_form_is_no_fault_of_the_device(
         "send": lambda: server.device.send("x", reply_in(tmp_path, BODY)),
     }
     for call in calls.values():
-        stop = Timer(0.05, server.stop.set)
-        stop.start()
         with suppress(InterruptedError, BadReply):
             call()
-        stop.join()
         server.stop.clear()
+    heard = {path.partition("?")[0] for path in server.heard}
+    assert heard >= {"/v1/challenge", "/v1/next", "/v1/requests/x", "/v1/replies/x"}
 
 
 @pytest.mark.parametrize("status", [401, 302, 503])
@@ -1072,3 +1082,55 @@ def page(port: int, name: str, status: int) -> str:
                 return text
         time.sleep(0.1)
     raise AssertionError(text)
+
+
+def framed_as(header: bytes, body: bytes = b"") -> bytes:
+    return len(header).to_bytes(4, "little") + header + body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01\x00\x00",
+        b"\xff\xff\xff\x7f{}",
+        framed_as(b"\xff\xfe"),
+        framed_as(b"[" * 100_000),
+        framed_as(b"[]"),
+        framed_as(b'{"a":' + b"9" * 5000 + b"}"),
+    ],
+    ids=range(7),
+)
+def test_bytes_that_are_no_packet_are_no_packet(content: bytes) -> None:
+    assert isinstance(unframed(content), str)
+
+
+GARBAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "nothing": lambda honest, other: b"",
+    "an empty header": lambda honest, other: framed_as(b"{}", honest),
+    "half of the reply": lambda honest, other: honest[: len(honest) // 2],
+    "the reply of another device": lambda honest, other: other,
+}
+
+
+def test_whatever_bytes_a_device_replies_the_run_goes_on_with_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    """One kind of garbage in each round, and an honest reply in the last one."""
+    rounds, sent, send = len(GARBAGE) + 1, dict[int, list[bytes]](), Connection.send
+    text = recipe_of("fedavg").replace("rounds = 2", f"rounds = {rounds}").replace("personal_test = 0.3\n", "")
+    with own_devices(tmp_path, text) as federation:
+        numbers = {id(device.connection): number for number, device in enumerate(federation.devices)}
+
+        def lying(self: Connection, request: str, path: Path) -> str:
+            mine = sent.setdefault(numbers[id(self)], [])
+            mine.append(path.read_bytes())
+            if numbers[id(self)] == 0 and 1 < len(mine) <= rounds:  # the first is the enrolment
+                while len(sent.get(1, ())) < len(mine):
+                    time.sleep(0.001)
+                make = [*GARBAGE.values()][len(mine) - 2]
+                path.write_bytes(make(mine[-1], sent[1][-1]))
+            return send(self, request, path)
+
+        monkeypatch.setattr(Connection, "send", lying)
+        assert federation.run()["rounds"] == rounds
+    lines = [json.loads(line) for line in (federation.app / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [list(line.get("missing", {})) for line in lines] == [["0"]] * len(GARBAGE) + [[]]
