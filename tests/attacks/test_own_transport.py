@@ -414,7 +414,7 @@ def test_a_device_that_logs_in_again_and_again_must_wait(federation: Federation)
 
 def test_a_device_that_calls_without_end_waits_its_turn(federation: Federation, monkeypatch: Any) -> None:
     monkeypatch.setattr(hub, "CALLS", 5.0)
-    monkeypatch.setattr(hub, "CALLS_PER_SECOND", 50.0)
+    monkeypatch.setattr(hub, "CALLS_PER_SECOND", 10.0)
     made, turn = federation.server.hub, federation.server.hub._turn
 
     def seconds(device: str, calls: int) -> float:
@@ -427,8 +427,8 @@ def test_a_device_that_calls_without_end_waits_its_turn(federation: Federation, 
         asyncio.run(several())
         return time.monotonic() - begun
 
-    assert 0.15 < seconds("one", 15) < 2
-    assert seconds("another", 5) < 0.05
+    assert seconds("one", 10) > 0.4
+    assert seconds("another", 5) < 0.4
     assert set(made._quota) == {"one", "another"}
     monkeypatch.setattr(made, "_turn", lambda device: asyncio.sleep(0, made._quota.pop(device, None)))
     made._quota[federation.names[0]] = 0.0, 0.0
