@@ -29,13 +29,11 @@ from polyfed.cli import main
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
-from polyfed.deploy.processes import HOST, ServerPorts, free_ports
+from polyfed.deploy.processes import HOST, free_ports
 from polyfed.deploy.server import monitor as server_monitor
-from polyfed.deploy.server.hosting import _add_monitors
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
 from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, RunStatus, remove_old
 from polyfed.deploy.server.status_client import ask
-from polyfed.transport.hub import HubServer
 
 SECRET = "a reason with a secret"
 LINK = {"nodes": {"registered": 3, "online": 2}, "runs": ["7"]}
@@ -170,18 +168,6 @@ def test_on_loopback_there_is_no_status_without_a_token(tmp_path: Path) -> None:
     monitor = ServerMonitor(lambda: LINK, tmp_path / "none")
     assert monitor.page("GET", "/status", [])[0] == 404
     assert monitor.page("GET", "/metrics", [])[0] == 200
-
-
-def test_the_ports_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Health and metrics on loopback without TLS, the status with TLS; and the port for devices has neither page."""
-    opened: list[tuple[str, bool, bool]] = []
-    hub = HubServer(write_credentials(tmp_path, 0), HOST, 0)
-    monkeypatch.setattr(hub, "add", lambda app, host, port, *, tls: opened.append((host, tls, bool(app._digest))))
-    _add_monitors(hub, ServerPorts(metrics_port=1, status_port=2), tmp_path)
-    assert opened == [(HOST, False, False), ("0.0.0.0", True, True)]
-    paths = {getattr(route, "path", "") for router in (hub.hub._open, hub.hub._closed) for route in router.routes}
-    assert all(path.startswith("/v1/") for path in paths)
-    hub.socket.close(), hub.bell.close(), hub.hub.queue.close()
 
 
 def test_a_failing_server_is_not_healthy_and_its_error_is_not_told() -> None:

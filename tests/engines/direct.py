@@ -80,7 +80,7 @@ class Hub:
         """Deliver a reply as the web server does. Return whether the run still waits for it."""
         content = framed(reply)
         self.bytes_up += len(content)
-        self.queue.reply(found.id, "whole").write_bytes(content)
+        self.queue.reply(found.id, "part").write_bytes(content)
         if self.queue.deliver(found):
             return True
         self.queue.too_late(self.queue.find(found.id) or found)
