@@ -22,6 +22,7 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.running.assembly import assemble
 from polyfed.start import run
+from refusals import refuses
 from world import recipe
 
 SENSITIVE = ("predictions", "embeddings", "prototypes", "raw", "ids")
@@ -117,34 +118,34 @@ def test_a_tensor_that_is_none_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("hint", [Tree | None, Tensor | None, Any, list[Tensor]], ids=str)
 def test_a_field_is_a_tensor_or_a_tree(hint: Any) -> None:
-    with pytest.raises(RecipeError, match=r"More.extra is annotated .* a field of a message is a Tensor or a Tree"):
+    with refuses(RecipeError, "annotated"):
         update_with("embeddings", hint)
 
 
 @pytest.mark.parametrize(
     ("kind", "hint", "said", "words"),
     [
-        ("gradients", Tensor, {}, "gradients come in a Tree"),
-        ("embeddings", Tree, {"of": "a"}, "of= is for a Tensor"),
-        ("embeddings", Tensor, {"blocks": ("shared",)}, "blocks= is for a Tree"),
+        ("gradients", Tensor, {}, "gradients come in"),
+        ("embeddings", Tree, {"of": "a"}, "for a Tensor"),
+        ("embeddings", Tensor, {"blocks": ("shared",)}, "for a Tree"),
         (
             "embeddings",
             Tree,
             {"blocks": "shared"},
-            "blocks = 'shared'; it is a tuple of any of modalities, read, shared",
+            "blocks = 'shared'",
         ),
-        ("embeddings", Tree, {"blocks": ("audio",)}, r"blocks = \('audio',\); it is a tuple of any of"),
-        ("parameters", Tree, {"blocks": ("labels",)}, r"any of modalities, read, shared$"),
+        ("embeddings", Tree, {"blocks": ("audio",)}, "blocks = ('audio',)"),
+        ("parameters", Tree, {"blocks": ("labels",)}, "read, shared"),
     ],
 )
 def test_a_declaration_that_cannot_be_kept_is_refused(kind: str, hint: Any, said: Any, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         update_with(kind, hint, **said)
 
 
 def test_a_tensor_is_of_a_modality_that_there_is() -> None:
     method = hiding(update_with("statistic", Tensor, of="c"), lambda context, data: torch.zeros(3))
-    with pytest.raises(RecipeError, match=r"More.extra: of = 'c' is no modality here; Allowed: a, b, labels, shared"):
+    with refuses(RecipeError, "of = 'c'"):
         check(recipe(method))
     method = hiding(update_with("embeddings", Tensor, of="b"), lambda context, data: torch.zeros(3))
     assert places(check(recipe(method)).refused) == {("extra", "embeddings", "b", "server")}

@@ -29,6 +29,7 @@ from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.selection import Uniform
 from polyfed.training.prototypes import Encoders
+from refusals import refuses
 from world import recipe, through
 
 
@@ -169,7 +170,7 @@ def test_a_task_that_is_not_announced_lets_nothing_out(asked: str) -> None:
 def test_a_client_does_not_hand_over_what_only_the_servers_rows_are_asked_for() -> None:
     parts = assemble(replace(world("creamfl"), egress=EVERYTHING))
     request = Request(parts.algorithm.publish, "publish", 1, 1, 0, 1)  # type: ignore[attr-defined]
-    with pytest.raises(EgressError, match=r"`polyfed check` does not announce raw of a in a reply to task publish"):
+    with refuses(EgressError, "raw of a"):
         parts.engine.answer(request, [0], PublicSetWanted())
     assert parts.ledger.bytes_up == 0
 
@@ -202,7 +203,7 @@ def test_what_no_rehearsal_sees_is_refused_when_it_comes(engine: Any) -> None:
     parts = assemble(made)
     through(parts, 1)
     before = parts.ledger.bytes_up
-    with pytest.raises(EgressError, match=r"More.extra: it holds 'shared'"):
+    with refuses(EgressError, "holds 'shared'"):
         through(parts, 3)
     assert places(row for row in up(parts) if row["verdict"] == "allowed") <= places(check(made).planned)
     assert {row["field"] for row in up(parts) if row["verdict"] == "allowed"} == {"params", "loss", "num_rows"}

@@ -10,6 +10,7 @@ import torch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Facts
 from polyfed.data.sources.pictures.av_mnist import log_mel, pairs, read_fsdd
+from refusals import refuses
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -84,7 +85,7 @@ def test_pairs_agree_in_digit_and_split_and_use_all_recordings():
 
 def test_a_digit_without_a_recording_is_named():
     zeros = torch.zeros(10, dtype=torch.int8)
-    with pytest.raises(DataError, match="no training recording of digit 9"):
+    with refuses(DataError, "digit 9"):
         pairs(torch.arange(10), zeros, torch.arange(9), zeros[:9], key=1)
 
 
@@ -128,16 +129,16 @@ def test_a_folder_of_recordings_equals_the_arrays_of_it(tmp_path):
 
 
 def test_recordings_of_another_form_or_name_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds no .wav"):
+    with refuses(DataError, "holds no .wav"):
         read_fsdd(str(tmp_path))
     write_wav(tmp_path / "1_ann_0.wav", np.zeros(10), rate=16000)
-    with pytest.raises(DataError, match="at 16000 Hz; expected 1, 16, 8000"):
+    with refuses(DataError, "16000 Hz"):
         read_fsdd(str(tmp_path))
     (tmp_path / "1_ann_0.wav").write_bytes(b"RIFF")
-    with pytest.raises(DataError, match="not a whole wav"):
+    with refuses(DataError, "whole wav"):
         read_fsdd(str(tmp_path))
     (tmp_path / "1_ann_0.wav").rename(tmp_path / "noise.wav")
-    with pytest.raises(DataError, match="digit"):
+    with refuses(DataError, "digit"):
         read_fsdd(str(tmp_path))
 
 
@@ -235,11 +236,11 @@ def test_damaged_folders_and_wrong_options_are_refused(original):
             SOURCES["ucihar"](path=str(folder)).load()
         path.write_text(kept)
     signal.unlink()
-    with pytest.raises(DataError, match="body_gyro_y_train"):
+    with refuses(DataError, "body_gyro_y_train"):
         SOURCES["ucihar"](path=str(folder)).load()
-    with pytest.raises(RecipeError, match="did you mean 'gyro'"):
+    with refuses(RecipeError, "data.modalities: mean 'gyro'"):
         SOURCES["ucihar"](path=str(folder), modalities=("gyros",))
-    with pytest.raises(RecipeError, match=r"\[data\] normalise"):
+    with refuses(RecipeError, "data.normalise: [data] normalise"):
         SOURCES["ucihar"](path=str(folder), normalise="global")
 
 

@@ -28,6 +28,7 @@ from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
 from polyfed.selection import SELECTORS, Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses, warned
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
@@ -99,7 +100,7 @@ def test_a_bad_reply_is_dropped_and_the_round_goes_on(engine: str, fault: str, w
     ],
 )
 def test_replies_of_the_wrong_form_are_refused_with_the_reason(engine: str, fault: str, words: str) -> None:
-    with pytest.raises(TooFewReplies, match="0 of 6 clients answered") as error:
+    with refuses(TooFewReplies, "6 clients") as error:
         played(faulty(fault, engine))
     assert words in str(error.value)
 
@@ -108,12 +109,12 @@ def test_replies_of_the_wrong_form_are_refused_with_the_reason(engine: str, faul
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("block", "Update.params: it holds parameters of a block that it does not declare"),
-        ("type", "the task declares the message Update"),
+        ("block", "holds parameters"),
+        ("type", "task declares"),
     ],
 )
 def test_replies_that_check_does_not_announce_do_not_leave(engine: str, fault: str, words: str) -> None:
-    with pytest.raises(EgressError, match=words):
+    with refuses(EgressError, words):
         played(faulty(fault, engine))
 
 
@@ -160,7 +161,7 @@ def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: 
     made = recipe(algorithm("fedavg", selector=ALL), engine, encoders, data=Toy(rows=rows * 4 * 5 // 4, classes=2))
     made = replace(made, clients=ClientsSpec(partition="iid", num=4))
     if rows == 1 and encoders is AWKWARD:  # one row has no batch statistics
-        with pytest.raises(RecipeError, match="every client has one training row, and the model has BatchNorm"):
+        with refuses(RecipeError, "train.batch_size: BatchNorm"):
             played(made)
         return
     state = played(made)[1]
@@ -168,7 +169,7 @@ def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: 
 
 
 def test_one_class_trains() -> None:
-    with pytest.warns(UserWarning, match="label 0"):
+    with warned("label 0", UserWarning):
         state = played(recipe(algorithm("fedavg"), "vectorised", data=Toy(rows=200, classes=1)))[1]
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
@@ -322,7 +323,7 @@ def test_run_and_check_take_a_recipe_or_its_path() -> None:
     resolved = replace(polyfed.load_recipe(path), task=CLASSES)
     assert polyfed.check(path).recipe == polyfed.check(str(path)).recipe == resolved
     for verb in (polyfed.run, polyfed.check):
-        with pytest.raises(RecipeError, match="a dict is not a recipe"):
+        with refuses(RecipeError, "a dict"):
             verb({"data": {"name": "toy"}})
 
 
@@ -337,12 +338,12 @@ def test_steps_make_up_for_no_epochs_and_objects_may_train_nothing() -> None:
 
 
 def test_more_clients_than_there_are_is_an_error() -> None:
-    with pytest.raises(RecipeError, match="there are 4 clients"):
+    with refuses(RecipeError, "clients.participation: 4 clients"):
         polyfed.run(parse_recipe({**BASE, "clients": {"num": 4, "participation": 5}}))
 
 
 def test_a_section_without_effect_is_an_error() -> None:
-    with pytest.raises(RecipeError, match=r"\[server\] has no effect"):
+    with refuses(RecipeError, "server: effect"):
         parse_recipe({**BASE, "algorithm": {"name": "local"}, "server": {"optimiser": "adam"}})
 
 
@@ -350,18 +351,18 @@ def test_a_section_without_effect_is_an_error() -> None:
 def test_a_malformed_override_is_told(override: str, tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('seed = 1\n[data]\nname = "toy"\n')
-    with pytest.raises(RecipeError, match=r"--set|value, not a section"):
+    with refuses(RecipeError, "--set"):
         polyfed.load_recipe(path, [override])
 
 
 @pytest.mark.parametrize("text", ["seed = ", "\x00", "[data\n"])
 def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(RecipeError, match=r"not valid TOML: .* TOML needs quotes around words"):
+    with refuses(RecipeError, "around words"):
         polyfed.load_recipe(tmp_path / "r.toml")
-    with pytest.raises(RecipeError, match="No such file"):
+    with refuses(RecipeError, "No such file"):
         polyfed.load_recipe(tmp_path / "nowhere.toml")
-    with pytest.raises(RecipeError, match=r"'fedavg' is a method: for your own data, call polyfed.run\(data=..., algo"):
+    with refuses(RecipeError, "a method"):
         polyfed.run("fedavg")
 
 
@@ -404,20 +405,20 @@ def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
             RecipeError, match=f"data.{role} = 'both'; allowed: an array that is not in data.modalities"
         ):
             Npz(path=str(tmp_path / "one.npz"), modalities=("a", "both"), **{role: "both"})
-    with pytest.raises(RecipeError, match=r"data.label = 'x'; allowed: a column that is not in data"):
+    with refuses(RecipeError, "data.label: column"):
         SOURCES["hf"](path="rows", modalities={"a": "values"}, columns={"a": "x"}, label="x")
 
 
 def test_classes_without_a_row_and_modalities_of_nobody_are_told(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(label=np.arange(40) % 3 + 1))
-    with pytest.warns(PolyfedWarning, match=r"0 to 3, and 1 class has no row \(0\).*\n?.*regression"):
+    with warned("1 class"):
         Npz(path=str(tmp_path / "one.npz"), modalities=("a",)).load()
     names = np.array(["none", "x", "y", "z"])
     np.savez(tmp_path / "named.npz", **arrays(label=np.arange(40) % 3 + 1, label_name=names))
     Npz(path=str(tmp_path / "named.npz"), modalities=("a",)).load()
     np.savez(tmp_path / "absent.npz", **arrays(b=np.zeros((40, 2), np.float32), b_present=np.zeros(40, bool)))
     data = Npz(path=str(tmp_path / "absent.npz"), modalities=("a", "b"))
-    with pytest.warns(PolyfedWarning, match="no client has training rows with b"):
+    with warned("client has training"):
         assemble(recipe(algorithm("fedavg"), data=data, clients=ClientsSpec(partition="iid", num=3)))
 
 
@@ -436,7 +437,7 @@ def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(n
     np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
     made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
     assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
-    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'"):
+    with refuses(RecipeError, "client lack"):
         assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 

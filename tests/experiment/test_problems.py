@@ -9,6 +9,7 @@ import pytest
 import polyfed
 from polyfed.core.errors import DataError, EgressError, NotAllowed, RecipeError
 from polyfed.core.problems import joined
+from refusals import refuses
 
 BAD = """seed = 1
 roundz = 3
@@ -75,7 +76,7 @@ def test_every_fault_has_a_line_of_its_own(tmp_path: Path) -> None:
 
 def test_one_fault_keeps_its_text_and_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[data]\nname = "toy"\n[algorithm]\nname = "fedavg"\n[train]\nlr = "x"\n')
-    with pytest.raises(RecipeError, match=r"r\.toml: line 6: \[train\] lr = 'x': must be a number$"):
+    with refuses(RecipeError, "train.lr: r.toml"):
         polyfed.load_recipe(tmp_path / "r.toml")
 
 

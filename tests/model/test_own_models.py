@@ -21,6 +21,7 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 from world import PLAIN, algorithm, furthest, played, recipe
 
 WHOLE = ModelSpec(module="own_models:Whole", blocks=BLOCKS, module_options={"width": 7})
@@ -68,9 +69,7 @@ def test_a_module_with_embeddings_trains_with_methods_that_need_them(name: str) 
 def test_methods_that_need_embeddings_say_so(name: str) -> None:
     from laws.test_laws import world
 
-    with pytest.raises(
-        RecipeError, match=r"works with the embedding of each modality.*encode\(modality, x\)|calling it with"
-    ):
+    with refuses(RecipeError, "module"):
         check(replace(world(name), model=WHOLE))
 
 
@@ -136,7 +135,7 @@ def test_a_run_predicts_exports_and_loads(case: str, private: tuple[str, ...], t
     told = replace(made(case, private=private), rounds=2)
     run, parts = polyfed.run(told, tmp_path / "run"), assemble(told)
     folder = run.export(tmp_path / "model")
-    with pytest.raises(NotAllowed, match=r'load_model\(..., imports=\["own_models:'):
+    with refuses(NotAllowed, "importing"):
         polyfed.load_model(folder)
     back, later = polyfed.load_model(folder, imports=["own_models.*"]), polyfed.load_run(tmp_path / "run")
     x = samples(parts.population.columns, parts.population.test_rows)
@@ -158,7 +157,7 @@ def test_classes_and_objects_in_python() -> None:
     run = polyfed.run(replace(told, model=ModelSpec(module=net, blocks=BLOCKS), rounds=1))
     assert all(torch.equal(p, start[n]) for n, p in net.named_parameters()), "training works on copies"
     assert not torch.equal(run.params["shared.top.weight"], start["top.weight"])
-    with pytest.raises(RecipeError, match=r"made before the run, and model.json cannot say how"):
+    with refuses(RecipeError, "and model.json"):
         run.export("nowhere")
 
 
@@ -167,9 +166,9 @@ def test_a_device_imports_only_what_its_owner_allows() -> None:
     assert used_on(told).imports == ("own_models:Product",)
     assert used_on(made("module")).imports == ("own_models:Whole",)
     table = told.table()["model"]
-    with only(Allowance()), pytest.raises(NotAllowed, match=r"\[model\] fusion = 'own_models:Product'"):
+    with only(Allowance()), refuses(NotAllowed, "model.fusion: been allowed"):
         ModelSpec(fusion=table["fusion"], encoders=PLAIN)
-    with only(Allowance()), pytest.raises(NotAllowed, match=r"\[model\] module = 'own_models:Whole'"):
+    with only(Allowance()), refuses(NotAllowed, "model.module: been allowed"):
         ModelSpec(module="own_models:Whole", blocks=BLOCKS)
     with only(Allowance(imports=("own_models.*",))):
         build_model(WHOLE, SHAPES, 4)
@@ -247,7 +246,7 @@ def test_an_lstm_is_that_of_pytorch(layers: int, both: bool) -> None:
         nn.LSTM(3, 3, 2, batch_first=True, dropout=0.1),
         nn.LSTM(3, 3, batch_first=True, proj_size=2),
     ):
-        with pytest.raises(ModelError, match="not supported"):
+        with refuses(ModelError, "not supported"):
             adopt(wrong, Rows(), "x")
 
 
