@@ -25,8 +25,13 @@ def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], said: s
     with pytest.raises(kind) as error:
         yield error
     faults = getattr(error.value, "several", ()) or (error.value,)
-    found = [(".".join(map(str, getattr(fault, "key", ()))), str(fault)) for fault in faults]
+    found = [(".".join(map(str, getattr(fault, "key", ()))), _text(fault)) for fault in faults]
     assert any(at == key and noun in text for at, text in found), f"not '{said}': {found}"
+
+
+def _text(fault: BaseException) -> str:
+    """Return the text with its notes, which only a device's own log has."""
+    return "\n".join([str(fault), *getattr(fault, "__notes__", ())])
 
 
 def warned(noun: str, kind: type[Warning] = PolyfedWarning) -> AbstractContextManager[Any]:

@@ -496,7 +496,7 @@ def test_wrong_arrangements_and_settings_are_refused() -> None:
     with refuses(RecipeError, "clients.holdings: modality twice"):
         Silos([40], [[["a", "b"], ["b"]]]).play(method())
     for wrong in ({"local_rounds": 0}, {"batch_fraction": 0.0}, {"mu": -1.0}):
-        with pytest.raises(RecipeError, match=next(iter(wrong))):
+        with refuses(RecipeError, f"algorithm.{next(iter(wrong))}: must be"):
             method(**wrong)
 
 

@@ -309,8 +309,8 @@ def test_numbers_of_rows_do_not_pass_as_ids(tmp_path: Any) -> None:
         polyfed.run(data=x, **options)
     polyfed.run(data=x, ids="rows", **options)
     polyfed.run(data=x, ids=torch.arange(60) * 7, **options)
-    for wrong, words in ((torch.zeros(60, dtype=torch.int64), "repeats some ids"), ("name", "give an array with one")):
-        with pytest.raises((DataError, RecipeError), match=words):
+    for wrong, words in ((torch.zeros(60, dtype=torch.int64), "repeats some ids"), ("name", "an array")):
+        with refuses((DataError, RecipeError), words):
             polyfed.run(data=x, ids=wrong, **options)
     polyfed.run(data=x, **(options | {"clients": {"num": 2}, "algorithm": {"name": "fedavg"}, "egress": {}}))
 

@@ -180,7 +180,7 @@ def test_compressions_that_numpy_never_writes_are_refused(tmp_path: Path, method
     for start in (raw.index(b"PK\x03\x04") + 8, raw.index(b"PK\x01\x02") + 10):
         raw[start : start + 2] = struct.pack("<H", method)
     (tmp_path / "mine.npz").write_bytes(raw)
-    with pytest.raises(DataError, match=rf"mine.npz': array 'text' is compressed by method {method}"):
+    with refuses(DataError, f"by method {method}"):
         Arrays(tmp_path / "mine.npz")["text"]
 
 
@@ -226,7 +226,7 @@ def test_an_idx_file_that_claims_too_much_is_refused(tmp_path: Path, shape: tupl
     raw = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + b"\0"
     path = tmp_path / f"train{suffix}"
     path.write_bytes(gzip.compress(raw) if suffix else raw)
-    with pytest.raises(DataError, match=rf"train{suffix}' (is cut short|is not an idx file)"):
+    with refuses(DataError, f"train{suffix}' is"):
         read_idx(path)
 
 

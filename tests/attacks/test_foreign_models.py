@@ -102,7 +102,10 @@ TREES: dict[str, Callable[[Tree], Tree]] = {
 def test_a_file_that_holds_another_model_is_not_taken_for_one(change: str, source: Path, tmp_path: Path) -> None:
     tree = load_file(source / "model" / "global.safetensors")
     save_file(TREES[change](tree), tmp_path / "m.safetensors")
-    with pytest.raises(PolyfedError, match=r"m\.safetensors"):
+    with refuses(
+        PolyfedError,
+        "model.init: m.safetensors" if change in ("no parameters", "NaN", "too large for float32") else "m.safetensors",
+    ):
         evaluated(source, tmp_path / "m.safetensors")
 
 

@@ -30,7 +30,7 @@ SECRET: dict[str, dict[str, list[str]]] = {"a": {"server": []}}
 """Nothing of modality `a` may reach the server."""
 WRITTEN = SECRET | {"shared": {"server": ["parameters", "statistic"]}}
 """The same, and the owner has written that the head may."""
-FIX = r'\[egress.shared\] server = \["parameters", "statistic"\]'
+FIX = '["parameters", "statistic"]'
 
 
 class Identity(nn.Module):
@@ -95,7 +95,7 @@ def recovered(parts: Assembly) -> int:
 @pytest.mark.parametrize("name", ["fedavg", "pfmml"])
 def test_rows_of_a_forbidden_modality_do_not_leave_with_the_head(name: str, engine: str) -> None:
     made = exposed(name, SECRET, engine)
-    with pytest.raises(EgressError, match=r"parameters of shared to the server(.|\n)*" + FIX):
+    with refuses(EgressError, FIX):
         refuse_forbidden(assemble(made))
     parts = assemble(made)
     with refuses(EgressError, "layers mix"):

@@ -113,7 +113,7 @@ class Growing(Averaging):
 
 
 def test_a_task_that_comes_later_lets_nothing_out() -> None:
-    refused(recipe(Growing(train=TRAIN)), "refused to answer task late, which the algorithm did not have")
+    refused(recipe(Growing(train=TRAIN)), "answer task late")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Straying(Averaging):
 
 @pytest.mark.parametrize("how", ["unmarked", "other", "parent"])
 def test_only_tasks_of_the_algorithm_are_asked(how: str) -> None:
-    refused(recipe(Straying(train=TRAIN, how=how)), "is not a task of Straying", RecipeError)
+    refused(recipe(Straying(train=TRAIN, how=how)), "task of Straying", RecipeError)
 
 
 # what the method says it does not ask or send
@@ -164,7 +164,7 @@ class Examining(Averaging):
 def test_a_task_that_is_not_announced_lets_nothing_out(asked: str) -> None:
     made = recipe(Examining(train=TRAIN, asked=asked, evaluation=Evaluation(personal=False)), egress=EVERYTHING)
     made = replace(made, clients=replace(made.clients, personal_test=0.3))
-    refused(made, rf"in a reply to task {asked}, as Examining.will_ask says that it is not sent")
+    refused(made, f"to task {asked}")
 
 
 def test_a_client_does_not_hand_over_what_only_the_servers_rows_are_asked_for() -> None:
@@ -181,8 +181,8 @@ def test_what_will_send_denies_does_not_leave() -> None:
 
     method = hiding(update_with("predictions", blocks=("shared",)), under("shared"), will_send=denies)
     assert not [row for row in plan(assemble(recipe(method, egress=EVERYTHING))) if row.field == "extra"]
-    refused(recipe(method, egress=EVERYTHING), r"More.extra: .* as Smuggler.will_send says that it is not sent")
-    refused(recipe(method), "predictions of shared may not go to the server")
+    refused(recipe(method, egress=EVERYTHING), "as Smuggler.will_send says")
+    refused(recipe(method), "predictions of shared")
 
 
 @dataclass(frozen=True, kw_only=True)

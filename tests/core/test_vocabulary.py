@@ -31,20 +31,20 @@ def test_no_word_has_two_meanings() -> None:
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ({"learning_rate": 0.1}, "did you mean train.lr?"),
-        ({"num_clients": 5}, "did you mean clients.num?"),
-        ({"n_rounds": 5}, "did you mean 'rounds'?"),
-        ({"optimizer": {"lr": 0.1}}, "did you mean train.optimiser?"),
-        ({"train": {"learning_rate": 0.1}}, r"\[train\] has no option 'learning_rate'; did you mean 'lr'\? Allowed: "),
-        ({"train": {"batch": 4}}, "did you mean 'batch_size'"),
-        ({"train": {"local_epochs": 4}}, "did you mean 'epochs'"),
-        ({"clients": {"dirichlet-alpha": 0.1}}, "did you mean 'alpha'"),
-        ({"algorithm": {"name": "fedprox", "server_lr": 1.0}}, "did you mean server.lr?"),
-        ({"train": {"epcohs": 4}}, "did you mean 'epochs'"),
+        ({"learning_rate": 0.1}, "learning_rate: mean train.lr?"),
+        ({"num_clients": 5}, "num_clients: mean clients.num?"),
+        ({"n_rounds": 5}, "n_rounds: mean 'rounds'?"),
+        ({"optimizer": {"lr": 0.1}}, "optimizer: mean train.optimiser?"),
+        ({"train": {"learning_rate": 0.1}}, "train.learning_rate: mean 'lr'?"),
+        ({"train": {"batch": 4}}, "train.batch: mean 'batch_size'"),
+        ({"train": {"local_epochs": 4}}, "train.local_epochs: mean 'epochs'"),
+        ({"clients": {"dirichlet-alpha": 0.1}}, "clients.dirichlet-alpha: mean 'alpha'"),
+        ({"algorithm": {"name": "fedprox", "server_lr": 1.0}}, "algorithm.server_lr: mean server.lr?"),
+        ({"train": {"epcohs": 4}}, "train.epcohs: mean 'epochs'"),
     ],
 )
 def test_a_recipe_with_a_foreign_word_names_the_key(written: dict[str, object], says: str) -> None:
-    with pytest.raises(RecipeError, match=says.replace("?", r"\?") if "\\" not in says else says):
+    with refuses(RecipeError, says):
         parse_recipe(recipe(algorithm("fedavg")).table() | written)
 
 

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 import polyfed
-from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError
 from polyfed.data.column_rules import rules_of
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
-from refusals import refuses
+from refusals import refuses, warned
 
 ROWS = 240
 DRAW = np.random.default_rng(5)
@@ -227,8 +227,8 @@ def test_unknown_words_count_as_none_of_the_words() -> None:
     run = polyfed.run(data=frame(), **OPTIONS, clients="client")
     two = TABLE["person"].head(2)
     found = []
-    for word, told in (("XX", "'XX'"), (None, "an empty cell")):
-        with pytest.warns(PolyfedWarning, match=f"'port' has 2 words that the model has not learnt, such as {told}"):
+    for word, told in (("XX", "as 'XX'"), (None, "an empty cell")):
+        with warned(told):
             found.append(run.predict({"person": two.assign(port=word), "when": TABLE["when"].head(2)}))
     odd, gone = found
     assert torch.equal(odd, gone)
@@ -301,8 +301,8 @@ def test_wrong_rules_are_refused(rules: Any, words: str) -> None:
 
 
 def test_a_rule_of_a_column_that_nobody_reads_is_refused() -> None:
-    for column, words in (("sox", r"names 'sox', which is in no modality.*'sex'"), ("client", "it is the client")):
-        with pytest.raises(PolyfedError, match=words):
+    for column, words in (("sox", "mean 'sex'"), ("client", "is the client")):
+        with refuses(PolyfedError, words):
             polyfed.make_recipe(frame(), **(OPTIONS | {"columns": RULES | {column: "one-hot"}}), clients="client")
 
 
@@ -490,7 +490,7 @@ def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path)
         "algorithm": {"name": "fedavg"},
     }
     with only(Allowance(columns=("sex", "client", "scan"))):
-        for name in ("client", "scan"):
+        for name, said in (("client", "data.client: 'client'"), ("scan", "'scan'")):
             table["data"]["modalities"]["person"] = ["sex", name]
-            with pytest.raises(PolyfedError, match=rf"{name}"):
+            with refuses(PolyfedError, said):
                 check_arrays(parse_recipe(table), ("person", "scan"))

@@ -221,7 +221,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, extr
         raise ImportError(f"No module named '{name}'")
 
     monkeypatch.setattr(clip_module, "import_module", refuse)
-    with pytest.raises(RecipeError, match=rf"'{module.partition('.')[0]}'.*pip install 'polyfed\[{extra}\]'"):
+    with refuses(RecipeError, f"pip install 'polyfed[{extra}]'"):
         clip_module.optional(module, extra)
 
 

@@ -36,10 +36,9 @@ def test_the_mask_of_known_labels_is_never_a_modality(tmp_path):
 
 @pytest.mark.parametrize("copy", [LABEL, LABEL[:, None], LABEL[:, None].astype(np.float32)])
 def test_a_modality_that_is_a_copy_of_the_labels_is_refused(tmp_path, copy):
-    words = "modality 'lab' is equal to the labels in every row"
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "to the labels"):
         table_of({"audio": AUDIO, "lab": copy}, Given(labels=LABEL))
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "to the labels"):
         polyfed.make_recipe(saved(tmp_path, lab=copy[:, None] if copy.ndim == 1 else copy, label=LABEL))
 
 
@@ -268,7 +267,7 @@ def test_a_series_with_another_index_than_the_frame_is_refused(role):
     series = pd.Series(values[role], index=data.index)
     given = {"labels": LABEL} | {role: series}
     table_of(data, Given(**given))
-    with pytest.raises(DataError, match=rf"{role} is a pandas Series with another index .*{role}\.loc\[frame\.index\]"):
+    with refuses(DataError, f"{role}.loc[frame.index]"):
         table_of(data, Given(**given | {role: series.sample(frac=1, random_state=1)}))
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedError
 from polyfed.data.reading.objects import Given, table_of
 from refusals import refuses, warned
 
@@ -82,7 +82,7 @@ def test_a_sample_without_the_usual_key_of_the_others_is_named():
 def test_a_column_without_a_name_is_no_feature(tmp_path, name):
     held = frame()
     held.insert(0, name, np.arange(ROWS))
-    with pytest.warns(PolyfedWarning, match=f"data: left out, because it has no name of its own: column '{name}'"):
+    with warned(f"column '{name}'"):
         assert list(table_of(held, Given()).modalities) == ["audio", "text"]
     with warned("no name of"):
         table_of({"train": held, "test": frame()}, Given())
@@ -139,13 +139,12 @@ def test_one_hot_labels_are_remarked_on(kind):
 
 def test_init_and_check_remark_on_doubtful_labels_like_python(tmp_path, capsys):
     recipe = str(tmp_path / "recipe.toml")
-    words = "the labels are whole numbers that are stored as floats, so the task is 'regression'"
     path = saved(tmp_path, label=LABEL.astype(np.float32))
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("stored as floats"):
         assert told("init", str(path), "--out", recipe) == 0
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("stored as floats"):
         assert told("check", recipe) == 0
-    with pytest.warns(PolyfedWarning, match=words) as caught:
+    with warned("stored as floats") as caught:
         polyfed.check(polyfed.make_recipe(path))
     assert len(caught) == 1
     assert told("init", str(path), "--out", str(tmp_path / "named.toml"), "--task", "regression") == 0
@@ -168,11 +167,8 @@ def test_rows_that_have_some_cells_are_not_told_to_be_left_out():
         table_of(held, Given())
     assert "audio': 1 row has only some of its cells, first row 0" in str(caught.value)
     assert "every modality" not in str(caught.value)
-    words = (
-        "1 row lacks every modality, first row 0. 1 of these rows has some cells of 'audio'.*Fill in the empty cells"
-    )
     for data in (held, {"train": held, "test": held[1:]}):
-        with pytest.raises(DataError, match=words):
+        with refuses(DataError, "cells of 'audio'"):
             table_of(data, Given(partial="absent"))
     held.loc[0, ["audio_1", "audio_2"]] = np.nan
     with refuses(DataError, "Leave these"):

@@ -150,19 +150,19 @@ def test_compare_pools_the_folds_of_a_seed(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"test_clients": 1.5}, "a share between 0 and 1"),
-        ({"test_clients": []}, "not none"),
-        ({"folds": 3}, "belong together"),
-        ({"fold": 1}, "belong together"),
-        ({"folds": 3, "fold": 4}, "from 1 to folds = 3"),
-        ({"folds": 3, "fold": 1, "test_clients": 0.2}, "keep one of them"),
-        ({"test_clients": [99]}, r"no such natural client. The data has the numbers 0 to 7"),
-        ({"test_clients": 0.99}, "nobody would train"),
-        ({"folds": 9, "fold": 1}, "folds = 8 leaves one client out"),
+        ({"test_clients": 1.5}, "clients.test_clients: a share between"),
+        ({"test_clients": []}, "clients.test_clients: not none"),
+        ({"folds": 3}, "clients.fold: belong together"),
+        ({"fold": 1}, "clients.folds: belong together"),
+        ({"folds": 3, "fold": 4}, "clients.fold: folds = 3"),
+        ({"folds": 3, "fold": 1, "test_clients": 0.2}, "clients.test_clients: keep one of"),
+        ({"test_clients": [99]}, "clients.test_clients: such natural client"),
+        ({"test_clients": 0.99}, "clients.test_clients: nobody would train"),
+        ({"folds": 9, "fold": 1}, "clients.folds: folds = 8"),
     ],
 )
 def test_faults_say_what_is_allowed(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         sides(ClientsSpec(partition="by-client", **options))
 
 

@@ -155,8 +155,8 @@ class Odd(Averaging):
 @pytest.mark.parametrize("what", ["sparse", "nested", "without values"])
 def test_a_tensor_that_cannot_be_stored_is_refused(what: str, sent: bool, workers: int) -> None:
     made = recipe(Odd(train=TRAIN, what=what, sent=sent), EngineSpec(name="sequential", workers=workers))
-    where = "Update.params holds" if sent else "'odd' in the client's local state is"
-    with pytest.raises(RecipeError, match=rf"{where} a tensor that is sparse, quantised, nested or without values"):
+    where = "Update.params holds a" if sent else "'odd' in the"
+    with refuses(RecipeError, where):
         polyfed.run(made)
 
 

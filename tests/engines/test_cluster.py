@@ -1,7 +1,6 @@
 """Workers on the nodes of a Ray cluster: the results of one process, whatever the nodes do."""
 
 import os
-import re
 import socket
 import sys
 import threading
@@ -225,10 +224,9 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
             "_ask",
             lambda *given: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(*given)],
         )
-        mine = re.escape(own["torch"])
-        words = rf"has polyfed not, and this machine {own['polyfed']}.*has torch 2.6.0, and this machine {mine}"
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "has torch 2.6.0") as refused:
             played(made)
+        assert f"has polyfed not, and this machine {own['polyfed']}" in str(refused.value)
     with refuses(RecipeError, "no node has"):
         played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
 
@@ -331,7 +329,7 @@ def test_an_address_without_a_cluster_is_refused_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(RecipeError, match=f"the cluster at 127.0.0.1:{port} does not take this process"):
+    with refuses(RecipeError, f"127.0.0.1:{port} does not"):
         played(on_ray(recipe(algorithm("fedavg")), address=f"127.0.0.1:{port}"))
     assert time.monotonic() - began < 20
 

@@ -108,9 +108,9 @@ class Numbering(Averaging):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize(("kept", "words"), [("n", "'n': int"), ("", "NoneType")])
+@pytest.mark.parametrize(("kept", "words"), [("n", "int"), ("", "NoneType")])
 def test_local_state_of_anything_but_tensors_is_refused(engine: str, kept: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=f"dict of tensors by name.*{words}"):
+    with refuses(RecipeError, words):
         played(recipe(Numbering(train=TRAIN, kept=kept), engine, rounds=1))
 
 

@@ -75,7 +75,7 @@ def test_hfm_with_two_silos_of_two_modalities_begins_with_four_devices_only(tmp_
     devices = silos_of(tmp_path)
     assert len(devices.configs) == 4
     for count in (1, 3):
-        with pytest.raises(TooFewReplies, match=f"{count} of 4 clients enrolled"):
+        with refuses(TooFewReplies, f"{count} of 4"):
             devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(devices), count)))
         assert not (tmp_path / "run" / "rounds.jsonl").exists()
     assert devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(devices), 4)))["rounds"] == 1

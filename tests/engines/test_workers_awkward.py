@@ -219,7 +219,7 @@ def test_a_task_may_change_its_dicts(what: str, kind: str) -> None:
 )
 def test_a_task_that_changes_a_tensor_in_place_is_refused(what: str, where: str, kind: str, workers: int) -> None:
     made = recipe(Changing(train=TRAIN, what=what), EngineSpec(name=kind, workers=workers))  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=rf"task update changed a tensor of (.* and of )?{where}.* in place"):
+    with refuses(RecipeError, where):
         polyfed.run(made)
 
 

@@ -307,7 +307,7 @@ def test_a_saved_run_and_an_exported_model_promise_the_same(tmp_path: Path) -> N
         said = json.loads(path.read_text())
         said["conformal"]["counts"]["all"]["b"]["rows"] = [[0, 5000, 3]]
         path.write_text(json.dumps(said))
-        with pytest.raises(error, match=f"{file}.*(bin 5000|damaged)"):
+        with refuses(error, file):
             polyfed.load_run(path.parent) if folder == "run" else polyfed.load_model(path.parent)
 
 
@@ -333,8 +333,7 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
     n = int(conformal.counts["1"]["b"].sum())
     least = n / (n + 1)
     run.predict_set({"b": x["b"]}, least - 1e-6, client=1)
-    needed = rf"needs \d+ validation rows, and there are {n} of the clients in group '1'.*leave `client` out"
-    with pytest.raises(RecipeError, match=needed):
+    with refuses(RecipeError, f"there are {n}"):
         run.predict_set({"b": x["b"]}, least + 0.01, client=1)
     with refuses(RecipeError, "999 validation"):
         run.predict_set(x, 0.999)

@@ -164,7 +164,7 @@ def test_a_damaged_model_is_not_read(tmp_path: Path) -> None:
         polyfed.load_model(tmp_path)
     count = 0
     for path in damages(folder):
-        with pytest.raises(DataError, match=path.name.replace(".", r"\.") if path.name != "model.json" else "model"):
+        with refuses(DataError, path.name if path.name != "model.json" else "model"):
             polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"]).personal[2]
         count += 1
     assert count == 9
@@ -249,7 +249,6 @@ def deployed(case: str, folder: Path) -> polyfed.Run:
 def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path: Path) -> None:
     run = deployed(case, tmp_path)
     x = {"a": torch.zeros(2, 16), "b": torch.zeros(2, 24)}
-    words = rf"{case} trains one model per (client|silo), and the clients keep these models.*the server has no copy"
     later = polyfed.load_run(tmp_path / "run")
     found: list[Any] = [run, later]
     if case == "creamfl":
@@ -259,12 +258,12 @@ def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path
         )
         assert all(torch.equal(one.predict(x), run.predict(x)) for one in found)
     else:
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             run.export(tmp_path / "model")
     for one in found:
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             one.personal  # noqa: B018
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             one.predict(x, client=0)
 
 

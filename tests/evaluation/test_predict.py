@@ -64,7 +64,7 @@ def test_the_metrics_are_those_of_the_predictions(case: str, engine: str) -> Non
     if not any(case.startswith(name) for name in NO_GLOBAL):
         assert evaluated(run, parts) == pytest.approx(reported, abs=1e-6)
         return
-    with pytest.raises(RecipeError, match=rf"{CASES[case][0]} has no global model: it trains one model per .*client=k"):
+    with refuses(RecipeError, "no global model"):
         evaluated(run, parts)
     if reported is not None:  # the mean over clients, or over silos
         clients = list(run.personal)

@@ -107,7 +107,7 @@ class Level(IntEnum):
 
 @pytest.mark.parametrize("value", [{1}, Pair(1), Level.low, np.int64(3), np.zeros(2), object()])
 def test_what_would_not_come_back_as_it_was_is_refused_by_name(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"holds a {type(value).__name__}, which a checkpoint cannot"):
+    with refuses(CheckpointError, f"holds a {type(value).__name__}"):
         checkpoint.save(tmp_path, 1, {"state": value})
 
 

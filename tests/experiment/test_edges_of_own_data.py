@@ -113,7 +113,7 @@ def test_token_ids_beyond_a_backbones_vocabulary_are_refused_before_training(tmp
     for wrong in (len(WORDS) + 4, -5):
         bad = ids.copy()
         bad[17, 2] = wrong
-        with pytest.raises(DataError, match=rf"reads ids from 0 to {len(WORDS) - 1}. Make the ids with the tokenizer"):
+        with refuses(DataError, f"0 to {len(WORDS) - 1}"):
             polyfed.check(polyfed.make_recipe({"words": bad}, model=model, **options))
     with refuses(ModelError, "loaded") as caught:
         polyfed.check(

@@ -1,6 +1,5 @@
 """Clients that misbehave, recipes that are wrong, data that is odd: a clear error, and the round goes on."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.core.option_checks import ranges, simple_types
 from polyfed.core.tree import Tree, block_of
 from polyfed.data import SOURCES, ClientsSpec
@@ -257,8 +256,9 @@ def test_every_option_with_a_range_is_refused_outside_of_it(kind: Any, name: str
     outside = [value for value in OUTSIDE if not within.holds(value) and not (whole and isinstance(value, float))]
     assert len(outside) >= 2
     for value in outside:
-        with pytest.raises(RecipeError, match=rf"\] {name} = {value}: must be {within.words}"):
+        with pytest.raises(RecipeError) as refused:
             kind(**{name: value})
+        assert f"] {name} = {value}: must be {within.words}" in str(refused.value)
 
 
 def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
@@ -289,9 +289,9 @@ def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
 def test_an_option_without_effect_is_told(section: str, table: dict[str, Any], words: str) -> None:
     made = parse_recipe({**BASE, section: table})
     assert [*idle_options(made)] == [words]
-    with pytest.warns(PolyfedWarning, match=re.escape(words)) as caught:
+    with warned("no effect") as caught:
         polyfed.run(replace(made, rounds=1))
-    assert len([one for one in caught if "no effect" in str(one.message)]) == 1, "once, not once per assembly"
+    assert [str(one.message) for one in caught if "no effect" in str(one.message)] == [words], "not once per assembly"
     assert not [*idle_options(parse_recipe({**BASE, section: {"optimiser": "none" if section == "server" else "sgd"}}))]
     assert not [*idle_options(parse_recipe(parse_recipe(BASE).table()))], "a resolved recipe contains all defaults"
 
@@ -304,17 +304,17 @@ def test_no_recipe_of_ours_has_an_option_without_effect(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Train(lr="x"), "[train] lr = 'x': must be a number"),
-        (lambda: Train(epochs=2.5), "[train] epochs = 2.5: must be a whole number"),
-        (lambda: Train(epochs=True), "[train] epochs = True: must be a whole number"),
-        (lambda: Train(nesterov=1), "[train] nesterov = 1: must be true or false"),
-        (lambda: Train(steps="3"), "[train] steps = '3': must be a whole number or None"),
-        (lambda: ALGORITHMS["fedprox"](mu="big"), "[algorithm] mu = 'big': must be a number"),
-        (lambda: ClientsSpec(num="4"), "[clients] num = '4': must be a whole number"),
+        (lambda: Train(lr="x"), "train.lr: a number"),
+        (lambda: Train(epochs=2.5), "train.epochs: a whole number"),
+        (lambda: Train(epochs=True), "train.epochs: a whole number"),
+        (lambda: Train(nesterov=1), "train.nesterov: true or false"),
+        (lambda: Train(steps="3"), "train.steps: number or None"),
+        (lambda: ALGORITHMS["fedprox"](mu="big"), "algorithm.mu: a number"),
+        (lambda: ClientsSpec(num="4"), "clients.num: a whole number"),
     ],
 )
 def test_objects_made_in_python_are_checked_for_types(make: Any, words: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(words)):
+    with refuses(RecipeError, words):
         make()
 
 
@@ -401,9 +401,7 @@ def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -
 def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(both=np.eye(4, dtype=np.float32)[np.arange(40) % 4]))
     for role in ("label", "client", "split"):
-        with pytest.raises(
-            RecipeError, match=f"data.{role} = 'both'; allowed: an array that is not in data.modalities"
-        ):
+        with refuses(RecipeError, f"data.{role}: 'both'"):
             Npz(path=str(tmp_path / "one.npz"), modalities=("a", "both"), **{role: "both"})
     with refuses(RecipeError, "data.label: column"):
         SOURCES["hf"](path="rows", modalities={"a": "values"}, columns={"a": "x"}, label="x")
@@ -448,7 +446,7 @@ def test_a_truncated_or_missing_file_and_a_missing_modality_are_told(tmp_path: P
     for name, modality, words in (
         ("half.npz", "a", "half.npz"),
         ("none.npz", "a", "none.npz"),
-        ("d.npz", "aa", "did you mean 'a'"),
+        ("d.npz", "aa", "mean 'a'"),
     ):
-        with pytest.raises(PolyfedError, match=words):
+        with refuses(PolyfedError, words):
             Npz(path=str(tmp_path / name), modalities=(modality,)).load()

@@ -395,7 +395,7 @@ def test_other_data_and_wrong_options_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     polyfed.run(recipe(algorithm("fedavg"), rounds=1), out=folder)
     for options in ({"rounds": 0}, {"clients": 0}, {"shadows": 1}):
-        with pytest.raises(RecipeError, match=f"--{next(iter(options))}"):
+        with refuses(RecipeError, f"--{next(iter(options))}"):
             audit(folder, **options)
     facts = json.loads((folder / "run.json").read_text())
     facts["data"]["sha256"] = "0" * 64

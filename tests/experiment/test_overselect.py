@@ -65,7 +65,7 @@ def test_where_it_would_have_no_effect_it_is_refused() -> None:
     with refuses(RecipeError, "clients.overselect: slower"):
         timed(net=None)
     for name in ("cmsfed", "fedmsplit", "splitfed"):
-        with pytest.raises(RecipeError, match=rf"'{name}', because it needs the replies of all"):
+        with refuses(RecipeError, f"clients.overselect: '{name}', because it"):
             timed(name=name)
 
 

@@ -86,8 +86,9 @@ def test_missing_sections_and_wrong_overrides_are_told_together(tmp_path: Path) 
         polyfed.load_recipe(tmp_path / "r.toml")
     for words in ("section [data] is missing", "section [algorithm] is missing", "line 2: [train] lr = -1.0"):
         assert words in str(caught.value)
-    with pytest.raises(RecipeError, match=r"2 problems:\n.*--set a.*\n.*--set b"):
+    with refuses(RecipeError, "--set a") as refused:
         polyfed.load_recipe(tmp_path / "r.toml", ["a", "b"])
+    assert len(refused.value.several) == 2
 
 
 def test_what_is_not_allowed_comes_alone() -> None:

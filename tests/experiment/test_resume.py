@@ -222,7 +222,7 @@ def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, 
     folder.note(made.table(), {"run": "one"})
     folder.checkpoints.mkdir()
     other = recipe(algorithm("scaffold"), then, task=CLASSES)
-    with pytest.raises(RecipeError, match=f"engine '{first}', now it is '{then}'"):
+    with refuses(RecipeError, f"on engine '{first}'"):
         Records(tmp_path / "run", resume=True).check(other.table(), {"run": "two", "started": "now"})
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_told_by_name(tmp_path: Path, victim: str) -> No
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{victim} is damaged"):
+    with refuses(CheckpointError, f"{victim} is damaged"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
 
 
@@ -405,7 +405,7 @@ def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path
     polyfed.run(longer(rounds=2), tmp_path / "run")
     whole = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "run" / name).write_bytes(whole)
-    with pytest.raises(CheckpointError, match=rf"{name}.*Restore it from a copy"):
+    with refuses(CheckpointError, name):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 
@@ -450,7 +450,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "victim")
-    with pytest.raises(RecipeError, match=LOCK):
+    with refuses(RecipeError, LOCK):
         polyfed.run(longer(rounds=1), tmp_path / "run")
     assert (tmp_path / "victim").read_text() == "mine"
 

@@ -183,17 +183,17 @@ def test_epsilon_ends_a_run_before_the_round_that_would_exceed_it() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"stop": {"metric": "global.accuracy"}}, "test rows may not choose a round"),
-        ({"stop": {"metric": "loss"}}, "must come from validation rows"),
-        ({"stop": {"patience": 0}}, "1 or more"),
-        ({"stop": {"max_bytes": 0}}, "1 or more"),
-        ({"stop": {"max_epsilon": 1.0}}, "that section counts the epsilon"),
-        ({"stop": {"patience": 2}, "evaluate": {"every": 0}}, "needs evaluations before the last round"),
-        ({"stop": {"patiense": 2}}, "patience"),
+        ({"stop": {"metric": "global.accuracy"}}, "stop.metric: test rows"),
+        ({"stop": {"metric": "loss"}}, "stop.metric: validation rows"),
+        ({"stop": {"patience": 0}}, "stop.patience: 1 or more"),
+        ({"stop": {"max_bytes": 0}}, "stop.max_bytes: 1 or more"),
+        ({"stop": {"max_epsilon": 1.0}}, "stop.max_epsilon: section counts"),
+        ({"stop": {"patience": 2}, "evaluate": {"every": 0}}, "evaluate.every: needs evaluations"),
+        ({"stop": {"patiense": 2}}, "stop.patiense: mean 'patience'"),
     ],
 )
 def test_a_wrong_section_is_refused_with_the_next_action(table: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         parse_recipe({"data": {"name": "cg-digits"}, "algorithm": {"name": "fedavg"}, **table})
 
 

@@ -14,6 +14,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check, warn_unmeasured
 from polyfed.experiment.running.assembly import assemble
 from polyfed.start import run
+from refusals import warned
 from world import algorithm, played, recipe
 
 OWN = ClientsSpec(partition="iid", num=6, personal_test=0.2)

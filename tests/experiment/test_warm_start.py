@@ -140,27 +140,24 @@ def test_options_without_an_effect_are_refused(model: dict[str, Any], words: str
 
 def test_what_does_not_fit_is_named_with_both_shapes_and_with_what_does(source: Path, tmp_path: Path) -> None:
     def refused(words: str, init: Path, **model: Any) -> None:
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, words):
             assemble(warm(init, AWKWARD, **model))
 
-    refused("does not exist", tmp_path / "nothing")
+    refused("model.init: does not exist", tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    refused("holds neither a run nor an exported model", tmp_path / "empty")
-    refused(r"no block 'c'; did you mean|Allowed", source / "run", init_blocks=("c",))
-    refused(r"shape \(12, \d+\).*init_blocks|has the shape", source / "run", embedding=7)
+    refused("model.init: neither a run", tmp_path / "empty")
+    refused("model.init_blocks: no block 'c'", source / "run", init_blocks=("c",))
+    refused("model.init: has the shape", source / "run", embedding=7)
     tree = dict(polyfed.load_run(source / "run").params)
     save_file(select(tree, ["a"]), tmp_path / "part.safetensors")
-    refused(
-        r"it has no block 'b'; it has no block 'shared'. Use the blocks that fit: init_blocks = \['a'\]",
-        tmp_path / "part.safetensors",
-    )
+    refused("model.init: init_blocks = ['a']", tmp_path / "part.safetensors")
     save_file(tree | {"c.x": torch.zeros(2)}, tmp_path / "more.safetensors")
-    refused("this model has no 'c.x'", tmp_path / "more.safetensors")
+    refused("model.init: no 'c.x'", tmp_path / "more.safetensors")
     first = next(iter(tree))
     save_file({n: v for n, v in tree.items() if n != first}, tmp_path / "less.safetensors")
-    refused(f"'{first}' is missing in it", tmp_path / "less.safetensors")
+    refused(f"model.init: '{first}' is missing", tmp_path / "less.safetensors")
     polyfed.run(recipe(algorithm("local"), rounds=1), tmp_path / "local")
-    refused("holds no global model", tmp_path / "local")
+    refused("model.init: no global model", tmp_path / "local")
     save_file(tree | {first: tree[first] * float("nan")}, tmp_path / "nan.safetensors")
     with refuses(DataError, "model.init: NaN"):
         assemble(warm(tmp_path / "nan.safetensors", AWKWARD))

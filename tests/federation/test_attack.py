@@ -118,7 +118,7 @@ def test_labels_that_are_no_classes_cannot_be_flipped(task: Any) -> None:
 def test_a_share_of_no_client_and_a_single_client_that_hides_among_attackers() -> None:
     for num in (3, 6, 7, 40, 1000):
         attack = Attack(name="sign-flip", share=0.4 / num)
-        with pytest.raises(RecipeError, match=rf"of {num} clients, this share rounds to 0 attackers") as error:
+        with refuses(RecipeError, f"attack.share: of {num} clients") as error:
             attack.attackers(num, 1)
         cure = re.search(r"set share = ([0-9.e-]+), or", str(error.value))
         assert cure is not None
@@ -247,7 +247,7 @@ def test_mistakes_of_a_backdoor() -> None:
         population_of(backdoored("mean", target=9))
     entries = math.prod(population_of(backdoored("mean")).columns.modalities["b"].shape)
     population_of(backdoored("mean", modality="b", trigger_size=entries))
-    with pytest.raises(RecipeError, match=f"trigger_size = {entries + 1}: a sample of 'b' has {entries} entries"):
+    with refuses(RecipeError, f"attack.trigger_size: has {entries} entries"):
         population_of(backdoored("mean", modality="b", trigger_size=entries + 1))
     made = parse_recipe(backdoored("mean").table() | {"attack": {"name": "alie", "trigger_size": 2}})
     assert [text.split(" has")[0] for text in idle_options(made)] == ["[attack] trigger_size = 2"]

@@ -412,14 +412,14 @@ def test_a_client_refuses_a_list_of_keys_that_endangers_it() -> None:
     cases = [
         (changed(cohort, twice), "holds a key twice"),
         (changed(cohort, half), "holds a key twice"),
-        (changed(cohort, keys[:2]), "the cohort has 2 clients, and a sum needs 3"),
-        (changed(cohort, without), "does not hold the keys of this client"),
+        (changed(cohort, keys[:2]), "has 2 clients"),
+        (changed(cohort, without), "keys of this"),
         (changed(cohort, keys, a=torch.tensor([False, True, True, True, True])), "lacks block 'a'"),
         (changed(cohort, keys, a=torch.ones(4, dtype=torch.bool)), "cannot be read"),
         (changed(cohort, keys.float()), "cannot be read"),
     ]
     for roster, reason in cases:
-        with pytest.raises(Refusal, match=reason):
+        with refuses(Refusal, reason):
             cohort.run("share", 0, roster)
 
 

@@ -22,6 +22,7 @@ from polyfed.experiment.recipes.from_data import DataOptions
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import SECTIONS
+from refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "polyfed"
@@ -310,8 +311,23 @@ def test_every_section_has_its_place_in_files_overrides_options_and_docs(name: s
     table: dict[str, Any] = {}
     apply(table, f"{name}.key=1")
     assert table == {name: {"key": 1}}
-    with pytest.raises(RecipeError, match=rf"{name}"):
+    with refuses(RecipeError, f"{name}: [{name}]"):
         parse_recipe({name: 1})
+
+
+def test_tests_name_errors_by_key_and_noun() -> None:
+    """A test that pins a sentence fails when somebody improves the sentence; `refuses` and `warned` take no sentence."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("pytest.raises", "pytest.warns")
+        and any(keyword.arg == "match" for keyword in node.keywords)
+        and path.name != "refusals.py"
+        and not path.name.startswith("test_flower_")
+    ]
+    assert not found, "write refuses(RecipeError, 'train.lr: finite') or warned('no effect'), of tests/refusals.py"
 
 
 def test_the_reference_of_recipes_is_current() -> None:

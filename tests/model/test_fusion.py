@@ -153,10 +153,10 @@ def test_attention_refuses_an_encoder_without_a_sequence():
 
 def test_spec_refuses_values_without_meaning():
     for wrong, text in (
-        ({"fusion": "concatenate"}, "did you mean 'concat'"),
-        ({"embedding": 0}, "embedding = 0"),
-        ({"head": 64}, "give a list"),
-        ({"dropout": 1.0}, "probability"),
+        ({"fusion": "concatenate"}, "model.fusion: mean 'concat'"),
+        ({"embedding": 0}, "model.embedding: embedding = 0"),
+        ({"head": 64}, "model.head: a list"),
+        ({"dropout": 1.0}, "model.dropout: a probability"),
     ):
-        with pytest.raises(ModelError, match=text):
+        with refuses(ModelError, text):
             ModelSpec(**wrong)

@@ -394,10 +394,10 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
         assemble(recipe(algorithm("local"), clients=clients))
     secure = {"secure_aggregation": SecureAggregation()}
     for way, words in (
-        ("mean", r"ranks = .*need replies of the same shape"),
-        ("hetlora", r"aggregate = 'hetlora' compares single clients"),
+        ("mean", "clients.ranks: of the same"),
+        ("hetlora", "server.aggregate: single clients"),
     ):
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, words):
             assemble(made(folders, way, MIXED if way == "mean" else None, **secure))
     with refuses(RecipeError, "clients.ranks: need replies"):
         assemble(

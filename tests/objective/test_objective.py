@@ -168,13 +168,13 @@ def test_labels_take_the_form_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        (torch.tensor([0.0, float("inf")]), "the label of row 1 is infinite"),
-        (torch.tensor([[0, 1]]), "labels must be int64 of shape (N,) for classes, or float32"),
-        (torch.tensor([0.0, 1.0], dtype=torch.float64), "found torch.float64 (2,)"),
+        (torch.tensor([0.0, float("inf")]), "row 1 is"),
+        (torch.tensor([[0, 1]]), "int64 of shape"),
+        (torch.tensor([0.0, 1.0], dtype=torch.float64), "torch.float64 (2,)"),
     ],
 )
 def test_labels_that_fit_no_task_are_refused(label: Tensor, words: str) -> None:
-    with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with refuses(DataError, words):
         columns(label, 2 if label.dim() == 2 else 1)
 
 
