@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import runpy
 from collections import Counter
 from collections.abc import Iterator
@@ -222,6 +223,40 @@ def test_no_base_class_exists_for_the_sake_of_size() -> None:
     parts = only_subclass({module: Names(module) for module in MODULES})
     told = [f"{child} is the only user of {base}: join them" for base, child in sorted(parts.items())]
     assert not parts, "; ".join(told)
+
+
+FILLER = set("a all an and are any each for in is its of that the their this to with".split())
+"""Words that say nothing about an argument."""
+
+
+def test_docstrings_tell_what_signatures_do_not() -> None:
+    """An override says only what its base does not; an argument's line says more than the argument's name."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            arguments = arguments_of(ast.get_docstring(node) or "")
+            if arguments and any(ast.unparse(part) == "override" for part in node.decorator_list):
+                found.append(f"{path}:{node.lineno} {node.name}: the base class tells the arguments")
+            found += [
+                f"{path}:{node.lineno} {node.name}: '{name}: {text}' repeats the name"
+                for name, text in arguments.items()
+                if not words_of(text) - words_of(name) - FILLER
+            ]
+    assert not found
+
+
+def arguments_of(docstring: str) -> dict[str, str]:
+    """Return the lines below `Args:`, by argument."""
+    _, _, section = docstring.partition("Args:\n")
+    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:^ {8}.*\n?)*)", section.split("\n\n")[0], re.MULTILINE)
+    return dict(entries)
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of a text, singular and in lower case."""
+    return {word.removesuffix("s") for word in re.findall("[a-z]+", text.lower())}
 
 
 def test_functions_stay_short() -> None:
