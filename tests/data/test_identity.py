@@ -203,7 +203,7 @@ def test_other_separators_and_decimal_commas_are_read_when_they_are_named(
 ) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(HOUSE.format(s=separator, d=decimal))
-    with refuses(PolyfedError, "no labels under"):
+    with refuses(PolyfedError, "separated by"):
         read(path)
     found = read(path, separator=separator, decimal=decimal, test_share=0.0)
     np.testing.assert_array_equal(found.modalities["a"].values, VALUES)

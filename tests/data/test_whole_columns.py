@@ -233,8 +233,8 @@ def test_cells_that_are_no_image_or_text_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        ({"kind": "image", "size": 5000}, "size has no"),
-        ({"kind": "words", "buckets": 1}, "data.columns] path:.buckets: must be"),
+        ({"kind": "image", "size": 5000}, "data.columns.path.size: must be"),
+        ({"kind": "words", "buckets": 1}, "data.columns.path.buckets: must be"),
         ({"kind": "image", "length": 3}, "length has no"),
         ({"kind": "words", "size": 3}, "size has no"),
     ],

@@ -163,9 +163,12 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
 
     >>> key_of("[model.encoders]", "audio"), key_of("policy own.toml: [limits]", "min_rows")
     (('model', 'encoders', 'audio'), ('limits', 'min_rows'))
+    >>> key_of("[data.columns] age:", "kind")
+    ('data', 'columns', 'age', 'kind')
     """
-    within = re.search(r"\[([\w.-]*)\]$", section.strip())
-    return (*(within[1].split(".") if within else ()), *names)
+    within = re.search(r"\[([\w.-]*)\](?: (\w+))?:?$", section)
+    parts = [*within[1].split("."), within[2]] if within else []
+    return (*filter(None, parts), *names)
 
 
 @cache
