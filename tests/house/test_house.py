@@ -225,7 +225,7 @@ def test_no_base_class_exists_for_the_sake_of_size() -> None:
     assert not parts, "; ".join(told)
 
 
-FILLER = set("a all an and are any each for in is its of that the their this to with".split())
+FILLER = set(re.findall(r"\w+", "a all an and are any each for in is its of that the their this to with"))
 """Words that say nothing about an argument."""
 
 
@@ -351,7 +351,7 @@ def test_every_section_has_its_place_in_files_overrides_options_and_docs(name: s
 
 
 def test_tests_name_errors_by_key_and_noun() -> None:
-    """A test that pins a sentence fails when somebody improves the sentence; `refuses` and `warned` take no sentence."""
+    """A test that pins a sentence fails when somebody improves it; `refuses` and `warned` take none."""
     found = [
         f"{path}:{node.lineno}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
