@@ -466,5 +466,6 @@ def test_a_column_of_the_wrong_name_or_kind_is_named(changes, words, source):
 )
 def test_options_out_of_range_are_refused(name, options):
     ((option, value),) = options.items()
-    with refuses(RecipeError, f"data.{option}: {value if isinstance(value, int) else 'sound'}"):
+    key, given = (option, value) if not isinstance(value, dict) else (f"{option}.a", value["a"])
+    with refuses(RecipeError, f"data.{key}: {given if isinstance(given, int) else 'sound'}"):
         SOURCES[name](path="x", **options)

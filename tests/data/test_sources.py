@@ -64,9 +64,9 @@ def test_the_toy_makes_tiny_images_and_natural_clients():
         ({"rows": 0}, "data.rows: must be"),
         ({"classes": 0}, "data.classes: must be"),
         ({"shapes": {}}, "data.shapes: allowed"),
-        ({"shapes": {"a": ()}}, "data.shapes: allowed"),
+        ({"shapes": {"a": ()}}, "data.shapes.a: positive lengths"),
         ({"test_share": 1.0}, "data.test_share: must be"),
-        ({"natural_clients": -1}, "data.natural_clients: must be"),
+        ({"natural_clients": -1}, "data.natural_clients: 0 up to"),
     ],
 )
 def test_toy_options_out_of_range_are_refused(options, said):

@@ -570,12 +570,12 @@ def test_the_files_of_single_clients_hold_no_words_that_became_numbers(tmp_path:
     np.savez(tmp_path / "mine.npz", a=np.eye(20), sex=np.array(["f", "m"] * 10), label=np.arange(20) % 2)
     text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "sex"]\ncolumns = { sex = "one-hot" }')
     (tmp_path / "recipe.toml").write_text(text)
-    with pytest.raises(RecipeError, match=r"\[data.columns\] makes numbers of sex.*Write a file"):
+    with refuses(RecipeError, "numbers of sex"):
         write_nodes(polyfed.load_recipe(tmp_path / "recipe.toml"), tmp_path)
 
 
 def test_a_stated_scaling_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", a=np.eye(20), a_shift=np.zeros(3), a_scale=np.ones(20), label=np.arange(20) % 2)
     (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", '["a"]'))
-    with pytest.raises(DataError, match="a_shift and a_scale: the shift has the shape"):
+    with refuses(DataError, "a_shift and a_scale"):
         population_of(polyfed.load_recipe(tmp_path / "recipe.toml"))
