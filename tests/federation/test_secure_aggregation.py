@@ -410,8 +410,8 @@ def test_a_client_refuses_a_list_of_keys_that_endangers_it() -> None:
     without = keys.clone()
     without[0] = torch.arange(64, dtype=torch.uint8).view(2, 32)
     cases = [
-        (changed(cohort, twice), "holds a key twice"),
-        (changed(cohort, half), "holds a key twice"),
+        (changed(cohort, twice), "a key twice"),
+        (changed(cohort, half), "a key twice"),
         (changed(cohort, keys[:2]), "has 2 clients"),
         (changed(cohort, without), "keys of this"),
         (changed(cohort, keys, a=torch.tensor([False, True, True, True, True])), "lacks block 'a'"),

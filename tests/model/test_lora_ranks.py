@@ -395,7 +395,7 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
     secure = {"secure_aggregation": SecureAggregation()}
     for way, words in (
         ("mean", "clients.ranks: of the same"),
-        ("hetlora", "server.aggregate: single clients"),
+        ("hetlora", "secure_aggregation: single clients"),
     ):
         with refuses(RecipeError, words):
             assemble(made(folders, way, MIXED if way == "mean" else None, **secure))

@@ -207,11 +207,11 @@ class ModelSpec:
 
 
 def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    """Call a function. If the function raises a `RecipeError`, note this error for the option `key`."""
+    """Call a function. If it raises a `RecipeError`, note this error, for the option `key` unless it has a key."""
     try:
         return make()
     except RecipeError as error:
-        error.key = key
+        error.key = error.key or key
         problems.add(error)
 
 
