@@ -166,8 +166,8 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
     >>> key_of("[data.columns] age:", "kind")
     ('data', 'columns', 'age', 'kind')
     """
-    within = re.search(r"\[([\w.-]*)\](?: (\w+))?:?$", section)
-    parts = [*within[1].split("."), within[2]] if within else []
+    places = re.findall(r"\[([\w.-]*)\](?: (\w+))?", section)
+    parts = [*places[-1][0].split("."), places[-1][1]] if places else []
     return (*filter(None, parts), *names)
 
 
