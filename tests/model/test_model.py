@@ -14,10 +14,10 @@ from polyfed.model import ModelSpec, build_model
 from refusals import refuses
 
 ENCODERS = {
-    "mlp": ({"kind": "mlp", "model.encoders.b: no entry": [6]}, (5,)),
+    "mlp": ({"kind": "mlp", "hidden": [6]}, (5,)),
     "cnn4": ({"kind": "cnn4"}, (1, 8, 8)),
     "conv-gru": ({"kind": "conv-gru", "channels": [4, 6], "kernel": 3}, (8, 3)),
-    "conv2d-gru": ({"kind": "conv2d-gru", "channels": [3, 2], "model.encoders.b: no entry": 5}, (9, 7)),
+    "conv2d-gru": ({"kind": "conv2d-gru", "channels": [3, 2], "hidden": 5}, (9, 7)),
     "resnet18": ({"kind": "resnet18", "widths": [2, 4, 4, 8], "stem": "cifar"}, (2, 8, 8)),
     "resnet18-group": ({"kind": "resnet18", "widths": [2, 4, 4, 8], "norm": "group"}, (2, 16, 16)),
     "transformer": ({"kind": "transformer", "layers": 1, "heads": 2, "feedforward": 12}, (6, 3)),
@@ -155,7 +155,7 @@ def test_other_trees_still_work_while_one_is_lent_out():
 
 
 def test_threads_make_the_same_modules_as_one_thread() -> None:
-    encoders = {"x": {"kind": "mlp", "model.encoders.b: no entry": [400, 400]}}
+    encoders = {"x": {"kind": "mlp", "hidden": [400, 400]}}
     model = build_model(ModelSpec(embedding=4, encoders=encoders), {"x": (16,)}, 3)
     expected, found = digest(model.init(5)), list[str]()
 
