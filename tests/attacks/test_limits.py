@@ -176,7 +176,7 @@ TASK = '[task]\nname = "classification"\nclass_weights = '
         ("min_batch_size = 8", ("[train]", TASK + "[1e-30, 1.0, 1e-30, 1e-30]\n[train]"), "class_weights weighs some"),
         ("min_batch_size = 8", ("[train]", TASK + "[0.0, 1.0, 0.0, 0.0]\n[train]"), "class_weights weighs some"),
         ("min_rows = 8", ("[train]", TASK + "[1.0, 1.0, 1.0, 10.1]\n[train]"), r"min_rows = 8 .* more than 10 times"),
-        ("min_steps = 2", ("lr = 0.1", "lr = 10.0\nweight_decay = 0.1"), "lr * weight_decay"),
+        ("min_steps = 2", ("lr = 0.1", "lr = 10.0\nweight_decay = 0.1"), r"lr \* weight_decay = 1 lets a step undo"),
         ("min_steps = 2", ('"scaffold"', '"fedprox"\nmu = 10.0'), r"lr \* mu = 1 lets a step undo"),
         ("min_steps = 2", ('"scaffold"', '"fednova"\nmu = 9.0'), r"lr \* mu = 0.9 lets a step undo"),
         ("min_steps = 2", ('"scaffold"', '"feddyn"\nalpha = 10.0'), r"lr \* alpha = 1 lets a step undo"),

@@ -128,9 +128,9 @@ def test_a_server_cannot_make_a_device_read_a_file_of_its_own(source: Path, tmp_
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"init_blocks": ["a"]}, "model.init: set init"),
-        ({"freeze": ["a"]}, "model.init: set init"),
-        ({"init": "x", "init_blocks": ["a"], "freeze": ["b"]}, "model.init: init_blocks leaves"),
+        ({"init_blocks": ["a"]}, "model.init_blocks: set init"),
+        ({"freeze": ["a"]}, "model.freeze: set init"),
+        ({"init": "x", "init_blocks": ["a"], "freeze": ["b"]}, "model.freeze: init_blocks leaves"),
     ],
 )
 def test_options_without_an_effect_are_refused(model: dict[str, Any], words: str) -> None:
