@@ -442,7 +442,7 @@ def test_a_revoked_device_gets_no_request_and_its_reply_does_not_count(
         return digest_of(path)
 
     monkeypatch.setattr(hub, "_digest_of", revoked)
-    with pytest.raises(TransportError, match="refused the key of this device"):
+    with refuses(TransportError, "key of this"):
         device.send(name, reply_in(tmp_path, BODY))
     assert federation.state(name) == OPEN
     other, found = federation.device(1), list[Any]()
@@ -685,7 +685,7 @@ def test_only_this_user_reads_the_queue(federation: Federation) -> None:
 def test_a_port_that_cannot_be_used_is_told_in_words(federation: Federation, tmp_path: Path) -> None:
     other = write_credentials(tmp_path / "other", 0)
     for host, port in (("127.0.0.1", federation.port), ("192.0.2.1", 0), ("127.0.0.1", 2**17), ("no.host.invalid", 1)):
-        with pytest.raises(RecipeError, match=rf"cannot listen on {host}, port {port}"):
+        with refuses(RecipeError, f"port {port}"):
             HubServer(other, host, port)
 
 
@@ -839,7 +839,7 @@ def test_a_server_that_takes_nothing_gets_a_reply_a_few_times_only(hostile: Any,
         said(handler, 200, b'{"received":0}')
 
     server = hostile(answer)
-    with pytest.raises(BadReply, match="the same bytes of the reply again and again"):
+    with refuses(BadReply, "the same bytes"):
         server.device.send("x", reply_in(tmp_path, BODY))
     assert len(server.heard) <= connection.MOST_STALLS + 1
 
@@ -847,7 +847,7 @@ def test_a_server_that_takes_nothing_gets_a_reply_a_few_times_only(hostile: Any,
 @pytest.mark.parametrize("status", [200, 206])
 def test_a_server_that_sends_nothing_of_a_body_is_not_asked_for_ever(status: int, hostile: Any, tmp_path: Path) -> None:
     server = hostile(lambda handler: said(handler, status, b""))
-    with pytest.raises(BadReply, match="sends nothing of it"):
+    with refuses(BadReply, "nothing of it"):
         server.device.fetch("x", "body", "0" * 64, 4, tmp_path / "body")
     assert len(server.heard) == 1
 
@@ -879,7 +879,7 @@ def test_a_link_in_place_of_a_file_of_a_message_is_not_written_through(hostile: 
     (tmp_path / "body").symlink_to(tmp_path / "precious")
     (tmp_path / "precious").touch()
     server.stop.set()
-    with pytest.raises(OSError, match="symbolic"):
+    with refuses(OSError, "symbolic"):
         server.device._once("GET", "/v1/requests/x/body", to=tmp_path / "body", most=4)
     assert (tmp_path / "precious").read_bytes() == b""
 
