@@ -1038,7 +1038,7 @@ def test_metrics_are_on_loopback_only_and_the_ports_are_bounded(monitored: Monit
 
 def test_a_port_that_cannot_be_opened_ends_the_server_with_a_sentence(federation: Federation, tmp_path: Path) -> None:
     ports = ServerPorts("127.0.0.1", federation.port, metrics_port=federation.port)
-    with pytest.raises(RecipeError, match=f"cannot listen on 127.0.0.1, port {federation.port}"):
+    with refuses(RecipeError, f"port {federation.port}"):
         hosting._add_monitors(federation.server, ports, tmp_path)
 
 

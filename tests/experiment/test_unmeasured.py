@@ -61,7 +61,7 @@ def test_the_key_is_named(name: str, options: dict[str, Any]) -> None:
 
 def test_run_and_check_say_it() -> None:
     made = recipe(algorithm("fedfomo", uploads=3), rounds=1)
-    with remarks("measures nothing"):
+    with warned("measures nothing"):
         assert run(made).result["metrics"] == {}
     with warned("measures nothing"):
         check(made)

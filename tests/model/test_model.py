@@ -272,7 +272,7 @@ def test_names_of_module_attributes_are_fine_for_modalities(name):
 def test_encoders_and_modalities_must_match():
     with refuses(ModelError, "model.encoders.b: no entry"):
         build_model(ModelSpec(encoders={"a": {"kind": "mlp"}}), {"a": (3,), "b": (3,)}, 2)
-    with refuses(ModelError, "mean 'audio'"):
+    with refuses(ModelError, "model.encoders.audo: mean 'audio'"):
         build_model(ModelSpec(encoders={"audio": {"kind": "mlp"}, "audo": {"kind": "mlp"}}), {"audio": (3,)}, 2)
 
 
