@@ -951,7 +951,7 @@ def test_a_proxy_reads_no_message_and_cannot_answer_for_the_server(
     for answers in (b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}", b"\x16\x03\x03\x00\x02\x00\x00"):
         hostile = Proxy(answers)
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{hostile.listening.getsockname()[1]}")
-        with pytest.raises(OSError, match=r"SSL|reset"):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
             device._once("GET", "/v1/next")
         assert device._token.encode() not in bytes(hostile.seen)
         device.close()
