@@ -19,6 +19,7 @@ from polyfed.deploy.device.tasks import answer, packed
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.federation.wire_format import Packet, unframed
+from refusals import refuses
 
 THIEF = "import pathlib\npathlib.Path({told!r}).touch()\n"
 
@@ -72,6 +73,6 @@ def test_a_key_of_very_many_parts_is_refused_before_it_is_parsed(part: str, tmp_
     """Python's parser needs memory in proportion to the square of the number of parts: gigabytes for these 100 kB."""
     (tmp_path / "recipe.toml").write_text(part * (100_000 // len(part)) + "a = 1\n", encoding="utf-8")
     started = time.monotonic()
-    with pytest.raises(RecipeError, match=r"nested more than 200 levels deep|Invalid statement"):
+    with refuses(RecipeError, "levels deep"):
         load_recipe(tmp_path / "recipe.toml")
     assert time.monotonic() - started < 5
