@@ -53,8 +53,8 @@ def test_a_clients_own_policy_ends_the_run_with_exit_code_3(federation: Federati
     finally:
         policy.write_text(before)
     assert told["exit_code"] == 3
-    assert "client 1 refused to send Update.params: parameters of gray" in told["text"]
-    assert "[egress.gray] server = " in told["text"]
+    assert told["text"].startswith("client 1 refused to ")
+    assert "[egress.gray] " in told["text"], "what would allow it"
 
 
 DYING = """

@@ -154,6 +154,7 @@ def federation(tmp_path_factory: Any, camp: Path, disk: Path | None) -> Iterator
         yield started
 
 
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_a_late_reply_is_cut_at_the_deadline_and_enters_no_later_round(
     federation: Federation, camp: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +190,7 @@ def hurt(federation: Federation, camp: Path, disk: Path | None, tmp_path_factory
     federation.kill(f"device-{HONEST}", signal.SIGTERM)
     federation.tables[HONEST]["modalities"] = "gray"
     federation.start_device(HONEST)
-    until(lambda: federation.log(f"device-{HONEST}").count("is ready") > 1, "device 0")
+    until(lambda: federation.log(f"device-{HONEST}").count("are ready") > 1, "device 0")
     (camp / hostile.GO).touch()
     process.wait(PATIENCE)
     assert digest(federation.nodes[HONEST] / "data.npz") == data
