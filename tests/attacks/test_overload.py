@@ -16,7 +16,7 @@ from attacks.test_lost_tasks import OFFER, Server
 from engines.devices import RECIPE, Devices
 from engines.direct import Hub, HubTransport
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.device.agent import KEPT_APPS, LARGEST_APP, Device, Offer, Tasks
+from polyfed.deploy.device.agent import APPS, KEPT_APPS, LARGEST_APP, Device, Offer, Tasks
 from polyfed.engines.protocol import Patience
 from polyfed.federation.wire_format import Packet
 from refusals import refuses
@@ -77,6 +77,6 @@ def test_a_server_cannot_fill_the_disk_of_a_device_with_recipes(tmp_path: Path) 
         for name in (str(number), "used again and again"):
             app = {"sha256": hashlib.sha256(name.encode()).hexdigest(), "size": 3}
             assert device._fetched(Offer.read(OFFER | {"app": app}), tmp_path / "place") == ""
-    kept = {path.name for path in (tmp_path / "apps").iterdir()}
+    kept = {path.name for path in (tmp_path / APPS).iterdir()}
     assert len(kept) == KEPT_APPS
     assert hashlib.sha256(b"used again and again").hexdigest() in kept

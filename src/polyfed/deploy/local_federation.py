@@ -31,7 +31,6 @@ class LocalFederation:
     """The server and the devices of a recipe as processes of this machine, each device with its own folder.
 
     Args:
-        recipe_path: path of the recipe.
         folder: folder for the app, the devices' folders (see `write_nodes`), credentials and logs.
 
     Attributes:
