@@ -730,7 +730,7 @@ class Hostile:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.folder / "server.pem", self.folder / "server.key")
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.stop = Event()
         key = PrivateKey(self.folder / "node-0.key")
         address = f"127.0.0.1:{self.server.server_address[1]}"
