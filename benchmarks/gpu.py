@@ -274,7 +274,7 @@ class Polyfed:
         spec = ModelSpec(encoders=dict.fromkeys(names, encoder), embedding=case.embedding)
         net = build_model(spec, case.shapes, case.classes, key=keys.key(1, "init"))
         self.looped: list[str] = []
-        self.ledger, replay = Ledger("gpu"), {key: changes.pop(key) for key in ("replay",) if key in changes}
+        self.ledger = Ledger("gpu")
         algorithm = ALGORITHMS["fedavg"](
             train=Train(lr=case.lr, batch_size=case.batch_size, **changes), selector=Uniform(participation=clients)
         )
@@ -289,7 +289,6 @@ class Polyfed:
             device=device,
             threads=0 if device.type == "cuda" else 1,
             emit=lambda name, **facts: self.looped.append(facts["reason"]) if name == "looped" else None,
-            **replay,
         )
         self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
         self.algorithm, self.state = algorithm, algorithm.init(self.fed, first)
@@ -577,26 +576,24 @@ def speed(tell: Tell, *, case: str, clients: int, precision: str, program: str, 
 
 
 def compiled(tell: Tell, *, case: str, clients: int, device: str) -> None:
-    """Time a step of a stack: direct, replayed as a program, and a plain step under `torch.compile`.
+    """Time a step of a stack: of polyfed, and a plain one with and without `torch.compile`.
 
     The steps of polyfed are the difference of two rounds with 3 and 12 epochs, so that what a round costs beside its
     steps does not count.
     """
     place, what = torch.device(device), (PRETENDED if device == "cpu" else CASES)[case]
-    facts: Facts = {}
-    for name, replay in (("polyfed, replayed", True), ("polyfed, direct", False)):
-        rounds = []
-        for epochs in (3, 12):
-            made = Polyfed(what, clients, "vectorised", place, epochs=epochs, replay=replay)
-            timed = Rounds(place, 10.0, most=5)
-            timed.start()
-            while True:
-                made.round()
-                if timed.next():
-                    break
-            rounds.append(timed.facts()["seconds"])
-        facts[name] = (rounds[1] - rounds[0]) / (9 * what.rows / what.batch_size)
-        tell(facts)
+    rounds = []
+    for epochs in (3, 12):
+        made = Polyfed(what, clients, "vectorised", place, epochs=epochs)
+        timed = Rounds(place, 10.0, most=5)
+        timed.start()
+        while True:
+            made.round()
+            if timed.next():
+                break
+        rounds.append(timed.facts()["seconds"])
+    facts = {"polyfed": (rounds[1] - rounds[0]) / (9 * what.rows / what.batch_size)}
+    tell(facts)
     step, state, batches = stacked_step(what, clients, place)
     for name, function in (("plain vmap", step), ("torch.compile", torch.compile(step))):
         began = time.perf_counter()
@@ -1002,7 +999,7 @@ def of_speed(entries: Sequence[Facts]) -> Iterator[str]:
 
 
 def of_compile(entries: Sequence[Facts]) -> Iterator[str]:
-    columns = ("polyfed, replayed", "polyfed, direct", "plain vmap", "torch.compile")
+    columns = ("polyfed", "plain vmap", "torch.compile")
     yield f"| model | {' | '.join(columns)} | seconds to compile |"
     yield "|---|" + "---:|" * (len(columns) + 1)
     for entry in entries:

@@ -17,7 +17,7 @@ from polyfed.model.fusion import Fusion, masked
 from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
-from polyfed.model.modules.seeded_modules import flops_of, leaves, made
+from polyfed.model.modules.seeded_modules import flops_of, leaves, made, result_bytes_of
 
 _NORMS = (
     BatchNorm,
@@ -125,6 +125,14 @@ class Model:
             return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
         return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
+
+    def activation_bytes(self, modalities: Iterable[str]) -> int:
+        """Bytes of the results of all operations in the forward pass of one sample with these modalities.
+
+        The backward pass needs most of them, so this is about the memory of a training step beside the parameters.
+        """
+        batch = self.zero_batch(1, modalities)
+        return result_bytes_of(lambda: self._fuse(self._features(batch), batch))
 
     def part_flops(self, modality: str) -> int:
         """Count the operations of a modality's own part of the first fusion layer, for one sample."""
