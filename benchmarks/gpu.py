@@ -944,7 +944,7 @@ PARTS = {
     "tests": "Tests",
     "parity": "Largest relative difference from the CPU",
     "resume": "Resumed runs equal uninterrupted runs bit for bit",
-    "speed": "Seconds of a round (peak memory in MiB)",
+    "speed": "Seconds of a round [peak memory in MiB]",
     "compile": "Milliseconds of a step of a stack",
 }
 
@@ -958,27 +958,28 @@ def of_tests(entries: Sequence[Facts]) -> Iterator[str]:
 
 
 def of_parity(entries: Sequence[Facts]) -> Iterator[str]:
-    columns = [f"{engine}, {name}" for engine in ENGINES for name in ("plain", "BatchNorm and dropout")]
-    yield f"| method | {' | '.join(columns)} | ledgers equal |"
-    yield "|---|" + "---:|" * len(columns) + "---|"
-    for entry in entries:
-        cells = [entry["facts"].get(column) for column in columns]
-        shown = [f"{cell['model']:.1e}, {cell['local_states']:.1e}" if cell else "" for cell in cells]
-        equal = "yes" if all(cell and cell["ledgers_equal"] for cell in cells) else "**no**"
-        yield f"| {entry['name']} | {' | '.join(shown)} | {equal}{_failure(entry)} |"
+    """One row for each engine and kind of encoders, with the method that differs most."""
+    yield "| engine, encoders | global model | clients' local states |"
+    yield "|---|---:|---:|"
+    for engine, kind in itertools.product(ENGINES, ("plain", "BatchNorm and dropout")):
+        cells = {one["name"]: cell for one in entries if (cell := one["facts"].get(f"{engine}, {kind}"))}
+        if cells:
+            worst = [max(cells, key=lambda name: cells[name][part]) for part in ("model", "local_states")]  # noqa: B023
+            shown = [f"{cells[name][part]:.1e} ({name})" for name, part in zip(worst, ("model", "local_states"))]
+            yield f"| {engine}, {kind} | {' | '.join(shown)} |"
+    equal = sum(all(c["ledgers_equal"] for c in one["facts"].values() if isinstance(c, dict)) for one in entries)
     yield ""
-    yield "Each cell has the global model and, behind the comma, the clients' local states."
+    yield f"{len(entries)} methods, two rounds each; the ledgers of {equal} are equal."
+    yield from (f"- {one['name']}:{_failure(one)}" for one in entries if one.get("failure"))
 
 
 ENGINES = ("sequential", "vectorised")
 
 
 def of_resume(entries: Sequence[Facts]) -> Iterator[str]:
-    yield "| run | equal |"
-    yield "|---|---|"
-    for entry in entries:
-        said = {True: "yes", False: "**no**", None: ""}[entry["facts"].get("equal")]
-        yield f"| {entry['name']} | {said}{_failure(entry)} |"
+    equal = sorted(one["name"] for one in entries if one["facts"].get("equal"))
+    yield f"{len(equal)} of {len(entries)} runs: {'; '.join(equal)}."
+    yield from (f"- {one['name']}: **differs**{_failure(one)}" for one in entries if not one["facts"].get("equal"))
 
 
 def of_speed(entries: Sequence[Facts]) -> Iterator[str]:
@@ -989,13 +990,15 @@ def of_speed(entries: Sequence[Facts]) -> Iterator[str]:
     for entry in entries:
         given, facts = entry["arguments"], entry["facts"]
         shown = f"{facts['seconds']:.4f}" if "seconds" in facts else ""
-        shown += " in its first rounds" if facts.get("rounds") == 0 else ""
-        shown += f" ({facts['peak_mib']:,.0f})" if "peak_mib" in facts else ""
+        shown += " (first rounds)" if facts.get("rounds") == 0 else ""
+        shown += f" [{facts['peak_mib']:,.0f}]" if "peak_mib" in facts else ""
         shown += f" one by one: {'; '.join(facts['looped'])}" if facts.get("looped") else ""
         row = rows.setdefault((given["case"], given["clients"], given["precision"]), {})
         row[given["program"]] = shown + _failure(entry)
     for (case, clients, precision), row in rows.items():
         yield f"| {case} | {clients:,} | {precision} | {' | '.join(row.get(program, '') for program in programs)} |"
+    yield ""
+    yield "*About*: not measured, from the rate of fewer clients."
 
 
 def of_compile(entries: Sequence[Facts]) -> Iterator[str]:
@@ -1011,7 +1014,9 @@ def of_compile(entries: Sequence[Facts]) -> Iterator[str]:
 
 def _failure(entry: Facts) -> str:
     text = entry.get("failure", "").replace("|", "\\|").replace("\n", " ")
-    return f" {text}" if text.startswith("not measured") else f" **{text}**" if text else ""
+    if found := re.match(r"not measured: about (\d+) s", text):
+        return f"*about {found[1]}*"
+    return f" **{text}**" if text else ""
 
 
 TABLES: dict[str, Callable[[Sequence[Facts]], Iterator[str]]] = {

@@ -9,6 +9,7 @@ engine emits the event `looped`.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import OutOfMemoryError, Tensor
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
@@ -25,7 +27,7 @@ from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.base import Exchange, held_out_of
 from polyfed.engines.in_process import InProcess
-from polyfed.engines.machine.gpu import stackable_attention, with_rows
+from polyfed.engines.machine.gpu import with_rows
 from polyfed.engines.masking import masked_stack, secrets_apart
 from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, only_the_gate_refuses, reason_of, reply_and_local
@@ -205,7 +207,7 @@ class StackExchange(Exchange):
             with only_the_gate_refuses(request), inputs.unchanged():
                 lanes = torch.arange(len(self.group), device=engine.device)
                 dims = 0, self.local_dims, self.field_dims
-                with stackable_attention(engine.device):
+                with separate_attention():
                     values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
             engine.count_given(request, self.group, work)
             leaving = inputs.apart(self.protected(_without_padding(reply_type[0](**values)), after))
@@ -246,6 +248,24 @@ class StackExchange(Exchange):
     def keep(self) -> None:
         if self.left is not None:
             self.engine.keep(dict(zip(self.group, self.left, strict=True)))
+
+
+@contextmanager
+def separate_attention() -> Iterator[None]:
+    """Compute attention as separate matrix products in this block.
+
+    `vmap` has no rule for the gradients of PyTorch's fused attention and computes them client by client, which takes
+    four times as long on a GPU (docs/results/gpu.md).
+    """
+    cuda = torch.backends.cuda
+    allowed = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    # otherwise PyTorch mixes bfloat16 with float32 here under autocast, on a CPU too, and refuses the product
+    cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
 
 
 def too_large(group: Unit) -> str:

@@ -30,6 +30,11 @@ _NORMS = (
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+def _in_float32(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a norm compute in float32 under autocast. `vmap` has no gradients of a norm whose input has another type."""
+    return tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype is torch.bfloat16 else arg for arg in args)
+
+
 class Block(nn.Module):
     """The block of one modality: its encoder, and its part of the first fusion layer (or None)."""
 
@@ -95,6 +100,9 @@ class Model:
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = self.layers().values()
         rows.follow(layers)
+        for layer in layers:
+            if isinstance(layer, _NORMS):
+                layer.register_forward_pre_hook(_in_float32)
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.has_modes = any(
             isinstance(layer, BatchNorm | Dropout) or not type(layer).__module__.startswith(("torch.nn.", "polyfed."))

@@ -82,7 +82,7 @@ def flops_of(call: Callable[[], object]) -> int:
 def result_bytes_of(call: Callable[[], object]) -> int:
     """Count the bytes of the results of a call's operations that are no views.
 
-    Attention counts as its separate matrix products, which is how a stack of clients computes it on a GPU.
+    Attention counts as its separate matrix products, which is how a stack of clients computes it.
     """
     counter = _Results()
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
