@@ -964,8 +964,10 @@ def of_parity(entries: Sequence[Facts]) -> Iterator[str]:
     for engine, kind in itertools.product(ENGINES, ("plain", "BatchNorm and dropout")):
         cells = {one["name"]: cell for one in entries if (cell := one["facts"].get(f"{engine}, {kind}"))}
         if cells:
-            worst = [max(cells, key=lambda name: cells[name][part]) for part in ("model", "local_states")]  # noqa: B023
-            shown = [f"{cells[name][part]:.1e} ({name})" for name, part in zip(worst, ("model", "local_states"))]
+            shown = []
+            for part in ("model", "local_states"):
+                apart, name = max((cell[part], name) for name, cell in cells.items())
+                shown.append(f"{apart:.1e} ({name})")
             yield f"| {engine}, {kind} | {' | '.join(shown)} |"
     equal = sum(all(c["ledgers_equal"] for c in one["facts"].values() if isinstance(c, dict)) for one in entries)
     yield ""
