@@ -44,8 +44,7 @@ class ModelSpec:
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
         absent: what takes the place of the embedding of a modality that a row lacks: `zero`, or `prototypes`, a mean of
-            class prototypes that the method `pmcmfl` learns. It sets this option itself; set it to evaluate such a
-            model with the recipe of another method.
+            class prototypes. The method `pmcmfl`, which learns them, and evaluations of its models set it themselves.
         init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
             safetensors file with names as in a Tree, such as `audio.encoder.0.weight`. Empty: they are drawn from the
             seed.
