@@ -1,10 +1,11 @@
 """All that a GPU must show, most important first: tests, parity, resume, speed, `torch.compile`.
 
-    sh benchmarks/gpu.sh [--seconds 600] [--pretend] [--only TEXT] [--out FOLDER]
+    sh benchmarks/gpu.sh [--seconds 600] [--pretend] [--resume] [--only TEXT] [--out FOLDER]
 
 Every item runs in a child process with a time limit of its own. After each item, the results are in gpu.json and
-gpu.md, so the script may be stopped at any time; it stops by itself after `--seconds`. An item that fails, hangs or
-kills its process is listed with the reason, and the next item runs in a new process.
+gpu.md, so the script may be stopped at any time; it stops by itself after `--seconds`, and `--resume` continues with
+the items that are missing or failed. An item that fails, hangs or kills its process is listed with the reason, and the
+next item runs in a new process. Items that measure no time run beside each other.
 
 With `--pretend`, everything runs on the CPU, with smaller models and fewer clients, so that no minute of a GPU is lost
 to a mistake in this script. The page then says so.
@@ -25,9 +26,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -42,6 +45,8 @@ HERE = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+TESTS = "tests/engines/test_cuda.py"
 
 Facts = dict[str, Any]
 Tell = Callable[[Facts], None]
@@ -463,9 +468,9 @@ def machine(tell: Tell, *, device: str) -> None:
 def tests(tell: Tell, *, device: str) -> None:
     """Run tests/engines/test_cuda.py, on several processes if pytest-xdist and the cores are there."""
     cores = len(os.sched_getaffinity(0))
-    command = [sys.executable, "-m", "pytest", str(HERE / "tests" / "test_cuda.py"), "-vv", "-rf", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", str(HERE / TESTS), "-vv", "-rf", "--tb=short"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "-n", str(min(8, cores) if cores > 3 else 0)]
-    command += ["-k", "not trains_the_same or fedavg or hfm"] if device == "cpu" else []  # `parity` has every method
+    command += ["-k", "not trains_the_same or fedavg or hfm"]  # `parity` has every method
     environment = os.environ | ({"POLYFED_PRETEND_GPU": "1"} if device == "cpu" else {})
     counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
     failures: list[str] = []
@@ -478,7 +483,8 @@ def tests(tell: Tell, *, device: str) -> None:
             elif found := re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line):
                 counts[found[1].lower()] += 1
             tell({**counts, "failures": failures})
-    tell({**counts, "failures": failures, "exit": running.returncode})
+    tell({**counts, "failures": failures})
+    assert running.returncode == 0 or failures, f"pytest ended with exit status {running.returncode}"
 
 
 def parity(tell: Tell, *, method: str, device: str) -> None:
@@ -501,6 +507,10 @@ def parity(tell: Tell, *, method: str, device: str) -> None:
                     "ledgers_equal": ledger == booked,
                 }
                 tell(facts)
+    cells = [fact for fact in facts.values() if isinstance(fact, dict)]
+    apart = max(max(cell["model"], cell["local_states"] / 10) for cell in cells)
+    if apart > 10 * facts["tolerance"] or not all(cell["ledgers_equal"] for cell in cells):
+        raise AssertionError(f"the GPU differs from the CPU by {apart:.1e}; allowed: {10 * facts['tolerance']:.0e}")
 
 
 def _on(made: Any, device: str) -> Any:
@@ -727,12 +737,12 @@ def items(*, pretend: bool) -> Iterator[Item]:
     from laws.rows import ROWS
 
     yield Item("machine", "machine", "machine", 60)
-    yield Item("tests", "tests/engines/test_cuda.py", "tests", 180)
+    yield Item("tests", TESTS, "tests", 180)
     for method in sorted(ROWS):
-        yield Item("parity", method, "parity", 30, {"method": method})
+        yield Item("parity", method, "parity", 60, {"method": method})
     for engine in ("vectorised", "sequential"):
         for method in ("fedavg", "cmsfed", "hfm", "pfmml", "scaffold", "partialfl", "convolutions"):
-            yield Item("resume", f"{method}, {engine}", "resume", 30, {"method": method, "engine": engine})
+            yield Item("resume", f"{method}, {engine}", "resume", 60, {"method": method, "engine": engine})
     yield from speed_items("float32", pretend=pretend)
     for case in ("small",) if pretend else ("small", "food"):
         yield Item("compile", case, "compiled", 90, {"case": case, "clients": 5 if pretend else 50})
@@ -741,7 +751,7 @@ def items(*, pretend: bool) -> Iterator[Item]:
 
 def speed_items(precision: str, *, pretend: bool) -> Iterator[Item]:
     """The programs on all models, with few clients first. pfl's loop has no bfloat16."""
-    cohorts, budget = ((5, 10, 20), 0.2) if pretend else ((50, 500, 5000), 4.0)
+    cohorts, budget = ((5, 10, 20), 0.2) if pretend else ((50, 500, 5000), 2.0)
     for clients, case, program in itertools.product(cohorts, CASES, PROGRAMS):
         if program != "pfl" or precision == "float32":
             facts = {"case": case, "clients": clients, "precision": precision, "budget": budget}
@@ -794,16 +804,101 @@ class Results:
         return ""
 
 
+class Runner:
+    """Runs items one by one, or beside each other if they measure no time, until the time is up."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.began, self.seconds, self.pretend = time.monotonic(), options.seconds, options.pretend
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.results = Results(options.out, _begin(options))
+        log = options.out / "gpu.log"
+        if not options.resume:
+            log.unlink(missing_ok=True)
+        count = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+        self.children = [Child(log, "cpu" if options.pretend else "cuda") for _ in range(count)]
+        self.lock, self.ended = threading.Lock(), threading.Event()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def run(self, todo: Sequence[Item]) -> str:
+        """Run the items. Returns why the script ended."""
+        try:
+            for part, group in itertools.groupby(todo, lambda item: item.part):
+                beside = part in ("parity", "resume")
+                self._run_group(iter(list(group)), self.children if beside else self.children[:1])
+                for child in self.children[1:] if beside else ():
+                    child.close()  # so that it has no memory of the GPU while others measure
+                if self.left <= 1:
+                    return f"the time limit of {self.seconds:.0f} s"
+        except Stopped as reason:
+            return str(reason)
+        finally:
+            self.ended.set()
+            for child in self.children:
+                child.close()
+        return "complete"
+
+    def _run_group(self, items: Iterator[Item], children: Sequence["Child"]) -> None:
+        def work(child: Child) -> None:
+            while self.left > 1 and not self.ended.is_set():
+                with self.lock:
+                    item = next(items, None)
+                if item is None:
+                    return
+                self._run_item(item, child)
+
+        if len(children) == 1:
+            return work(children[0])
+        pool = ThreadPoolExecutor(len(children))
+        try:
+            for done in [pool.submit(work, child) for child in children]:
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run_item(self, item: Item, child: "Child") -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {item.part}: {item.name}", flush=True)
+        start = time.monotonic()
+        text = self.results.too_slow(item) if item.part == "speed" else ""
+        facts, failure = ({}, text) if text else child.run(item, min(item.limit, self.left))
+        with self.lock:
+            if not self.ended.is_set():
+                self.results.add(item, facts, failure, time.monotonic() - start)
+        if item.part == "machine":
+            if failure:
+                raise Stopped(f"no GPU: {failure}")
+            if (before := self.results.content.setdefault("machine", facts)) != facts:
+                raise Stopped(f"--resume on another machine: {facts} instead of {before}")
+
+
+def _begin(options: argparse.Namespace) -> Facts:
+    """What the results begin with: nothing, or with `--resume` what has been found without a failure."""
+    path, kept = options.out / "gpu.json", []
+    started = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    content: Facts = {"pretend": options.pretend, "started": started, "ended": "not yet"}
+    if options.resume and path.exists():
+        before = json.loads(path.read_text())
+        if before["pretend"] != options.pretend:
+            sys.exit(f"{path} has results {'of a CPU' if before['pretend'] else 'of a GPU'}: choose another --out")
+        kept = [one for one in before["items"] if _is_done(one) and one["part"] != "machine"]
+        content |= {"machine": before["machine"], "started": before["started"]}
+    return content | {"items": kept}
+
+
+def _is_done(entry: Facts) -> bool:
+    return entry.get("failure", "not measured").startswith("not measured")
+
+
 def run_all(options: argparse.Namespace) -> None:
     """Run the items until the time is up."""
-    began, device = time.monotonic(), "cpu" if options.pretend else "cuda"
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "gpu.log"
-    log.unlink(missing_ok=True)
-    started = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    results = Results(options.out, {"pretend": options.pretend, "started": started, "ended": "not yet", "items": []})
-    child = Child(log, device)
+    runner = Runner(options)
+    results = runner.results
+    done = {(entry["part"], entry["name"]) for entry in results.content["items"]}
     todo = [item for item in items(pretend=options.pretend) if not options.only or re.search(options.only, item.name)]
+    todo = [item for item in todo if item.part == "machine" or (item.part, item.name) not in done]
     if options.misbehave:
         todo = [Item("tests", how, "misbehave", 2, {"how": how}) for how in ("fail", "hang", "die")] + todo
 
@@ -812,29 +907,14 @@ def run_all(options: argparse.Namespace) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    ended, done = "complete", 0
-    try:
-        for item in todo:
-            left = options.seconds - (time.monotonic() - began)
-            if left <= 1:
-                raise Stopped(f"the time limit of {options.seconds:.0f} s")
-            print(f"{time.monotonic() - began:6.1f} s  {item.part}: {item.name}", flush=True)
-            start = time.monotonic()
-            text = results.too_slow(item) if item.part == "speed" else ""
-            facts, failure = ({}, text) if text else child.run(item, min(item.limit, left))
-            results.add(item, facts, failure, time.monotonic() - start)
-            done += 1
-            if item.part == "machine" and failure:
-                raise Stopped(f"no GPU: {failure}")
-    except Stopped as reason:
-        ended = str(reason)
-    finally:
-        child.close()
-        results.content |= {"ended": ended, "left_out": [item.name for item in todo[done:]]}
-        results.content["seconds"] = round(time.monotonic() - began, 1)
-        results.write()
-    print(f"{ended}; {results.content['seconds']:.0f} s; {options.out / 'gpu.json'}")
-    if ended.startswith("no GPU"):
+    ended = runner.run(todo)
+    tried = {(entry["part"], entry["name"]) for entry in results.content["items"]}
+    left_out = [item.name for item in todo if (item.part, item.name) not in tried]
+    took = round(results.content.get("seconds", 0.0) + time.monotonic() - runner.began, 1)
+    results.content |= {"ended": ended, "left_out": left_out, "seconds": took}
+    results.write()
+    print(f"{ended}; {took:.0f} s; {options.out / 'gpu.json'}")
+    if ended.startswith(("no GPU", "--resume")):
         sys.exit(1)
 
 
@@ -846,7 +926,7 @@ def page_of(content: Facts) -> str:
     by_part: dict[str, list[Facts]] = {}
     for entry in content["items"]:
         by_part.setdefault(entry["part"], []).append(entry)
-    facts = by_part.get("machine", [{"facts": {}}])[0]["facts"]
+    facts = content.get("machine", {})
     on = "a CPU, with smaller models and fewer clients: **these are no figures of a GPU**"
     said = ", ".join(f"{name} {value}" for name, value in facts.items())
     where = on if content["pretend"] else "a GPU"
@@ -948,6 +1028,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="the script ends after this time; default: 600")
     parser.add_argument("--pretend", action="store_true", help="run everything on the CPU, in smaller sizes")
+    parser.add_argument("--resume", action="store_true", help="keep earlier results, and run what is missing or failed")
     parser.add_argument("--only", help="only items whose name matches this regular expression")
     parser.add_argument("--out", type=Path, help="folder of gpu.json, gpu.md and gpu.log; default: docs/results")
     parser.add_argument("--misbehave", action="store_true", help=argparse.SUPPRESS)

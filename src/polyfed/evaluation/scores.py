@@ -99,25 +99,24 @@ class Evaluation:
     Attributes:
         every: rounds between two evaluations; 0 evaluates only the last round, which is always evaluated.
         personal: whether to evaluate clients on their own test rows, if they have any.
-        clients: number of clients that evaluate on their own test rows, drawn anew each time without replacement. None
-            is every client with test rows, which takes long for hundreds of thousands.
-        own_validation: whether clients also score the model on their own validation rows (rows of split 2 of a device),
-            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
+        clients: number of clients that evaluate on their own test rows, drawn anew each time; None for all, which takes
+            long for hundreds of thousands.
+        own_validation: whether clients also score the model on their own validation rows (of split 2 on a device), for
+            `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
             personal_validation` without `conformal`.
-        unimodal: how to predict from a single modality: `head` by the modality's slice of a linear head (OGM-GE),
-            `zero` with the features of all others at zero, or `prototype` by the nearest class mean of the modality's
-            features, for which every client sends its means (kind `prototypes`) before each evaluation; only for
-            algorithms that average parameters. `auto` is `head` if the model has a linear head, else `zero`.
-        subsets: which subsets of the modalities to score, for `subset.NAME` and `worst_subset`: `each` alone and all
-            but one, `all` (up to five modalities), or the mean over those of each of the `sizes` (docs/missing.md); or
-            `none`.
+        unimodal: how to predict from a single modality: `head` by its slice of a linear head (OGM-GE), `zero` with the
+            features of all others at zero, or `prototype` by the nearest class mean of its features, which every client
+            sends before each evaluation (kind `prototypes`); only for algorithms that average parameters. `auto` is
+            `head` if the model has a linear head, else `zero`.
+        subsets: which subsets of the modalities to score (docs/missing.md): `none`, `each` alone and all but one, `all`
+            (up to five modalities), or the mean over those of each of the `sizes`.
         conformal: whether clients count how well the final model predicts their validation rows, so that `predict_set`
-            can return sets of classes, or intervals, that hold the truth with a promised probability: `none`, `split`
-            for all rows together, or `class` for the rows of each class.
-        conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
-            or each `client`. Under secure aggregation, only `all`.
-        shrinkage: whether clients also count what `predict_set` needs to say by how much each missing modality would
-            shrink the set of classes of a row. Intervals need no further counts.
+            can return sets of classes, or intervals, that hold the truth with a promised probability (docs/missing.md):
+            `none`, `split` for all rows together, or `class` for the rows of each class.
+        conformal_groups: for which clients the promise holds: `all` together, those with the same `modalities`, or each
+            `client`. Under secure aggregation, only `all`.
+        shrinkage: whether clients also count by how much each missing modality would shrink the set of classes of a
+            row. Intervals need no further counts.
     """
 
     every: Annotated[int, EVERY] = 1

@@ -33,26 +33,24 @@ class Npz(Source):
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
-        modalities: Names of the arrays that are modalities, in this order; or modality -> arrays (N,) that form it, as
-            the columns of a table do.
+        modalities: Names of the arrays that are modalities, in this order; or modality -> arrays (N,) that form it.
         columns: Array (N,) -> how its words, missing numbers or dates become numbers, as in the source `table`.
-        label: Array of the labels: class numbers 0..C-1 (N,), words (N,), numbered in sorted order and kept as names,
-            or targets (N,) or (N, T), floats with NaN for an unknown one, or integers with T of at least 2. A boolean
-            array `<label>_known` may mark the known targets. "" if the task needs no labels.
-        client: Array of the natural client of each row: integers or strings, numbered in sorted order.
-        split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
-        split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
+        label: Array of the labels: class numbers 0..C-1 or words (N,); or targets (N,) or (N, T), floats with NaN for
+            an unknown one, or integers with T of at least 2. A boolean array `<label>_known` may mark the known
+            targets. "" if the task needs no labels.
+        client: Array of the natural client of each row, integers or strings.
+        split: Array of the splits: 0 train, 1 test, 2 validation, 3 left out, or the words train, test, validation.
+        split_personal: Array of splits within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
-        ids: Array of sample ids, distinct integers, or "rows": row i of every array is the same sample. With neither,
-            algorithms for silos refuse the data.
+        ids: Array of sample ids, distinct integers; or "rows": row i of every array is the same sample. Algorithms for
+            silos need one of the two.
         layout: Modality -> axes of a sample, if this rule guesses wrong: one axis is a vector (F); two are an image (H,
             W) if the type is uint8, else a sequence (T, F); three are (H, W, C) if the last has 1, 3 or 4 entries, else
-            (C, H, W). "FT" is for sequences whose first axis is the features.
-        standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
-            modalities, a list for some, "uneven" for those whose features differ in size, false for none. Other uint8
-            images are scaled to [0, 1], other values unchanged. A trained model scales new samples alike.
-        test_share: Share of every class (of targets: of all rows) that is the global test set if the file has no split
-            array; 0 for none.
+            (C, H, W). "FT" has the features first.
+        standardise: Bring every feature to mean 0 and deviation 1 over the rows that train: true for all modalities, a
+            list for some, "uneven" for those whose features differ in size, false for none. Other uint8 images are
+            scaled to [0, 1].
+        test_share: Share of every class (of targets: of all rows) that is the test set if the file has no splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
