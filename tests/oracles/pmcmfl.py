@@ -1,7 +1,7 @@
 """PmcmFL and MFCPL as a bare PyTorch loop: stand-ins row by row, the contrast, the library of prototypes, the mean.
 
-Written from docs/algorithms/pmcmfl.md with PyTorch and the clients of `oracles.mfedmc`. Each row is predicted on its own,
-and a class has a prototype if it is a key of a dictionary.
+Written from docs/algorithms/pmcmfl.md with PyTorch and the clients of `oracles.mfedmc`. Each row is predicted on its
+own, and a class has a prototype if it is a key of a dictionary.
 """
 
 from dataclasses import dataclass

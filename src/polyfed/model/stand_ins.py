@@ -1,11 +1,11 @@
 """Stand-ins: class prototypes in place of the embedding of a modality that a row lacks.
 
 With `[model] absent = "prototypes"`, the block of each modality has a buffer with the mean embedding of every class,
-which a method fills (`algorithms/modalities/pmcmfl.py`). The class of a new row is unknown, so its stand-in for modality
-m is a mean of the prototypes of m. Their weights are the probabilities of the classes by the modalities that the row
-has: softmax over c of the negative distance to the prototype of class c, summed over these modalities. A class counts if
-it has a prototype in m and in each modality of the row. Without such a class, or without any modality, the embedding
-stays zero.
+which a method fills (`algorithms/modalities/pmcmfl.py`). The class of a new row is unknown, so its stand-in for
+modality m is a mean of the prototypes of m. Their weights are the probabilities of the classes by the modalities that
+the row has: softmax over c of the negative distance to the prototype of class c, summed over these modalities. A class
+counts if it has a prototype in m and in each modality of the row. Without such a class, or without any modality, the
+embedding stays zero.
 
 Shape letters: `B` rows, `C` classes, `E` width of the embedding, `T` time steps.
 """

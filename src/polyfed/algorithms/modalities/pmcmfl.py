@@ -1,17 +1,17 @@
 """PmcmFL: class prototypes of a modality stand in for rows that lack it, in training and at inference.
 
-Bao, Zhang, Miao, Gong, Hu, "Incomplete Multimodal Federated Learning via Masking and Contrasting Prototypes", TNNLS 2026
-(arXiv:2312.13508). Beside the model, the server keeps a library: for each modality, the mean embedding of every class.
-In training the label is known, and the prototype of the row's class takes the place of a missing embedding. At inference
-the stand-in is a mean of the prototypes, weighted by the class probabilities of the modalities that are there
+Bao, Zhang, Miao, Gong, Hu, "Incomplete Multimodal Federated Learning via Masking and Contrasting Prototypes", TNNLS
+2026 (arXiv:2312.13508). Beside the model, the server keeps a library: for each modality, the mean embedding of every
+class. In training the label is known, and the prototype of the row's class takes the place of a missing embedding. At
+inference the stand-in is a mean of the prototypes, weighted by the class probabilities of the modalities that are there
 (`model/stand_ins.py`). A further term of the loss contrasts each embedding with the prototypes.
 
-Le, Thwal, Qiao, Tun, Nguyen, Huh, Hong, "Cross-Modal Prototype based Multimodal Federated Learning under Severely Missing
-Modality" (MFCPL), arXiv:2401.13898, keeps zeros for what is missing and contrasts each embedding with the prototypes of
-all modalities. This is `variant = "mfcpl"`.
+Le, Thwal, Qiao, Tun, Nguyen, Huh, Hong, "Cross-Modal Prototype based Multimodal Federated Learning under Severely
+Missing Modality" (MFCPL), arXiv:2401.13898, keeps zeros for what is missing and contrasts each embedding with the
+prototypes of all modalities. This is `variant = "mfcpl"`.
 
-polyfed's choices: the weights at inference, cosines in the contrast, and all classes as its negatives. Prototypes of the
-fused embedding, which belong to no modality, are left out. Page: docs/algorithms/pmcmfl.md.
+polyfed's choices: the weights at inference, cosines in the contrast, and all classes as its negatives. Prototypes of
+the fused embedding, which belong to no modality, are left out. Page: docs/algorithms/pmcmfl.md.
 """
 
 from collections.abc import Mapping, Sequence

@@ -105,7 +105,7 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
 
 
 def _rows_are_whole(assembly: Assembly) -> bool:
-    """Return whether no training row lacks a modality of its client; False in a deployment, whose rows are elsewhere."""
+    """Return whether all training rows have all modalities of their client; False in a deployment."""
     columns, rows = assembly.population.columns, assembly.population.train.rows
     dropped = assembly.algorithm.train.modality_dropout
     if bool((rows < 0).any()) or (any(dropped.values()) if isinstance(dropped, Mapping) else dropped):
