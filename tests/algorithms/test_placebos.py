@@ -35,6 +35,7 @@ CASES = [
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
     ("pmcmfl", "random-class"),
+    ("pmcmfl", "mean"),
     ("feddyn", "random"),
     ("fednova", "shuffled"),
     ("ditto", "initial"),

@@ -164,6 +164,10 @@ def test_the_control_deals_the_same_prototypes_to_other_classes() -> None:
     for m, near in state.prototypes.items():
         assert not torch.equal(near.mean, state.library[m].mean)
         assert torch.equal(near.mean.sort(0).values, state.library[m].mean.sort(0).values)
+    _, state, _ = played(made(placebo="mean"))
+    for m, near in state.prototypes.items():
+        mean = near.mean[near.active].mean(0)
+        torch.testing.assert_close(state.library[m].mean, mean.expand_as(near.mean))
     near = state.prototypes["a"]
     assert not torch.equal(dealt(near, "a", parts.fed).mean, dealt(near, "b", parts.fed).mean)
 

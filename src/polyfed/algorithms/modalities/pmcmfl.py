@@ -49,7 +49,7 @@ class LibraryState(State):
 
     Attributes:
         prototypes: modality -> global prototypes.
-        library: what clients and the model use: the prototypes, or under the placebo those of random classes.
+        library: what clients and the model use: the prototypes, or those of a placebo.
     """
 
     prototypes: dict[str, Prototypes] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class PmcmFL(Averaging[LibraryState]):
             mean by `similarity` as at inference.
         contrast: weight of the contrast; 0.01 in the released code of PmcmFL. 0 leaves it out.
         temperature: what the cosines of the contrast are divided by; 0.07 in the released code of PmcmFL.
-        placebo: `random-class` is a control: the server deals each modality's prototypes to random classes, anew in
-            every round.
+        placebo: two controls: under `random-class`, the server deals each modality's prototypes to random classes, anew
+            in every round; under `mean`, every class has the mean of all prototypes.
     """
 
     mixing: ClassVar[str] = "pmcmfl chooses the stand-in of a missing modality by the row's label or other modalities"
@@ -82,7 +82,7 @@ class PmcmFL(Averaging[LibraryState]):
     ] = "label"
     contrast: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, 1.0)] = 0.01
     temperature: Annotated[float, POSITIVE, NotSearched("the temperature of the released code")] = 0.07
-    placebo: Annotated[Literal["none", "random-class"], PLACEBO] = "none"
+    placebo: Annotated[Literal["none", "random-class", "mean"], PLACEBO] = "none"
 
     needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Shared
@@ -143,7 +143,9 @@ class PmcmFL(Averaging[LibraryState]):
             [*fed.clients.rows_of(replies).values()],
             robust=self.server.aggregate != "mean",
         )
-        library = new if self.placebo == "none" else {m: dealt(near, m, fed) for m, near in new.items()}
+        library = new
+        if self.placebo != "none":
+            library = {m: dealt(p, m, fed) if self.placebo == "random-class" else levelled(p) for m, p in new.items()}
         return super().merge(state, replies, fed).with_(prototypes=new, library=library)  # type: ignore[no-any-return]
 
     # the clients
@@ -251,6 +253,12 @@ def dealt(near: Prototypes, modality: str, fed: Federation) -> Prototypes:
     """Return the prototypes of a modality dealt to random classes, as a control."""
     order = keys.permutation(keys.key(fed.seed, "placebo", modality, fed.round), len(near.active)).to(near.mean.device)
     return Prototypes(near.mean[order], near.active[order])
+
+
+def levelled(near: Prototypes) -> Prototypes:
+    """Return the mean of a modality's prototypes for each class that has one, as a control."""
+    mean = near.sent.sum(0) / near.active.sum().clamp(min=1)
+    return Prototypes(mean.expand_as(near.mean), near.active)
 
 
 def contrast(near: Prototypes, z_BE: Tensor, batch: Batch, modality: str, temperature: float) -> Tensor:
