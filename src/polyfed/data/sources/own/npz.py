@@ -1,17 +1,19 @@
 """npz: your own named arrays, in one `.npz` file or in a folder of `.npy` files."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from typing_extensions import override
 
-from polyfed.core.errors import RecipeError, require
+from polyfed.core.errors import DataError, RecipeError, require
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
+from polyfed.core.scaling import Scaling
 from polyfed.data.column_rules import Feature, rules_of
-from polyfed.data.columns import Columns, Standardise
+from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, joined, origin_of
@@ -29,7 +31,8 @@ class Npz(Source):
 
     A folder of `<array>.npy` files can replace an `.npz`. Its arrays are memory-mapped, for data larger than memory. A
     boolean array `<modality>_present` marks the rows that have the modality; without this array, all rows have it. A
-    row whose values are all NaN lacks the modality too.
+    row whose values are all NaN lacks the modality too. The arrays `<modality>_shift` and `<modality>_scale` together
+    state how values become inputs, (value - shift) / scale, in place of `standardise`.
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
@@ -164,7 +167,30 @@ class Npz(Source):
             **read,
         )
         given = Given(test_share=self.test_share, seed=self.seed, standardise=self.standardise)
-        return columns_of(draft, given, problems)
+        return self._with_scaling(columns_of(draft, given, problems), arrays)
+
+    def _with_scaling(self, columns: Columns, arrays: Arrays) -> Columns:
+        """Return the table with the shift and the scale that the file states, of modalities that are arrays of it.
+
+        Raises:
+            DataError: they do not fit the samples.
+        """
+        stated, problems = dict[str, Column](), Problems()
+        for name, column in columns.modalities.items():
+            names = scaling_names(name)
+            if any(part not in arrays or part in self.arrays for part in names):
+                continue
+            try:
+                numbers = (torch.from_numpy(np.array(arrays[part])) for part in names)
+                own = Scaling.read(dict(zip(Scaling._fields, numbers, strict=True)), column.shape)
+                stated[name] = replace(column, shift=own.shift, scale=own.scale)
+            except (TypeError, ValueError) as error:
+                problems.add(DataError(f"'{arrays.path}': {' and '.join(names)}: {error}. Leave both arrays out"))
+        problems.raise_all()
+        rest = tuple(name for name in columns.modalities if name not in stated)
+        asked: Standardise = rest if columns.standardise is True else columns.standardise
+        asked = tuple(name for name in asked if name in rest) if isinstance(asked, tuple) else asked
+        return replace(columns, modalities={**columns.modalities, **stated}, standardise=asked) if stated else columns
 
     def whole(self, arrays: Arrays) -> tuple[str, ...]:
         """Return the arrays that are a modality of their own, and hold numbers (N, ...)."""
@@ -223,6 +249,11 @@ class Npz(Source):
             obtain="numpy.savez('mine.npz', audio=..., text=..., label=..., client=..., split=...)",
             layout="one .npz file, or a folder of <array>.npy files (memory mapped)",
         )
+
+
+def scaling_names(modality: str) -> tuple[str, str]:
+    """Return the names of the arrays that hold the shift and the scale of a modality."""
+    return f"{modality}_shift", f"{modality}_scale"
 
 
 def _true(mask: Any, there: Any) -> Any:
