@@ -18,6 +18,7 @@ from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.report.comparison.paired_differences import Difference
 from polyfed.report.comparison.paired_tests import MeanRanks
 from polyfed.report.comparison.tables import Sheet
+from refusals import refuses
 
 SUBJECTS = {0: 71, 1: 90, 9: 64}  # windows each; as text, 10 comes before 2
 
@@ -170,7 +171,7 @@ def test_the_page_keeps_what_people_wrote(bench: Any, tmp_path: Path, monkeypatc
     assert (tmp_path / "speed.svg").read_text() == plot
     assert json.loads((tmp_path / "speed.json").read_text()) == measurement(4.0)
     page.write_text("# Speed\n")
-    with pytest.raises(SystemExit, match="has no part between"):
+    with refuses(SystemExit, "bench"):
         bench.write(measurement(4.0))
 
 
