@@ -174,7 +174,7 @@ def checks_something(one: ast.FunctionDef) -> bool:
         for node in ast.walk(statement):
             if isinstance(node, ast.Assert) and any(isinstance(n, ast.Name) for n in ast.walk(node.test)):
                 return True
-            if isinstance(node, ast.Call) and re.search(r"\b(raises|fail)$", ast.unparse(node.func)):
+            if isinstance(node, ast.Call) and re.search(r"\b(raises|refuses|fail)$", ast.unparse(node.func)):
                 return True
     return False
 
