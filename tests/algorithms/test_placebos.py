@@ -41,6 +41,9 @@ CASES = [
     ("pfedme", "initial"),
     ("fedcouncil", "random"),
     ("fedbn", "random"),
+    ("fedrep", "initial"),
+    ("lg-fedavg", "initial"),
+    ("fedavg-ft", "initial"),
 ]
 
 

@@ -128,7 +128,7 @@ def predict(
         ),
     ] = None,
     client: Annotated[
-        int | None, typer.Option(metavar="N", help="Predict as this client does.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Predict as this client does, by name or number.")
     ] = None,
     ids: Annotated[
         list[str] | None,

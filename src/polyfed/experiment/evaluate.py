@@ -26,9 +26,10 @@ from polyfed.core.system.files import RECIPE, RESULT
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data import Columns, Population, Shards, populate, stacked
 from polyfed.data.column_fitting import Features, encoded, fits, read_tables
-from polyfed.data.columns import TEST, Column
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column
 from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.reading.array_files import Arrays
+from polyfed.data.reading.draft import EMPTY
 from polyfed.data.row_groups import group_codes, values_of
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table, read, word_columns
@@ -294,8 +295,8 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             raise RecipeError(
                 f"--data {data}: the recipe's data '{type(source).__name__}' has no path. Use npz or table"
             )
-        own = {"test_share": 0.0} if hasattr(source, "test_share") else {}
-        source = replace(source, path=str(data), **own)
+        own = {"test_share": 0.0, "empty_rows": "leave-out"}
+        source = replace(source, path=str(data), **{name: v for name, v in own.items() if hasattr(source, name)})
     wanted = source
     absent: tuple[str, ...] = ()
     if data is not None:
@@ -323,8 +324,10 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
         return population
     if scaling is None:
         warn(UNSCALED, PolyfedWarning, stacklevel=3)
+    if told := [note for note in columns.notes if EMPTY in note]:
+        warn(f"{data}: {told[0]}", PolyfedWarning, stacklevel=3)
     marked = columns.rows(TEST)
-    return by_natural_client(columns, marked if len(marked) else torch.arange(len(columns)), "test")
+    return by_natural_client(columns, marked if len(marked) else columns.rows(TRAIN, VALIDATION), "test")
 
 
 def by_natural_client(columns: Columns, rows: Tensor, held_out: Rows) -> Population:

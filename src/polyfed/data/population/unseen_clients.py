@@ -52,6 +52,7 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         notes = (
             *(note for note in notes if not note.startswith(DRAWN)),
             f"the test rows are those of the clients {shown}{more}, which take no part in training ({option})",
+            *([_of_few(len(chosen), option, len(np.unique(client)))] if len(chosen) < FEW else []),
         )
     if clients.validation_clients:
         count = max(1, round(clients.validation_clients * len(people)))
@@ -64,6 +65,20 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         held = people[keys.choice(keys.key(key, "validation clients"), len(people), count)]
         split[torch.from_numpy(np.isin(client, held)) & (split == TRAIN)] = VALIDATION
     return replace(columns, split=split.to(columns.split), notes=notes)
+
+
+FEW = 5
+"""With fewer test clients, a note says that the score is about these people (ours)."""
+
+
+def _of_few(count: int, option: str, total: int) -> str:
+    who = "one client" if count == 1 else f"{count} clients"
+    cure = (
+        "read the mean over all folds"
+        if option == "folds"
+        else f"a study over fold = 1 to {total} with [clients] folds = {total} tests each client once"
+    )
+    return f"the score is about {who}, so another draw may give another score; {cure}"
 
 
 MOST_NAMED = 6

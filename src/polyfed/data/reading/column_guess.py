@@ -276,7 +276,8 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
             found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
             found["unnamed"].append(column)
-    left = {column: rule_for(frame[column]) for column in (*found["text"], *found["date"])}
+    alone = not found["number"] and not found["list"]  # then texts are what the model is to read
+    left = {column: rule_for(frame[column], alone=alone) for column in (*found["text"], *found["date"])}
     return Guess(
         grouped(found["number"], found["list"]),
         tuple(found["text"]),
@@ -315,8 +316,13 @@ START = "2000-01-01"
 """The start of suggested dates (ours)."""
 
 
-def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
-    """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files."""
+def rule_for(column: "pd.Series[Any]", *, alone: bool = False) -> str | Mapping[str, Any] | None:
+    """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files.
+
+    Args:
+        column: the column.
+        alone: whether the table has nothing but words to train on, so that few different texts are texts too.
+    """
     cells = [cell for cell in column.tolist() if not is_missing(cell) and cell != ""]
     if column.dtype.kind in "miuf" or not cells:
         return None
@@ -327,7 +333,7 @@ def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
         return {"kind": "date", "start": START} | ({"format": form} if form else {})
     words = [word_of(cell) for cell in cells if isinstance(cell, str | int | float | np.generic)]
     few = 2 * len({*words}) <= len(words) and len({*words}) <= MOST_WORDS
-    if len(words) == len(cells) and few and not text_among(words):
+    if len(words) == len(cells) and few and not text_among(words) and not (alone and are_texts(cells)):
         return "one-hot"
     return "words" if are_texts(cells) else None
 

@@ -138,6 +138,10 @@ def notes(content: Mapping[str, Any]) -> list[str]:
             "over rows: as if all rows were independent; over clients: as a sample of clients, whose rows are alike, "
             "as you need it to speak of new clients"
         )
+    if "concordance" in pooled["metrics"]:
+        found.append(
+            "the C-index compares pairs of rows, which sites cannot report as sums: a run has it on the server's rows"
+        )
     if any("error" in one for one in pooled["metrics"].values()):
         found.append(
             "AUROC and average precision come from histograms; their intervals include the largest error of that"
