@@ -55,9 +55,9 @@ def test_a_loss_that_falls_is_told_unless_others_rise(group: str) -> None:
 
 
 def frame(rows: int = ROWS, **more: Any) -> pd.DataFrame:
-    y = LABEL[:rows]
-    signal = DRAW.normal(size=(rows, 3)) + y[:, None]
-    held = {f"a_{n}": signal[:, n] for n in range(3)} | {f"b_{n}": DRAW.normal(size=rows) + y for n in range(2)}
+    y, draw = LABEL[:rows], np.random.default_rng(7)
+    signal = draw.normal(size=(rows, 5)) + y[:, None]
+    held = {f"{'aaabb'[n]}_{n % 3}": signal[:, n] for n in range(5)}
     return pd.DataFrame({**held, "place": PLACES[:rows], "label": np.array(["no", "yes"])[y], **more})
 
 
@@ -70,16 +70,16 @@ def printed(result: dict[str, Any], folder: object) -> str:
 def test_the_printed_command_goes_on_to_more_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frame().to_csv(tmp_path / "mine.csv", index=False)
     run = polyfed.run(
-        data=tmp_path / "mine.csv", clients="place", rounds=8, train={"lr": 0.02}, seed=1, out=tmp_path / "run"
+        data=tmp_path / "mine.csv", clients="place", rounds=10, train={"lr": 0.1}, seed=1, out=tmp_path / "run"
     )
     text = printed(run.result, run.folder)
-    told = re.search(r"still falls, from .*To go on to 16 rounds: polyfed (run .*)", text)
+    told = re.search(r"still falls, from .*To go on to 20 rounds: polyfed (run .*)", text)
     assert told is not None, text
-    assert "To go on to 16 rounds" in (tmp_path / "run" / "report.html").read_text()
+    assert "To go on to 20 rounds" in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(SystemExit) as ended:
         main(told[1].split())
     assert ended.value.code == 0, capsys.readouterr().err
-    assert polyfed.load_run(tmp_path / "run").result["rounds"] == 16
+    assert polyfed.load_run(tmp_path / "run").result["rounds"] == 20
     assert "still falls" not in printed(run.result | {"still_falls": None}, None)
 
 
@@ -101,7 +101,7 @@ def test_sets_are_told_with_their_size_and_rows() -> None:
     assert re.search(r"prediction sets, 90.0 %.* classes on average.*polyfed predict runs/x FILE --coverage 0.9", text)
     few = polyfed.run(data=held, **options | {"clients": made["clients"] | {"personal_validation": 0.05}})
     assert "needs 9 validation rows" in printed(few.result, None)
-    target = held.drop(columns="label").assign(days=DRAW.normal(5, 2, ROWS))
+    target = held.drop(columns="label").assign(days=np.linspace(-1, 1, ROWS))
     numbers = polyfed.run(data=target, labels="days", **options)
     assert numbers.result["targets"] == ["days"]
     text = printed(numbers.result, None)

@@ -125,8 +125,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     if labels is not None:
         arrays = {name: column for name, (column, _) in found.items()} | facts
         arrays |= {} if people is None else {"client": people[0]}
-        told = {} if given.empty_rows == "leave-out" else _undeclared(draft, found, present)
-        _check_rows(draft, len(labels.values), arrays, told, problems)
+        held = {} if given.empty_rows == "leave-out" else _undeclared(draft, found, present)
+        _check_rows(draft, len(labels.values), arrays, held, problems)
     problems.raise_all()
     assert labels is not None
     client, names = (None, None) if people is None else people
