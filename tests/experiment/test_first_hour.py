@@ -14,6 +14,9 @@ import polyfed
 from polyfed.cli import main
 from polyfed.cli.printing.tables import result_table
 from polyfed.core.errors import DataError, PolyfedWarning, UnknownClient
+from polyfed.data import ClientsSpec, Columns, populate
+from polyfed.data.reading.given import Given
+from polyfed.data.reading.objects import table_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.results.round_facts import still_falls
 from polyfed.report.text_layout import SafeConsole
@@ -99,6 +102,11 @@ def test_sets_are_told_with_their_size_and_rows() -> None:
     assert (told["rows"], told["validation_rows"]) == (len(test), int(sets.rows.min()))
     text = printed(run.result, "runs/x")
     assert re.search(r"prediction sets, 90.0 %.* classes on average.*polyfed predict runs/x FILE --coverage 0.9", text)
+    assert "fewer than promised" not in text
+    told = {**run.result, "unseen_clients": ["Nord"], "sets": {**run.result["sets"], "holds": 0.7}}
+    assert "70.0 % of 24 test rows, fewer than promised, because no validation row is of these clients" in printed(
+        told, None
+    )
     few = polyfed.run(data=held, **options | {"clients": made["clients"] | {"personal_validation": 0.05}})
     assert "needs 9 validation rows" in printed(few.result, None)
     target = held.drop(columns="label").assign(days=np.linspace(-1, 1, ROWS))
@@ -156,6 +164,13 @@ def test_several_columns_of_words_are_one_refusal_with_one_line() -> None:
     assert "'a_x' holds '?' at row 119" in text, "other faults are said at the same time"
 
 
+def test_a_doubtful_column_is_named_once_with_the_words_that_leave_it_out(tmp_path: Path) -> None:
+    frame(window=np.arange(ROWS)).to_csv(tmp_path / "mine.csv", index=False)
+    reading = read_file(tmp_path / "mine.csv", {"client": "place"})
+    assert [remark for remark in reading.remarks if "(polyfed init: --leave-out window)" in remark]
+    assert not any("would reveal the label" in note for note in reading.columns.notes)
+
+
 def test_a_table_of_a_few_different_texts_is_read_as_texts(tmp_path: Path) -> None:
     said = np.array(["the room was cold", "very kind nurse", "long waiting time", "good food here"])
     table = pd.DataFrame({"comment": said[np.arange(ROWS) % 4], "label": LABEL})
@@ -165,6 +180,10 @@ def test_a_table_of_a_few_different_texts_is_read_as_texts(tmp_path: Path) -> No
     assert "one-hot" not in str(told.value)
     table.assign(x=DRAW.normal(size=ROWS)).to_csv(tmp_path / "both.csv", index=False)
     assert any("one-hot" in remark for remark in read_file(tmp_path / "both.csv", {}).remarks), "names beside numbers"
+
+
+def one_table(held: pd.DataFrame) -> Columns:
+    return table_of(held, Given(clients="place", empty_rows="leave-out"))
 
 
 def test_rows_without_anything_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -178,6 +197,8 @@ def test_rows_without_anything_are_counted_and_left_out(tmp_path: Path) -> None:
     one = polyfed.run(data=holes, clients="place", rounds=1, seed=1, empty_rows="leave-out")
     assert one.facts["data"]["test_rows"] + sum(client["rows"] for client in one.facts["clients"]) == ROWS - 2
     assert sum(client["rows"] for client in run.facts["clients"]) + run.facts["data"]["test_rows"] == ROWS
+    kept = populate(one_table(holes), ClientsSpec(partition="by-client", test_clients=["Nord"]), 1)
+    assert len(kept.test_rows) + len(kept.train.rows) == ROWS - 2, "whole clients as test rows bring none back"
     held.to_csv(tmp_path / "mine.csv", index=False)
     holes.to_csv(tmp_path / "holes.csv", index=False)
     held.drop([5, 9]).to_csv(tmp_path / "fewer.csv", index=False)

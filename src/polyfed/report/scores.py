@@ -184,9 +184,12 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         return str(told["refused"])
     size = f"{told['size']:.3g} wide" if "targets" in result else f"{told['size']:.2f} classes"
     how = "run.predict_set(x)" if folder is None else command("predict", folder, "FILE", "--coverage", told["coverage"])
+    unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
+    why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
     return (
         f"{size} on average; they hold the truth of {number_of(told['holds'], 'share')} of "
-        f"{counted(told['rows'], 'test row')}, by {counted(told['validation_rows'], 'validation row')} at least: {how}"
+        f"{counted(told['rows'], 'test row')}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
+        f"{how}"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
+from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.splits import DRAWN
 
@@ -45,7 +45,7 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         chosen = _chosen(people, clients, key, columns.client_names)
         tested = np.isin(client, chosen)
         split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
-        split[torch.from_numpy(tested)] = TEST
+        split[torch.from_numpy(tested) & (split != LEFT_OUT)] = TEST
         people = people[~np.isin(people, chosen)]
         shown = ", ".join(_name_of(int(one), columns.client_names) for one in chosen[:MOST_NAMED])
         more = f" and {len(chosen) - MOST_NAMED} more" if len(chosen) > MOST_NAMED else ""

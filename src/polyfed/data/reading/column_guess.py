@@ -1,6 +1,7 @@
 """Which columns of a table form which modality: by a mapping, by patterns, or by a guess from names and types."""
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -234,13 +235,14 @@ class Guess:
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: --leave-out COLUMN)",) if told else ()
+        words = " ".join(shlex.join(["--leave-out", column]) for column in [*self.suspects][:MOST_NAMED])
+        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: {words})",) if told else ()
 
     @property
     def rest(self) -> str:
         """A sentence about the columns that nothing but the lack of another place puts into a modality, or ""."""
         rest = self.groups.get(REST, [])
-        if not rest:
+        if not {*rest} - {*self.suspects}:  # `doubts` names them
             return ""
         listed = ", ".join(map(repr, rest[:MOST_NAMED])) + (
             f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
