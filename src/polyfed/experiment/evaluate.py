@@ -209,8 +209,11 @@ def job_of(
     rows: Rows = "test",
     groups: Mapping[str, Sequence[str | int]] | None = None,
     best: bool = False,
+    against: str | Path | None = None,
 ) -> Recipe:
     """Return the recipe of an evaluation job; see `evaluate`.
+
+    With `against`, the clients also count on how many rows which of two models is right, and send no answer of a row.
 
     Raises:
         RecipeError: there is no recipe, or the recipe is wrong.
@@ -227,11 +230,12 @@ def job_of(
         recipe = named
     base = recipe_of(recipe)
     columns = {name: list(values) for name, values in (groups or {}).items()}
-    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1))
+    second = "" if against is None else _chosen(Path(against).expanduser(), best=best)
+    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1), against=second)
     return replace(
         base,
         algorithm=method,
-        model=replace(base.model, init=str(path / "checkpoint" / BEST if best else path), init_blocks=(), freeze=()),
+        model=replace(base.model, init=_chosen(path, best=best), init_blocks=(), freeze=()),
         rounds=1,
         stop=StopSpec(),
         attack=None,
@@ -240,6 +244,11 @@ def job_of(
         tracking=None,
         name=f"evaluate-{base.name}",
     )
+
+
+def _chosen(path: Path, *, best: bool) -> str:
+    """Return the path of the last or of the best model of a run."""
+    return str(path / "checkpoint" / BEST if best else path)
 
 
 @dataclass(frozen=True)
