@@ -185,7 +185,6 @@ def assemble(
     asked = asks_own(recipe.algorithm, registry_of(population))
     announcer = Announcer(recipe.algorithm, model, objective, policy, asked)
     recipe, guarantee = _protected(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
-    mechanism = None if guarantee is None else guarantee.mechanism
     ledger = Ledger(run, hashing=deployed)
     clock = clock_of(recipe, population.num_clients, ledger)
     built = (engine or engine_of(recipe))(
@@ -200,15 +199,15 @@ def assemble(
         debug=recipe.engine.debug,
         clock=clock,
         objective=objective,
-        privacy=mechanism,
+        privacy=None if guarantee is None else guarantee.mechanism,
         limits=recipe.limits,
     )
     cap = recipe.deployment.rows_cap if deployed else 0.0
     fed = _federation(recipe, built, None if one_device else population.num_clients, cap)
     policy = built.announcer.with_model(policy)
     parts = population, model, policy, initial, ledger, built, fed
-    against = _against_of(recipe, model, given)
-    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed, against)
+    rest = was_guessed, guesses, guarantee, given, deployed, _against_of(recipe, model, given)
+    return Assembly(recipe, *parts, *rest)
 
 
 def _against_of(recipe: Recipe, model: Model, given: Tree) -> Tree:
