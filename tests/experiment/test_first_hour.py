@@ -13,13 +13,14 @@ import torch
 import polyfed
 from polyfed.cli import main
 from polyfed.cli.printing.tables import result_table
-from polyfed.core.errors import DataError, PolyfedWarning, UnknownClient
+from polyfed.core.errors import DataError, UnknownClient
 from polyfed.data import ClientsSpec, Columns, populate
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.objects import table_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.results.round_facts import still_falls
 from polyfed.report.text_layout import SafeConsole
+from refusals import refuses, warned
 
 ROWS = 120
 DRAW = np.random.default_rng(3)
@@ -141,9 +142,9 @@ def test_clients_have_names_in_check_and_predict(tmp_path: Path, capsys: pytest.
             main(["predict", str(tmp_path / "run"), str(tmp_path / "new.csv"), "--client", client])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != ""
-    with pytest.raises(UnknownClient, match=r"no such client.*Nord"):
+    with refuses(UnknownClient, "no such client"):
         run.predict(new, client="Nordd")
-    with pytest.raises(UnknownClient, match="Clients are numbers from 0 to 2"):
+    with refuses(UnknownClient, "from 0 to"):
         run.predict(new, client="3")
     text = repr(polyfed.check(tmp_path / "run" / "recipe.toml"))
     assert "Training rows of each client" in text
@@ -175,7 +176,7 @@ def test_a_table_of_a_few_different_texts_is_read_as_texts(tmp_path: Path) -> No
     said = np.array(["the room was cold", "very kind nurse", "long waiting time", "good food here"])
     table = pd.DataFrame({"comment": said[np.arange(ROWS) % 4], "label": LABEL})
     table.to_csv(tmp_path / "texts.csv", index=False)
-    with pytest.raises(DataError, match=r"--column comment=words") as told:
+    with refuses(DataError, "--column comment=words") as told:
         read_file(tmp_path / "texts.csv", {})
     assert "one-hot" not in str(told.value)
     table.assign(x=DRAW.normal(size=ROWS)).to_csv(tmp_path / "both.csv", index=False)
@@ -192,7 +193,7 @@ def test_rows_without_anything_are_counted_and_left_out(tmp_path: Path) -> None:
     run = polyfed.run(data=held, clients="place", rounds=1, seed=1, out=None)
     holes = held.copy()
     holes.loc[[5, 9], cells] = np.nan
-    with pytest.raises(DataError, match=r"2 rows lack every modality, first row 5.*empty_rows = 'leave-out'"):
+    with refuses(DataError, "empty_rows = 'leave-out'"):
         polyfed.run(data=holes, clients="place", rounds=1)
     one = polyfed.run(data=holes, clients="place", rounds=1, seed=1, empty_rows="leave-out")
     assert one.facts["data"]["test_rows"] + sum(client["rows"] for client in one.facts["clients"]) == ROWS - 2
@@ -203,7 +204,7 @@ def test_rows_without_anything_are_counted_and_left_out(tmp_path: Path) -> None:
     holes.to_csv(tmp_path / "holes.csv", index=False)
     held.drop([5, 9]).to_csv(tmp_path / "fewer.csv", index=False)
     polyfed.run(data=tmp_path / "mine.csv", clients="place", rounds=1, seed=1, out=tmp_path / "run")
-    with pytest.warns(PolyfedWarning, match="holes.csv: 2 rows lack every modality, first row 5; such rows are left"):
+    with warned("first row 5"):
         found = polyfed.evaluate(tmp_path / "run", data=tmp_path / "holes.csv").content
     fewer = polyfed.evaluate(tmp_path / "run", data=tmp_path / "fewer.csv").content
     assert found["pooled"] == fewer["pooled"]

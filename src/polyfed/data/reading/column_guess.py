@@ -322,7 +322,6 @@ def rule_for(column: "pd.Series[Any]", *, alone: bool = False) -> str | Mapping[
     """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files.
 
     Args:
-        column: the column.
         alone: whether the table has nothing but words to train on, so that few different texts are texts too.
     """
     cells = [cell for cell in column.tolist() if not is_missing(cell) and cell != ""]
