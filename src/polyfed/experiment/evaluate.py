@@ -46,7 +46,8 @@ from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.experiment.running.run_state import BEST, load_content
-from polyfed.experiment.running.warm_start import DESCRIPTION
+from polyfed.experiment.running.warm_start import DESCRIPTION, values_in
+from polyfed.model.stand_ins import is_prototype
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
 from polyfed.objective.report import log_odds
 from polyfed.report.pages.evaluation import page
@@ -230,12 +231,14 @@ def job_of(
         recipe = named
     base = recipe_of(recipe)
     columns = {name: list(values) for name, values in (groups or {}).items()}
-    second = "" if against is None else _chosen(Path(against).expanduser(), best=best)
+    second = "" if against is None else str(_chosen(Path(against).expanduser(), best=best))
     method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1), against=second)
+    init = _chosen(path, best=best)
+    absent: Any = "prototypes" if any(map(is_prototype, values_in(init))) else base.model.absent
     return replace(
         base,
         algorithm=method,
-        model=replace(base.model, init=_chosen(path, best=best), init_blocks=(), freeze=()),
+        model=replace(base.model, init=str(init), init_blocks=(), freeze=(), absent=absent),
         rounds=1,
         stop=StopSpec(),
         attack=None,
@@ -246,9 +249,9 @@ def job_of(
     )
 
 
-def _chosen(path: Path, *, best: bool) -> str:
+def _chosen(path: Path, *, best: bool) -> Path:
     """Return the path of the last or of the best model of a run."""
-    return str(path / "checkpoint" / BEST if best else path)
+    return path / "checkpoint" / BEST if best else path
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.problems import Conflict, Problems
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import info_of, tasks_of, types_of
@@ -150,6 +151,12 @@ def _why_not_honoured(recipe: Any) -> str:
     return f"{method.dishonour(unit)}{own}. Methods that can: {methods_that_honour(unit)}"
 
 
+def _lacks_prototypes(recipe: Any) -> bool:
+    """Whether the model has a place for prototypes and the method would leave them empty, or let them grow old."""
+    filled = isinstance(recipe.algorithm, Evaluate) or getattr(recipe.algorithm, "variant", "") == "pmcmfl"
+    return recipe.model.absent == "prototypes" and not filled
+
+
 def _why_untrainable(recipe: Any) -> str:
     able = [name for name, cls in ALGORITHMS.items() if issubclass(type(recipe.task), cls.objectives)]
     return f"{recipe.algorithm.objectives_because}. Methods that can train it: {', '.join(able)}"
@@ -162,6 +169,12 @@ TABLE: tuple[Conflict, ...] = (
         because="{detail}",
         detail=_why_untrainable,
         instead="Change one of the two",
+    ),
+    Conflict(
+        key=("model", "absent"),
+        when=_lacks_prototypes,
+        because="only pmcmfl learns prototypes, and those of a warm start would grow old",
+        instead="Remove absent",
     ),
     Conflict(
         key=("train", "modality_dropout"),
@@ -198,22 +211,22 @@ TABLE: tuple[Conflict, ...] = (
     ),
     Conflict(
         key=("clients", "overselect"),
-        when=lambda r: r.clients.overselect is not None and r.network is None and r.engine.name != "flower",
+        when=lambda r: r.clients.overselect is not None and r.network is None and not r.engine.apart,
         beside="a simulation without [network]",
         because="no client is slower than another where no time passes",
         instead="Add a section [network], take [engine] name = 'flower', or remove overselect",
     ),
     Conflict(
         key=("network",),
-        when=lambda r: r.network is not None and r.engine.name == "flower",
+        when=lambda r: r.network is not None and r.engine.apart,
         beside="[engine] name = 'flower'",
         because="[network] is simulated time, and this engine runs in real time",
         instead="Remove [network]",
     ),
     Conflict(
         key=("deployment", "relay"),
-        when=lambda r: r.engine.name == "flower" and r.deployment.relay == "refused" and _sends_within_silos(r),
-        because="its clients send messages within silos, and on the engine 'flower' these pass through the server",
+        when=lambda r: r.engine.apart and r.deployment.relay == "refused" and _sends_within_silos(r),
+        because="its clients send messages within silos, which pass through the server in a deployment or on Flower",
         instead="If the server may see them, set relay = 'server-sees' (each client must agree in its own "
         "configuration); otherwise use the sequential or vectorised engine",
     ),
