@@ -34,6 +34,7 @@ CASES = [
     ("vfl", "shuffled"),
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
+    ("pepsy", "shuffled"),
     ("feddyn", "random"),
     ("fednova", "shuffled"),
     ("ditto", "initial"),
