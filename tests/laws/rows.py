@@ -59,7 +59,7 @@ ROWS: dict[str, Row] = {
     "fedpmr": Row({"per": True}),
     "mfedmc": Row({"uploads": 1, "client_share": 0.6}),
     "fedmac": Row(),
-    "pepsy": Row(egress=PROFILES),
+    "pepsy": Row({"join": 0.999, "eta": 1.0}, egress=PROFILES),
     "fedproto": Row({}, PROTOTYPES),
     "fedamp": Row({"uploads": 4, "alpha": 10.0, "sigma": 100.0}),
     "fedfomo": Row({"uploads": 3}),

@@ -242,10 +242,15 @@ class Model:
             return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
 
     def views(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """What the fusion computes from the embeddings on the way to the logits, by name; see `Fusion.views`."""
+        """The `logits` (B, C), and what the fusion computes on the way to them, by name; see `Fusion.views`."""
+
+        def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
+            found = self._fusion.views(self._parts, z, batch.present)
+            return found | {"logits": self._fusion.head(found["joint"])}
+
         self._check_owned(w, features, "fusion")
         with self._using(w, batch):
-            return self._over(lambda z: self._fusion.views(self._parts, z, batch.present), features, batch)
+            return self._over(call, features, batch)
 
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
         """Logits (B, C) of a joint representation (B, J); `fuse` is `joint` followed by `classify`."""

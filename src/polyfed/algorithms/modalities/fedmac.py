@@ -26,6 +26,7 @@ from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model, ModelSpec
+from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training.losses import between_modalities, contrastive
 from polyfed.training.prototypes import there
@@ -46,7 +47,8 @@ class FedMac(Averaging):
     temperature: Annotated[float, POSITIVE, SearchRange(0.1, 0.5, 1.0, beside=("lam", 0.01, 0.1, 1.0))] = 0.5
 
     mixing: ClassVar[str] = "fedmac completes a modality from the others, and compares their embeddings in its loss"
-    needs_embeddings: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
+    objectives_because: ClassVar[str] = "it completes modalities that rows lack, and pairs of modalities lack none"
 
     @override
     def model_spec(
@@ -62,11 +64,11 @@ class FedMac(Averaging):
     @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         features = context.model.features(w, batch)
-        loss = context.loss(w, batch, features)
+        views = context.model.views(w, features, batch)
+        loss = context.objective.loss(views["logits"], batch)
         if not self.lam:
             return loss
         rows = {m: there(batch, m) for m in features}
-        views = context.model.views(w, features, batch)
         terms = between_modalities(features, rows, self.temperature)
         return loss + self.lam * (terms + self._of_others(context.model, views, rows))
 

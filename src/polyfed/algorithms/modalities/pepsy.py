@@ -34,6 +34,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model, ModelSpec
+from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 from polyfed.training.losses import between_modalities, contrastive
@@ -98,11 +99,12 @@ class Pepsy(Averaging[PepsyState]):
     lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, 1.0)] = 0.1
     eta: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, 1.0)] = 0.1
     temperature: Annotated[float, POSITIVE, SearchRange(0.1, 0.5, 1.0, beside=("lam", 0.01, 0.1, 1.0))] = 0.5
-    join: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.5, 0.9, 1.0)] = 0.5
+    join: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.5, 0.9, 1.0)] = 0.9
     placebo: Annotated[Literal["none", "shuffled"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = "pepsy completes a modality from the others, and compares their embeddings in its loss"
-    needs_embeddings: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
+    objectives_because: ClassVar[str] = "it completes modalities that rows lack, and pairs of modalities lack none"
     sends: ClassVar[type[Message]] = Profiled
     replies: ClassVar[type[Message]] = ProfiledUpdate
     evaluates: ClassVar[type[Message]] = Profiled
@@ -173,7 +175,8 @@ class Pepsy(Averaging[PepsyState]):
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         model, features = context.model, context.model.features(w, batch)
         views = model.views(w, features, batch)
-        loss = context.loss(w, batch, features) - self.eta * batch.mean(views["relevance"].mean(1))
+        loss = context.objective.loss(views["logits"], batch)
+        loss = loss - self.eta * batch.mean(views["relevance"].mean(1))
         if not self.lam:
             return loss
         rows = {m: there(batch, m) for m in features}
