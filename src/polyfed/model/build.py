@@ -141,9 +141,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, read: tuple[str, ...], ro
         "gated": lambda: Gated(*common, gate=read[0]),
         "attention": lambda: Attention(*common, hidden=spec.attention_hidden, heads=spec.attention_heads),
         "cross-modal": lambda: CrossModal(*common, modalities=read),
-        "controlled": lambda: Controlled(
-            *common, modalities=read, controls=spec.controls, chosen=spec.controls_chosen
-        ),
+        "controlled": lambda: Controlled(*common, modalities=read, controls=spec.controls, chosen=spec.controls_chosen),
     }
 
     def own() -> Fusion:

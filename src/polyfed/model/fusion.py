@@ -45,6 +45,7 @@ class Fusion(nn.Module):
     head: nn.Sequential
     linear = False
     sequential = False
+    num_controls: int = 0
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class Pepsy(Averaging[PepsyState]):
     lam: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, 1.0)] = 0.1
     eta: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.01, 0.1, 1.0)] = 0.1
     temperature: Annotated[float, POSITIVE, SearchRange(0.1, 0.5, 1.0, beside=("lam", 0.01, 0.1, 1.0))] = 0.5
-    join: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.5, 0.9, 1.0)] = 0.9
+    join: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.99, 0.995, 0.999, 1.0)] = 0.995
     placebo: Annotated[Literal["none", "shuffled"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = "pepsy completes a modality from the others, and compares their embeddings in its loss"
@@ -161,9 +161,7 @@ class Pepsy(Averaging[PepsyState]):
         centres, weights = _centres(sent, places, rows, robust=self.server.aggregate != "mean")
         heaviest = sorted(range(len(centres)), key=lambda cluster: -weights[cluster])[: len(state.common)]
         profiles = {client: centres[at] for client, at in places.items()}
-        return after.with_(
-            common=centres[sorted(heaviest)], profiles=state.profiles | profiles, clusters=len(centres)
-        )
+        return after.with_(common=centres[sorted(heaviest)], profiles=state.profiles | profiles, clusters=len(centres))
 
     @override
     def observe(self, state: PepsyState) -> dict[str, float]:
