@@ -18,7 +18,7 @@ CONTROLS = "shared.controls"
 
 @dataclass
 class Client:
-    """Inputs by modality, by modality which rows have it (where some do not), labels, and by round the rows of each step."""
+    """Inputs by modality, which rows have it (where some do not), labels, and by round the rows of each step."""
 
     x: dict[str, Tensor]
     has: dict[str, Tensor]

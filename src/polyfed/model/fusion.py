@@ -40,6 +40,7 @@ class Fusion(nn.Module):
         joint_size: J, the width of the joint representation that the head receives. 0 if the joint representation
             equals the logits.
         head: layers from the joint representation to the logits. Empty if the joint representation equals the logits.
+        num_controls: P, the number of embedding controls.
     """
 
     head: nn.Sequential
@@ -245,9 +246,9 @@ class Attention(Fusion):
 class CrossModal(Fusion):
     """FedMAC: a learned embedding stands in for a missing modality, and each modality looks at the others.
 
-    Source: Nguyen et al., "FedMAC: Tackling Partial-Modality Missing in Federated Learning with Cross-Modal Aggregation and
-    Contrastive Regularization", NCA 2024; docs/algorithms/fedmac.md has the equations and what is inferred. All parameters
-    are shared, so a client has the stand-in of a modality that it lacks.
+    Source: Nguyen et al., "FedMAC: Tackling Partial-Modality Missing in Federated Learning with Cross-Modal Aggregation
+    and Contrastive Regularization", NCA 2024; docs/algorithms/fedmac.md has the equations and what is inferred. All
+    parameters are shared, so a client has the stand-in of a modality that it lacks.
 
     Args:
         modalities: the modalities of the model.
@@ -290,8 +291,8 @@ class CrossModal(Fusion):
 class Controlled(Fusion):
     """PEPSY: every modality of a row is reconfigured by the embedding controls that are most relevant to it.
 
-    Source: Nguyen et al., "Learning Reconfigurable Representations for Multimodal Federated Learning with Missing Data",
-    NeurIPS 2025; docs/algorithms/pepsy.md has the equations and what is inferred. All parameters are shared.
+    Source: Nguyen et al., "Learning Reconfigurable Representations for Multimodal Federated Learning with Missing
+    Data", NeurIPS 2025; docs/algorithms/pepsy.md has the equations and what is inferred. All parameters are shared.
 
     Args:
         modalities: the modalities of the model.

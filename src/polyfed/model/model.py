@@ -246,7 +246,8 @@ class Model:
 
         def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
             found = self._fusion.views(self._parts, z, batch.present)
-            return found | {"logits": self._fusion.head(found["joint"])}
+            logits: Tensor = self._fusion.head(found["joint"])
+            return found | {"logits": logits}
 
         self._check_owned(w, features, "fusion")
         with self._using(w, batch):
@@ -255,7 +256,8 @@ class Model:
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
         """Logits (B, C) of a joint representation (B, J); `fuse` is `joint` followed by `classify`."""
         with self._using(w, batch):
-            return self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
+            logits: Tensor = self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
+            return logits
 
     def logits(self, w: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Logits (B, C) of a batch: `features` followed by `fuse`."""
@@ -331,7 +333,8 @@ class Model:
         return {name: value.float() for name, value in z.items()} if self._lower else z
 
     def _fuse(self, features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
+        logits: Tensor = self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
+        return logits
 
     def _over(self, call: Callable[[dict[str, Tensor]], V], features: Mapping[str, Tensor], batch: Batch) -> V:
         """Call a part of the fusion on the embeddings, in the order of `modalities`. Its layers can read `batch`."""
@@ -341,7 +344,8 @@ class Model:
         try:
             with self._autocast():
                 value = call(z)
-            return tree_map(_in_float32, value) if self._lower else value
+            lowered: V = tree_map(_in_float32, value) if self._lower else value
+            return lowered
         finally:
             self._rows.clear()
 

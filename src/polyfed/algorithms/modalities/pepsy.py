@@ -1,8 +1,8 @@
 """PEPSY: embedding controls of each client say what its rows lack, and the server shares them between like clients.
 
 Nguyen, Hoang, Huynh, Nguyen, Le Nguyen, "Learning Reconfigurable Representations for Multimodal Federated Learning with
-Missing Data", NeurIPS 2025 (arXiv:2510.22880). The fusion `controlled` (`model/fusion.py`) reconfigures every modality of
-a row by the controls that are most relevant to it. Each client trains controls of its own, its *profile*. The server
+Missing Data", NeurIPS 2025 (arXiv:2510.22880). The fusion `controlled` (`model/fusion.py`) reconfigures every modality
+of a row by the controls that are most relevant to it. Each client trains controls of its own, its *profile*. The server
 averages all other parameters as FedAvg does. It clusters the controls of the cohort without a given number of clusters,
 and a client receives the centres of the clusters to which its own controls belong: clients with like patterns thereby
 share controls.
@@ -90,8 +90,8 @@ class Pepsy(Averaging[PepsyState]):
         lam: lambda, weight of both contrastive terms.
         eta: weight of the relevance of the chosen controls, which is maximised; with 0, nothing trains the choice.
         temperature: temperature of the contrastive terms.
-        join: the least cosine similarity at which a control joins the cluster of another client's; -1 aligns the controls
-            of all clients, 1 shares only equal ones.
+        join: the least cosine similarity at which a control joins the cluster of another client's; -1 aligns the
+            controls of all clients, 1 shares only equal ones.
         placebo: `shuffled` is a control: every client receives the profile of another one. `none`, the default, is the
             method of the paper.
     """
@@ -154,7 +154,7 @@ class Pepsy(Averaging[PepsyState]):
 
     @override
     def merge(self, state: PepsyState, replies: Replies, fed: Federation) -> PepsyState:
-        after = super().merge(state, replies, fed)
+        after: PepsyState = super().merge(state, replies, fed)
         sent = {client: reply.controls.clone() for client, reply in replies.items()}
         rows = fed.clients.rows_of(replies)
         places = clustered(sent, rows, self.join)
@@ -182,7 +182,7 @@ class Pepsy(Averaging[PepsyState]):
         return loss + self.lam * (terms + self._of_whole(views["reconfigured"], batch))
 
     def _of_whole(self, full_BME: Tensor, batch: Batch) -> Tensor:
-        """Return the contrastive loss of each reconfigured modality and the row's mean, averaged over the modalities."""
+        """Return the contrastive loss of each reconfigured modality and the row's mean, averaged over modalities."""
         whole = full_BME.mean(1)
         terms = [
             contrastive(own, whole, batch.ok, temperature=self.temperature, negatives="inter")
