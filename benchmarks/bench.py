@@ -164,33 +164,19 @@ def text(found: dict[str, Any]) -> str:
         f"{facts['memory GiB']} GiB, load {facts['load before']} before. Versions: {said}.",
         f"Each figure is the median of {found['runs']} runs of {found['rounds']} rounds.",
     ]
+    others = list(dict.fromkeys(p for one in found["tables"].values() for p in one["programs"] if p not in OURS))
+    lines += [
+        "",
+        f"| setting | program | ms a round | {' | '.join(f'times as fast as {other}' for other in others)} |",
+        "|---|---|---:|" + "---:|" * len(others),
+    ]
     for name, one in found["tables"].items():
-        setting = SETTINGS[name]
-        others = [program for program in one["programs"] if program not in OURS]
-        lines += [
-            "",
-            f"### {name}: {setting.cohort} of {setting.clients} clients, {setting.num_parameters:,} parameters",
-            "",
-            f"| program | ms a round | {' | '.join(f'times as fast as {other}' for other in others)} |",
-            "|---|---:|" + "---:|" * len(others),
-        ]
         for program, row in one["programs"].items():
             values = [one["ratios"].get(f"{program} / {other}") for other in others]
             shown = ["" if value is None else f"{value:.2f}" for value in values]
             took = f"{row['ms']:.1f}" if "ms" in row else f"no figure: {row['failure']}"
-            lines.append(f"| {program} | {took} | {' | '.join(shown)} |")
-    lines += [
-        "",
-        "### Worker processes, clients and model sizes",
-        "",
-        "![How many times faster than the bare loop](speed.svg)",
-    ]
-    for axis, of_axis in found["curves"].items():
-        places = sorted({place for points in of_axis.values() for place in points}, key=int)
-        lines += ["", f"| {axis} | {' | '.join(f'{int(place):,}' for place in places)} |"]
-        lines.append("|---|" + "---:|" * len(places))
-        for curve, points in of_axis.items():
-            lines.append(f"| {curve} | {' | '.join(f'{points[p]:.2f}' if p in points else '' for p in places)} |")
+            lines.append(f"| {name} | {program} | {took} | {' | '.join(shown)} |")
+    lines += ["", "![How many times faster than the bare loop](speed.svg)"]
     return "\n".join(lines)
 
 

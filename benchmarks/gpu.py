@@ -469,9 +469,11 @@ def tests(tell: Tell, *, device: str) -> None:
     """Run tests/engines/test_cuda.py, on several processes if pytest-xdist and the cores are there."""
     cores = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "pytest", str(HERE / TESTS), "-vv", "-rf", "--tb=short"]
-    command += ["-o", "addopts=", "-p", "no:cacheprovider", "-n", str(min(8, cores) if cores > 3 else 0)]
+    command += ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "xdist", "-p", "pytest_timeout"]
+    command += ["-n", str(min(8, cores) if cores > 3 else 0)]
     command += ["-k", "not trains_the_same or fedavg or hfm"]  # `parity` has every method
     environment = os.environ | ({"POLYFED_PRETEND_GPU": "1"} if device == "cpu" else {})
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plug-ins of this machine may refuse our settings
     counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
     failures: list[str] = []
     with subprocess.Popen(command, env=environment, cwd=HERE, stdout=subprocess.PIPE, text=True) as running:

@@ -16,7 +16,7 @@ from pathlib import Path
 from polyfed import sweep
 from polyfed.report.comparison.compare import Comparison, compare
 from polyfed.report.comparison.paired_differences import Difference, Evidence, evidence
-from polyfed.report.comparison.tables import markdown, scenarios_sheet
+from polyfed.report.comparison.tables import Sheet, markdown, scenarios_sheet
 from polyfed.report.pages.page import write_comparison
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,20 +27,43 @@ LEVEL = 0.05
 """Below this p-value, after Holm's correction, a difference is significant."""
 
 
-def cost_rows(comparison: Comparison) -> Iterator[str]:
-    """A table of the megabytes that a run sends: means over the seeds, one column for each scenario."""
-    scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
-    cells: dict[str, dict[str, str]] = {}
+def traffic(comparison: Comparison) -> dict[str, str]:
+    """The bytes of a method in both directions, as a multiple of FedAvg's: the least and the most of the scenarios."""
+    sent: dict[str, dict[str, float]] = {}
     for group in comparison.groups:
-        results = [folder.result for folder in group.folders]
-        sent = statistics.fmean(result["bytes_up"] + result["bytes_down"] for result in results)
-        size = sent / 1e6
         if not group.method.endswith("-placebo"):  # costs what its method costs
-            cells.setdefault(group.method, {})[group.scenario] = f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
-    yield f"| method | {' | '.join(scenarios)} |"
-    yield "|---|" + "---:|" * len(scenarios)
-    for method, own in cells.items():
-        yield f"| {method} | {' | '.join(own.get(scenario, '–') for scenario in scenarios)} |"
+            results = [folder.result for folder in group.folders]
+            mean = statistics.fmean(result["bytes_up"] + result["bytes_down"] for result in results)
+            sent.setdefault(group.method, {})[group.scenario] = mean
+    found = {}
+    for method, of_method in sent.items():
+        ratios = [mean / sent["fedavg"][scenario] for scenario, mean in of_method.items()]
+        ends = dict.fromkeys(f"{value:.2g}" if value >= 0.01 else "0" for value in (min(ratios), max(ratios)))
+        found[method] = " to ".join(ends)
+    return found
+
+
+def scores_of(comparison: Comparison, proof: Evidence) -> Sheet | None:
+    """The scores with the traffic beside them; bold if they differ from FedAvg's."""
+    sheet = scenarios_sheet(comparison, proof)
+    if sheet is None:
+        return None
+    scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
+    differ = {(row.method, row.scenario) for row in proof.differences if row.p_holm is not None and row.p_holm < LEVEL}
+    bold = {
+        (place, 1 + column)
+        for place, row in enumerate(sheet.rows)
+        for column, name in enumerate(scenarios)
+        if (row[0], name) in differ
+    }
+    bytes_of = traffic(comparison)
+    return replace(
+        sheet,
+        title="Score in %, mean ± sample standard deviation",
+        headings=[*sheet.headings, "bytes, FedAvg = 1"],
+        rows=[[*row, bytes_of.get(row[0], "–")] for row in sheet.rows],
+        best=frozenset(bold),
+    )
 
 
 def difference_rows(rows: Sequence[Difference]) -> Iterator[str]:
@@ -74,22 +97,16 @@ def said_of_ranks(proof: Evidence) -> str:
 
 def page(comparison: Comparison, proof: Evidence) -> str:
     """The generated part of the page."""
-    scores = scenarios_sheet(comparison, proof)
-    sheets = [] if scores is None else [replace(scores, title="Score in %, mean ± sample standard deviation")]
-    tested = (
-        "in percentage points with the 95 % interval of Student's paired t-test; bold: p < 0.05 after Holm's correction"
-    )
+    scores = scores_of(comparison, proof)
+    tests = sum(row.p is not None for row in proof.differences)
+    tested = "p < 0.05 in Student's paired t-test after Holm's correction"
     parts = [
         "## Scores and mean ranks",
-        f"{markdown(sheets).strip()}\n\n{said_of_ranks(proof)}",
-        "## Differences to FedAvg",
-        f"Score minus FedAvg's, {tested} over {sum(row.p is not None for row in proof.differences)} tests.",
-        "\n".join(difference_rows(proof.differences)),
+        markdown([] if scores is None else [scores]).strip(),
+        f"Bold: differs from FedAvg, {tested} over {tests} tests. {said_of_ranks(proof)}",
         "## Differences to the placebos",
-        f"Score minus the placebo's, {tested} over this table.",
+        f"Score minus the placebo's, in percentage points with the 95 % interval; bold: {tested} over this table.",
         "\n".join(difference_rows(proof.placebos)),
-        "## Megabytes in both directions",
-        "\n".join(cost_rows(comparison)),
     ]
     return "\n\n".join(parts) + "\n"
 

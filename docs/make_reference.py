@@ -3,32 +3,81 @@
 import re
 from pathlib import Path
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import ALGORITHMS, Averaging
+from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.cli.printing import catalogue
+from polyfed.data.sources import Source
 from polyfed.experiment.recipes.conflicts import every_row
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.model import ENCODERS
 
 HEAD = """# Recipes
 
-A recipe is a TOML file; each section is the dataclass of the part it configures. `make docs` writes this page from the
-docstrings of these dataclasses. `--set section.key=value` overrides a key on the command line. A key such as `*` needs
-quotes, as in `--set 'egress."*".server=["parameters"]'`. An unknown key is an error that suggests the nearest one. The
-keys `seed` (default 1) and `rounds` (default 10) come before the sections.
+A recipe is a TOML file whose sections are the dataclasses of what they configure; `make docs` writes this page from
+their docstrings. `--set section.key=value` overrides a key on the command line, where a key such as `*` needs quotes:
+`--set 'egress."*".server=["parameters"]'`. An unknown key is an error that suggests the nearest one. The keys `seed`
+(default 1) and `rounds` (default 10) come before the sections. `[egress.*]` is the policy of the clients
+([egress.md](egress.md)).
 
-In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early fusion):
-images along their channels, vectors along their features.
+Each entry has a key with its default, in brackets the type or the allowed values, and what it is for. The default
+`none` is a key that is left out. `polyfed algorithms NAME` prints the values that a search tries.
 
-Each entry has a key with its default, in brackets the allowed values, and what it is for; `none` is a key that is left
-out. Members of a group name after "Shared" the options that the group explains; "Search" has the values that a search
-tries.
-
-[egress.md](egress.md) explains `[egress.*]`, and [outputs.md](outputs.md) the files that a run writes.
+More about single sections: [clients](partitions.md) and [missing rows](missing.md), [model](models.md) and
+[encoders](data.md#encoders-that-fit), [evaluate](evaluation.md) and [task](evaluation.md#choose-a-task),
+[network](network.md), [attack](robustness.md), [secure_aggregation](secure-aggregation.md), [privacy](privacy.md),
+[limits](egress.md), [engine](performance.md), [deployment](deploy-reference.md), [checkpoint](outputs.md).
 """
 
+INTRODUCTIONS = {
+    "data": """Under "Shared", members name which of these options they have. The default of `modalities` lists the
+modalities of a source. For published data sets, `path` is the folder or file that `polyfed data NAME` describes, or a
+folder of [prepared features](data.md#media-data-sets-extract-features-once). `seed` is the same in all runs.
+
+In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early
+fusion): images along their channels, vectors along their features.
+""",
+    "algorithm": """Each heading links to the page of the method. A `placebo` is a control of the same cost;
+with `none` it is the method.
+""",
+}
+"""What holds for all members of a group."""
 
 PLAIN = ("str", "bool", "int", "float")
 """Types that a default shows, so that an entry need not name them."""
+
+LEFT_OUT = ("kind", "participation", "overselect")
+"""Fields that are no options."""
+
+GROUPS = {"averaging": Averaging, "silos": Vertical}
+"""Base classes of algorithms, whose options stand in one place."""
+
+SIGNS = {
+    "0 or more": "≥ 0",
+    "1 or more": "≥ 1",
+    "2 or more": "≥ 2",
+    "0 (only the last round) or more": "≥ 0",
+    "above 0": "> 0",
+    "above 1": "> 1",
+    "above 0, at most 1": "> 0, ≤ 1",
+    "above 0 and below 1": "> 0, < 1",
+    "from 0 up to, not including, 1": "≥ 0, < 1",
+    "from 0 up to, not including, 0.5": "≥ 0, < 0.5",
+}
+"""Ranges as a reference writes them. Error messages have them in words."""
+
+
+SAID = re.compile(
+    r", or a folder of prepared features(?=\.)|, the same in all runs|(?<=`) is a control(?: of the same cost)?(?=:)"
+    r"|a control of the same cost[^:`]*: | `none`(?:, the default,)? is the method(?: of the paper)?\.| \(docs/[^)]*\)"
+    r"|; see docs/[\w./-]+(?=\.)"
+)
+"""Phrases that an introduction says once for all, and pages that the page links to."""
+
+
+def type_in_toml(kind: str) -> str:
+    """A type of Python in the words of TOML."""
+    kind = re.sub(r"tuple\[([^,\]]+(?:\[[^\]]*\])?), \.\.\.\]", r"list[\1]", kind)
+    return re.sub(r"(?:Mapping|dict)\[str, (.*)\]", r"table of \1", kind).replace(" of Any", "")
 
 
 def entry(option: catalogue.Option) -> str:
@@ -36,12 +85,14 @@ def entry(option: catalogue.Option) -> str:
     base, _, ranges = (option.kind, "", "") if "[" in option.kind else option.kind.partition(", ")
     kinds = [part for part in base.split(" | ") if part != "None"]
     named = all(part.startswith('"') and re.search(rf"[`\"]{part[1:-1]}[`\"]", option.about) for part in kinds)
-    if named or base == "Any" or (base in PLAIN and option.default not in ("", "none")):
+    if named or base in ("Any", "str") or (base in PLAIN and option.default not in ("", "none")):
         kinds = []
-    facts = ["required"] * (not option.default) + [" or ".join(kinds)] * bool(kinds) + [ranges] * bool(ranges)
+    facts = ["required"] * (not option.default)
+    facts += [f"{' or '.join(map(type_in_toml, kinds))} {SIGNS.get(ranges, ranges)}".strip()] * bool(kinds or ranges)
     key = f"{option.name} = {option.default}" if option.default else option.name
-    tried = f" Search: {option.search}." * bool(option.search and not option.search.startswith("not searched"))
-    return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts) + f": {option.about}{tried}"
+    words = SAID.sub("", option.about)
+    about = "" if words == f"{option.default.strip('[]')}." else f": {words}"
+    return f"- `{key}`" + f" ({', '.join(facts)})" * bool(facts and about) + about
 
 
 def entries(options: list[catalogue.Option]) -> str:
@@ -50,7 +101,7 @@ def entries(options: list[catalogue.Option]) -> str:
 
 
 def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
-    """The members of a registry, each with a sentence and its options. Options that several share are listed once."""
+    """The members of a registry, each with its options. Options that several share are listed once."""
     holders: dict[catalogue.Option, list[str]] = {}
     for name, (_, options) in members.items():
         for option in options:
@@ -74,16 +125,45 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
     return "\n".join(parts)
 
 
+def methods() -> str:
+    """The algorithms, each with its idea and the options that its group does not explain."""
+    of_group = {name: catalogue.hyper_parameters(cls) for name, cls in GROUPS.items()}
+    parts = [f"### Options of {name}\n\n{entries(options)}" for name, options in of_group.items()]
+    for name, cls in sorted(ALGORITHMS.items()):
+        options = catalogue.hyper_parameters(cls)
+        lines = [f"### [{name}](algorithms/{name}.md)\n", f"{catalogue.headline(cls)}\n"]
+        also = next((group for group, base in GROUPS.items() if issubclass(cls, base)), None)
+        if also:
+            shared = {option.name: option for option in of_group[also]}
+            plain = {option.name: option.about for option in options if option.name in shared}
+            changed = [o for o in options if o.name in shared and o.default != shared[o.name].default]
+            brief = [o for o in changed if plain[o.name] == shared[o.name].about]
+            options = [o for o in options if o.name not in shared or plain[o.name] != shared[o.name].about]
+            values = f", with {' and '.join(f'`{o.name} = {o.default}`' for o in brief)}" if brief else ""
+            lines += [f"Also the [options of {also}](#options-of-{also}){values}.\n"]
+        parts += [*lines, entries(options)] if options or not also else lines
+    return "\n".join(parts)
+
+
+def published(cls: type) -> bool:
+    """Whether a class reads a published data set, whose layout `polyfed data NAME` prints."""
+    return issubclass(cls, Source) and not cls.__module__.startswith("polyfed.data.sources.own.")
+
+
 def conflicts() -> str:
-    """The options that cannot go together, as a list."""
-    lines = []
+    """The options that cannot go together, by what they cannot go with."""
+    beside: dict[str, list[str]] = {}
     for owner, row in every_row():
         section, *option = row.key
-        other = row.beside or (f"`{owner}`" if owner else "some methods")
-        why = row.because.format(method=owner or "the method", detail="the method or the task says why")
-        what = f"`[{section}]{''.join(f' {name}' for name in option)}`"
-        lines.append(f"- {what} with {other}: {why}.")
-    return "\n".join(["## Options that cannot go together\n", *dict.fromkeys(lines)]) + "\n"
+        other = row.beside or (f"`{owner}`" if owner else "some algorithms")
+        beside.setdefault(other, []).append(f"`[{section}]{''.join(f' {name}' for name in option)}`")
+    return "\n".join(
+        [
+            "## Options that cannot go together\n",
+            "`polyfed check` says which values it concerns, why, and what to do instead.\n",
+            *(f"- {other}: {', '.join(dict.fromkeys(keys))}." for other, keys in beside.items()),
+        ]
+    )
 
 
 def reference() -> str:
@@ -97,19 +177,14 @@ def reference() -> str:
             parts.append(f"## [{name}]\n\n{entries(catalogue.options(section.cls))}")
     for title, registry, place in named:
         members = {
-            name: ("", catalogue.options(registry[name], ("kind", "participation", "overselect")))
+            name: ("", catalogue.options(registry[name], LEFT_OUT + ("path",) * published(registry[name])))
             for name in sorted(registry)
         }
-        parts += [f"## {title}: `{place}`\n", group(members)]
-    methods = {
-        name: (
-            f"{catalogue.headline(ALGORITHMS[name])} [Its page](algorithms/{name}.md).\n",
-            catalogue.hyper_parameters(ALGORITHMS[name]),
-        )
-        for name in sorted(ALGORITHMS)
-    }
-    parts += ["## Algorithms: `[algorithm] name`\n", group(methods), conflicts()]
-    return "\n".join(parts)
+        parts += [f"## {title}: `{place}`\n"]
+        parts += [INTRODUCTIONS[key] for key in INTRODUCTIONS if place == f"[{key}] name"]
+        parts += [group(members)]
+    parts += ["## Algorithms: `[algorithm] name`\n", INTRODUCTIONS["algorithm"], methods(), conflicts()]
+    return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

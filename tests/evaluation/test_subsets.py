@@ -69,7 +69,8 @@ def test_the_worst_subset_is_the_largest_error() -> None:
 
 def three(method: str = "fedavg", **changes: Any) -> Recipe:
     clients = ClientsSpec(num=5, personal_test=0.2, missing_rows={"a": 0.3}, holdings=[["a", "b", "c"], ["a", "b"]])
-    own = algorithm(method, evaluation=Evaluation(every=0, subsets="all"), selector=Uniform())
+    evaluation = Evaluation(every=0, subsets="all", unimodal="zero" if method == "fedavg" else "auto")
+    own = algorithm(method, evaluation=evaluation, selector=Uniform())
     made = recipe(own, clients=clients, rounds=1)
     data = Toy(rows=500, classes=3, shapes={"a": (4,), "b": (3,), "c": (5,)}, snr={"a": 5.0, "b": 4.0})
     encoders = {m: {"kind": "mlp", "hidden": [8]} for m in "abc"}
@@ -109,6 +110,7 @@ def test_every_score_is_the_accuracy_of_predict_on_that_subset(method: str) -> N
         lacks = ~columns.present["a"][rows]
         assert found["lacks.a"] == pytest.approx(float(right[lacks].double().mean()))
         assert found["lacks.nothing"] == pytest.approx(float(right[~lacks].double().mean()))
+        assert run.result["metrics"]["unimodal"] == pytest.approx({m: expected[m] for m in "abc"})
         assert {name for name in found if "lacks" in name} == {"lacks.a", "lacks.nothing"}
         assert known["global"]["lacks.a"]["rows"] == int(lacks.sum())
         assert known["global"]["accuracy"]["rows"] == len(rows)

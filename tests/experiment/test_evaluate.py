@@ -20,10 +20,11 @@ import polyfed
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
 from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
-from polyfed.deploy.app_folder import write_job
+from polyfed.deploy.app_folder import write_job, write_nodes
 from polyfed.deploy.handlers import Deployed
 from polyfed.evaluation.site_scores import STEPS
 from polyfed.experiment.evaluate import Evaluation, job_of
+from polyfed.experiment.running.assembly import population_of
 from polyfed.federation.wire_format import Packet
 
 WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
@@ -522,3 +523,58 @@ def test_two_models_are_named_and_compared_over_clients(homes: Path) -> None:
     assert found["models"] == [str(homes / "run")] * 2
     assert found["clients"] == 6
     assert set(found["delong"]) == {"bad", "good", "so-so"}
+
+
+OWN_ARRAYS = """
+seed = 4
+rounds = 1
+[data]
+name = "npz"
+path = "{}"
+modalities = {}
+test_share = 0.0
+[clients]
+num = 2
+partition = "iid"
+personal_test = 0.3
+[algorithm]
+name = "fedavg"
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*features differ in size")
+@pytest.mark.parametrize("modalities", ['["a", "b"]', '{ a = "a", b = ["c", "d"] }'])
+@pytest.mark.parametrize("standardise", ["uneven", True])
+def test_the_file_of_one_client_is_scored_as_in_the_simulation(
+    modalities: str, standardise: Any, tmp_path: Path
+) -> None:
+    draw, y = np.random.default_rng(0), np.arange(160) % 2
+    wide = draw.normal(size=(160, 4)) * [100, 1, 1e-3, 5] + y[:, None] * [60, 0.5, 5e-4, 2] + 500
+    arrays = {"a": wide, "b": wide[:, :2], "c": wide[:, 2], "d": wide[:, 3], "label": y}
+    np.savez(tmp_path / "mine.npz", **arrays)
+    (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", modalities))
+    recipe = polyfed.load_recipe(tmp_path / "recipe.toml", [f"data.standardise={json.dumps(standardise)}"])
+    polyfed.run(recipe, tmp_path / "run", engine="sequential")
+    sites = polyfed.evaluate(tmp_path / "run").content["sites"]
+    for client, place in enumerate(write_nodes(recipe, tmp_path)):
+        alone = polyfed.evaluate(tmp_path / "run", data=place / "data.npz").content["pooled"]
+        assert alone["rows"] == sites[str(client)]["rows"]
+        assert alone["metrics"] == sites[str(client)]["metrics"]
+        shown = population_of(replace(recipe, data=replace(recipe.data, path=str(place / "data.npz"))))  # type: ignore[type-var]
+        rows = torch.arange(len(shown.columns))
+        assert float(shown.columns.modalities["a"].take(rows).abs().max()) < 6, "a device scales its file once"
+
+
+def test_the_files_of_single_clients_hold_no_words_that_became_numbers(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", a=np.eye(20), sex=np.array(["f", "m"] * 10), label=np.arange(20) % 2)
+    text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "sex"]\ncolumns = { sex = "one-hot" }')
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(RecipeError, match=r"\[data.columns\] makes numbers of sex.*Write a file"):
+        write_nodes(polyfed.load_recipe(tmp_path / "recipe.toml"), tmp_path)
+
+
+def test_a_stated_scaling_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", a=np.eye(20), a_shift=np.zeros(3), a_scale=np.ones(20), label=np.arange(20) % 2)
+    (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", '["a"]'))
+    with pytest.raises(DataError, match="a_shift and a_scale: the shift has the shape"):
+        population_of(polyfed.load_recipe(tmp_path / "recipe.toml"))

@@ -159,7 +159,7 @@ def test_the_page_keeps_what_people_wrote(bench: Any, tmp_path: Path, monkeypatc
     first = page.read_text()
     assert first.startswith(f"# Speed\n{bench.BEGIN}\n`make bench` wrote this part on 2026-11-22")
     assert first.endswith(f"{bench.END}\n## Earlier\n")
-    assert "| polyfed vectorised | 20.0 | 4.00 |" in first
+    assert "| small | polyfed vectorised | 20.0 | 4.00 |" in first
     assert "no figure: no network" in first
     assert "old" not in first
     plot = (tmp_path / "speed.svg").read_text()
@@ -206,6 +206,19 @@ def test_the_leaderboard_shows_a_difference_in_its_scenario_and_marks_the_signif
         "| moon | **+14.0 (+12.1 to +15.9)** | +1.0 |",
         "| local | – | -5.7 (-8.4 to -3.0) |",
     ]
+
+
+def test_the_leaderboard_gives_the_traffic_as_a_multiple_of_fedavgs(leaderboard):
+    sent = {"fedavg": (100, 400), "moon": (300, 800), "local": (0, 1), "moon-placebo": (300, 800)}
+    groups = [
+        SimpleNamespace(
+            method=method, scenario=scenario, folders=[SimpleNamespace(result={"bytes_up": size, "bytes_down": size})]
+        )
+        for method, sizes in sent.items()
+        for scenario, size in zip(("first", "second"), sizes, strict=True)
+    ]
+    found = leaderboard["traffic"](SimpleNamespace(groups=groups))
+    assert found == {"fedavg": "1", "moon": "2 to 3", "local": "0"}
 
 
 @pytest.mark.parametrize(("critical", "words"), [(2.5, "no two mean ranks differ"), (1.5, "differ: moon and local.")])

@@ -75,7 +75,7 @@ def test_a_table_with_holes_leads_to_scores_of_subsets_and_sets_with_a_promise(
     assert "accuracy from text" in said
     assert "worst subset" in said
     begin = "import numpy as np, polyfed\ntext = np.zeros((5, 2))\n"
-    code = begin + block("python", "predict_set") + "\nprint(len(found.classes), found.subsets[0])"
+    code = begin + block("python", "predict_set") + "\nprint(len(sets.classes), sets.subsets[0])"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "5 text\n"

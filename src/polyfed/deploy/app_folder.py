@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import tomli_w
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.data import Columns, Population, stacked
+from polyfed.data import Column, Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
+from polyfed.data.sources.own.npz import Npz, scaling_names
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
 from polyfed.experiment.checks.check import refuse_large
@@ -174,7 +176,15 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
 
     Returns:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
+
+    Raises:
+        RecipeError: [data.columns] speaks of arrays, of which the population holds only what they became.
     """
+    if isinstance(recipe.data, Npz) and recipe.data.columns:
+        raise RecipeError(
+            f"[data.columns] makes numbers of {', '.join(recipe.data.columns)}, and the files of single clients would "
+            "hold these numbers instead. Write a file with the original arrays for each client"
+        )
     population = population_of(recipe)
     written = []
     for client in range(population.num_clients):
@@ -213,7 +223,7 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
     rows = np.concatenate([train.numpy(), own.numpy(), validation.numpy()])
     arrays: dict[str, np.ndarray] = {}
     for name in population.modalities(client):
-        arrays[name] = columns.modalities[name].take(train.new_tensor(rows)).numpy()
+        arrays |= _samples(name, columns.modalities[name], train.new_tensor(rows), recipe)
         if name in columns.present:
             arrays[f"{name}_present"] = columns.present[name].numpy()[rows]
     names = array_names(recipe)
@@ -224,6 +234,24 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
         arrays[names["class_names"]] = np.array(columns.class_names)
     assert TEST == OWN_TEST == 1
     return arrays
+
+
+def _samples(name: str, column: Column, rows: Tensor, recipe: Recipe) -> dict[str, np.ndarray]:
+    """Return the arrays of a modality, by the names under which the recipe reads them.
+
+    Scaled values would be scaled once more by everything that scales a file as in a model's training. So these arrays
+    hold the values as stored, and two others the shift and the scale of the population.
+    """
+    scaling = {}
+    values = column.take(rows)
+    if column.shift is not None or column.scale is not None:
+        values, one = column.raw(rows), torch.ones(())
+        values = values.to(torch.float32) if values.dtype == torch.bfloat16 else values
+        parts = (0 * one if column.shift is None else column.shift, one if column.scale is None else column.scale)
+        scaling = {n: part.cpu().numpy() for n, part in zip(scaling_names(name), parts, strict=True)}
+    group = recipe.data.groups.get(name, [name]) if isinstance(recipe.data, Npz) else [name]
+    joined = {group[0]: values} if len(group) == 1 else dict(zip(group, values.unbind(1), strict=True))
+    return {array: part.numpy() for array, part in joined.items()} | scaling
 
 
 def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:

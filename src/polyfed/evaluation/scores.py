@@ -20,7 +20,7 @@ from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_
 from polyfed.core.request import Accept, HeldOut
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.evaluation.conformal import GroupBy, Kind
-from polyfed.evaluation.subsets import Interval, Which, part_values
+from polyfed.evaluation.subsets import Interval, Which, part_values, with_all
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
@@ -64,7 +64,7 @@ class Scores(Message):
     """Sums over the rows of an evaluation client, from which the objective computes its metrics (`polyfed.objective`).
 
     `sums` (S,) is for predictions from all modalities. `exact` (E,) holds the metrics that need all rows at once.
-    `unimodal` holds, for each modality, the sums for predictions from only this modality. `parts` (P, F) holds the
+    `unimodal` holds, for each modality, the sums over the rows that have it, from it alone. `parts` (P, F) holds the
     `moments` of the main score for each part of the rows (`part_values`), and `clusters` those over natural clients
     instead of rows, if the rows belong to several.
     """
@@ -99,25 +99,24 @@ class Evaluation:
     Attributes:
         every: rounds between two evaluations; 0 evaluates only the last round, which is always evaluated.
         personal: whether to evaluate clients on their own test rows, if they have any.
-        clients: number of clients that evaluate on their own test rows, drawn anew each time without replacement. None
-            is every client with test rows, which takes long for hundreds of thousands.
-        own_validation: whether clients also score the model on their own validation rows (rows of split 2 of a device),
-            for `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
+        clients: number of clients that evaluate on their own test rows, drawn anew each time; None for all, which takes
+            long for hundreds of thousands.
+        own_validation: whether clients also score the model on their own validation rows (of split 2 on a device), for
+            `personal_validation`. `[stop] metric = "personal_validation.weighted"` sets it, and `[clients]
             personal_validation` without `conformal`.
-        unimodal: how to predict from a single modality: `head` by the modality's slice of a linear head (OGM-GE),
-            `zero` with the features of all others at zero, or `prototype` by the nearest class mean of the modality's
-            features, for which every client sends its means (kind `prototypes`) before each evaluation; only for
-            algorithms that average parameters. `auto` is `head` if the model has a linear head, else `zero`.
-        subsets: which subsets of the modalities to score, for `subset.NAME` and `worst_subset`: `each` alone and all
-            but one, `all` (up to five modalities), or the mean over those of each of the `sizes` (docs/missing.md); or
-            `none`.
+        unimodal: how to predict from a single modality: `head` by its slice of a linear head (OGM-GE), `zero` with the
+            features of all others at zero, or `prototype` by the nearest class mean of its features, which every client
+            sends before each evaluation (kind `prototypes`); only for algorithms that average parameters. `auto` is
+            `head` if the model has a linear head, else `zero`.
+        subsets: which subsets of the modalities to score (docs/missing.md): `none`, `each` alone and all but one, `all`
+            (up to five modalities), or the mean over those of each of the `sizes`.
         conformal: whether clients count how well the final model predicts their validation rows, so that `predict_set`
-            can return sets of classes, or intervals, that hold the truth with a promised probability: `none`, `split`
-            for all rows together, or `class` for the rows of each class.
-        conformal_groups: for which clients the promise holds apart: `all` together, those with the same `modalities`,
-            or each `client`. Under secure aggregation, only `all`.
-        shrinkage: whether clients also count what `predict_set` needs to say by how much each missing modality would
-            shrink the set of classes of a row. Intervals need no further counts.
+            can return sets of classes, or intervals, that hold the truth with a promised probability (docs/missing.md):
+            `none`, `split` for all rows together, or `class` for the rows of each class.
+        conformal_groups: for which clients the promise holds: `all` together, those with the same `modalities`, or each
+            `client`. Under secure aggregation, only `all`.
+        shrinkage: whether clients also count by how much each missing modality would shrink the set of classes of a
+            row. Intervals need no further counts.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -255,14 +254,15 @@ def scores(
     by_head = unimodal == "head" or (unimodal == "auto" and model.linear_head)
     mode: Literal["head", "zero"] = "head" if by_head else "zero"
     known = near if unimodal == "prototype" else model.modalities
-    alone = [m for m in context.modalities if m in model.modalities and m in known and m not in lacking]
-    if objective.BY_MODALITY:
-        alone = []
+    reads = () if objective.BY_MODALITY else context.modalities
+    alone = [m for m in reads if m in model.modalities and m in known and m not in lacking]
 
     def single(features: Mapping[str, Tensor], modality: str, batch: Batch) -> Tensor:
         if unimodal == "prototype":
-            return class_mean_scores(model, features, modality, batch, near[modality])
-        return model.unimodal_logits(w, features, modality, batch, mode)
+            outputs = class_mean_scores(model, features, modality, batch, near[modality])
+        else:
+            outputs = model.unimodal_logits(w, features, modality, batch, mode)
+        return objective.sums(outputs, replace(batch, ok=with_all((modality,), batch)), brief=True)
 
     def outputs_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         if lacking:
@@ -281,8 +281,7 @@ def scores(
     def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
         total, rows = carry
         outputs, features = outputs_of(batch)
-        found = {ALL: objective.sums(outputs, batch)}
-        found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
+        found = {ALL: objective.sums(outputs, batch)} | {m: single(features, m, batch) for m in alone}
         values = part_values(subsets, model, objective, w, features, batch, outputs)
         found[PARTS] = moments(values)
         if codes is not None:
@@ -319,7 +318,7 @@ def class_mean_scores(
 ) -> Tensor:
     """Return the negative Euclidean distance of each row's feature to each class mean, (B, C).
 
-    The entry is -inf for a class without a mean. A row that lacks the modality has a zero feature, as in training.
+    The entry is -inf for a class without a mean.
     """
     z = model.vector(masked({modality: features[modality]}, batch.present)[modality])
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))

@@ -35,9 +35,9 @@ class Attack:
     Attributes:
         name: `scaling` multiplies the attacker's update by `scale`, `sign-flip` by -`scale`. `alie` shifts the mean of
             the attackers' updates as far as the replies still look honest (Baruch et al., NeurIPS 2019). `label-flip`
-            trains on label C - 1 - y (all classes; Tolpegin et al., ESORICS 2020, flip one). `backdoor` trains on some
-            rows with a trigger and the label `target`, and multiplies the update by `scale` (Bagdasaryan et al.,
-            AISTATS 2020).
+            trains on label C - 1 - y (Tolpegin et al., ESORICS 2020, flip one class). `backdoor` trains on some rows
+            with a trigger and the label `target`, and multiplies the update by `scale` (Bagdasaryan et al., AISTATS
+            2020).
         share: share of all clients that attack, rounded to a number and drawn from the run's seed.
         clients: the numbers of the clients that attack, in place of `share`.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.

@@ -84,7 +84,7 @@ class Classification(OfClasses):
     def measured(self, sums: Tensor) -> dict[str, float]:
         matrix = self.confusion(sums)
         if sums.numel() == matrix.numel():
-            return {"accuracy": matrices.accuracy(matrix)}
+            return {"accuracy": matrices.accuracy(matrix)} if bool(matrix.sum() > 0) else {}
         return matrices.summary(matrix, *sums[matrix.numel() :])
 
     @override

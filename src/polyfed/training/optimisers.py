@@ -47,8 +47,8 @@ class Train:
         lr: learning rate in the first round.
         lr_end: learning rate at the end of the schedule.
         lr_schedule: `constant` keeps `lr`. `linear` and `cosine` reach `lr_end` in the last round. `step` is `lr` up to
-            round `lr_step` and `lr_end` afterwards. `authors`, in CMSFed's released code, is `lr` up to `lr_step` and
-            then `lr - (lr - lr_end) * round / rounds`.
+            round `lr_step` and `lr_end` afterwards; `authors`, in CMSFed's released code, then is `lr - (lr - lr_end) *
+            round / rounds`.
         lr_step: the last round that uses `lr` under `step` and `authors`.
         momentum: momentum of `sgd`.
         nesterov: whether `sgd` uses Nesterov momentum.
@@ -57,13 +57,11 @@ class Train:
         beta2: decay of Adam's second moment.
         eps: number added to the root of Adam's second moment.
         clip_norm: gradients with a larger 2-norm are scaled down to this norm; 0 disables clipping.
-        precision: `float32`, or `bf16`: encoders and fusion compute in bfloat16 during training (autocast), while
-            parameters, loss, gradients and evaluations stay in float32.
-        accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. Up
-            to rounding it equals that of the whole batch, if the loss of a row depends only on this row.
+        precision: `float32`, or `bf16`: encoders and fusion compute in bfloat16 during training (autocast).
+        accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory
+            (docs/models.md).
         modality_dropout: probability with which a row of a training batch loses a modality, in each step anew (Neverova
-            et al., ModDrop, TPAMI 2016), one number or one for each modality. A row that would lose all keeps one of
-            them, drawn at random.
+            et al., ModDrop, TPAMI 2016), one number or one for each modality. Every row keeps a modality.
     """
 
     epochs: Annotated[int, NOT_NEGATIVE, IN_RECIPE] = 1

@@ -103,16 +103,14 @@ class Averaging(Algorithm[A]):
             1), or `uniform`.
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
-        private: blocks that every client keeps and never sends, so that it has its own model: `shared`, a modality,
-            `head` (everything after the encoders), `encoders` or `norms` (all normalisation layers); see
-            docs/algorithms/private-blocks.md.
+        private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
+            encoders), `encoders` or `norms` (all normalisation layers); see docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks, and afterwards only the others, as in
             FedRep; 0 trains all together, as in FedPer.
-        fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
-            personal evaluation; 0 for none.
-        repair: with LoRA, FediLoRA's layer-wise editing after local training: the matrix A that is least like the
-            received one is pulled back to it, unless their cosine similarity is at least this; 0 for none (0.95 in the
-            released code).
+        fine_tune: epochs in which every client trains a copy of its model after the last round, before the last
+            personal evaluation.
+        repair: with LoRA, FediLoRA's layer-wise editing (docs/models.md), for a cosine similarity below this; 0 for
+            none (0.95 in the released code).
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "weighted"

@@ -127,29 +127,26 @@ class CmsFed(Averaging[CmsFedState]):
     Attributes:
         ratio_rule: which clients train only the weak modality: those whose dominance ratio is above
             `dominance_threshold` (`threshold`, the paper), or above the `dominance_quantile` of all ratios
-            (`quantile`), which exist unless all ratios are equal.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`; 1.5 to 2.5 in the paper. With inf, no client is above
-            it.
+            (`quantile`), which exist unless all are equal.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`; 1.5 to 2.5 in the paper.
         dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small for the
             rule to apply.
-        prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: beta, the weight of PCE in a batch: `clip` is alpha_p * clip(ratio - 1, 0, 1), as in the paper,
+        prototype_weight: alpha_p, the strength of PCE.
+        beta_mode: beta, the weight of PCE in a batch: `clip` is alpha_p * clip(ratio - 1, 0, 1), as in the paper;
             `hard` is alpha_p if the ratio is above 1, else 0, as in the released code.
         pce_target: the modality to which PCE is applied: the weak one of the federation (`global_weak`, Eq. 9) or of
             the batch (`batch_weak`, released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
             moved the encoders (released code), so clients upload no gradients.
         client_weights: weights of the clients in the mean: `samples`, their rows, or `clusters` (the gamma of Eq. 6),
-            the rows of all clients that a chosen one represents, because its gradient is the most similar: for the weak
-            modality's block in the distance D_2 of its encoder's gradients, for the others in the distance D_1 of the
-            gradients of the cross-entropy.
-        classifier_average: the clients over which the server averages each modality's columns of the classifier: only
-            those that `trained` the modality, or the whole `cohort`, in which the others contribute the columns that
-            they received.
+            the rows of all clients that a chosen one represents, because its gradient is the most similar: in the
+            distance D_2 for the weak modality's block, in D_1 for the others.
+        classifier_average: the clients over which the server averages each modality's columns of the classifier: those
+            that `trained` the modality, or the whole `cohort`.
         normalize_delta: whether deltas are divided by learning rate and steps, so that clients of unequal size are
             comparable.
-        resolution: which candidates join the cohort. In each pass, each of the two facility-location problems proposes
-            one client; both join under `paper` (Eq. 13-14), one under `authors` (the released code).
+        resolution: which candidates join the cohort. In each pass, both facility-location problems propose a client:
+            both join under `paper` (Eq. 13-14), one under `authors` (the released code).
         init_pass: how the first gradients are computed: by an `epoch` of training whose result is discarded, or one
             full-batch `step`.
         prototypes: `global`, or `local`: each client's own, computed again for every epoch.
@@ -157,8 +154,7 @@ class CmsFed(Averaging[CmsFedState]):
             each client trains all modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
-            them, as in the paper, and then training can lower PCE by longer features until the classifier diverges
-            (docs/algorithms/cmsfed.md).
+            them, as in the paper, and then training can lower PCE by longer features until the classifier diverges.
         placebo: a control of the same cost with one random part: `random-picks` draws both candidates of a pass,
             `random-modality` the weak modality of a round, and `random-prototypes` vectors of the prototypes' lengths,
             the same in all rounds. `none` is the method.

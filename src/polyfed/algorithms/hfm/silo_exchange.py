@@ -95,27 +95,26 @@ class Vertical(Algorithm[SiloState]):
     """The base class of the methods that train inside silos.
 
     Attributes:
-        local_rounds: Q, local rounds between two exchanges; 5 in the report.
-        exchanges: R, exchanges in a round; 2 in the report.
+        local_rounds: Q, local rounds between two exchanges, as in the report.
+        exchanges: R, exchanges in a round, as in the report.
         local_unit: a local round is an `epoch`, one pass over B_m in mini-batches of `inner_batch`, or a `step`, one
             gradient step on the whole of B_m, which is Eq. 1 to the letter.
         head_update: how the head is trained. `device_average`: devices train copies, of which the edge computes the
-            mean. `server` (C-VFL): it is frozen while devices train their encoders, then trained for Q local rounds on
-            the stale embeddings, by the silo's first device with labels, since the edge has none.
-        batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
+            mean. `server` (C-VFL): it is frozen while devices train their encoders, then the silo's first device with
+            labels trains it for Q local rounds on the stale embeddings.
+        batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)), as in the report.
         resample: whether every exchange draws a new B_m; otherwise one serves the whole run.
-        eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
+        eval_embeddings: whether the exchanged embeddings are computed in evaluation mode.
         inner_batch: rows of a step if `local_unit` is `epoch`; replaces [train] batch_size.
         mu: strength of the proximal term (Eq. 4) towards the received blocks.
-        keep_optimiser: whether a device keeps its optimiser's moments between exchanges, of which the report says
-            nothing. It needs `head_update = "device_average"`.
-        overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
-            same order, `common` uses those that every modality has, `all` uses every sample, with zeros for a missing
-            embedding. Under the last two, several devices may hold one modality, and the edge takes the mean of their
-            embeddings.
-        labels_at: the modality whose devices hold the labels; empty if all do, as in the report. In each exchange they
-            compute the gradients of the loss with respect to the others' embeddings, which the others use in place of
-            labels until the next (FedBCD, Liu et al., IEEE TSP 70, 2022).
+        keep_optimiser: whether a device keeps its optimiser's moments between exchanges. It needs `head_update =
+            "device_average"`.
+        overlap: which samples of a silo take part: `exact` refuses devices whose samples or their order differ,
+            `common` takes those that every modality has, `all` every sample, with zeros for a missing embedding. Under
+            the last two, several devices may hold one modality, and the edge takes the mean of their embeddings.
+        labels_at: the modality whose devices hold the labels; empty if all do. In each exchange they compute the
+            gradients of the loss with respect to the others' embeddings, which the others use in place of labels until
+            the next (FedBCD, Liu et al., IEEE TSP 70, 2022).
         placebo: `shuffled` is a control of the same cost: the embeddings from other devices come from other rows of the
             mini-batch. `none` is the method.
     """

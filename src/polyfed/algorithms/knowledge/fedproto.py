@@ -111,16 +111,16 @@ class FedProto(Averaging[ProtoState]):
     Attributes:
         mode: `original`: every client keeps its own model, and only prototypes are sent. `mm_fedavg`: the server also
             averages the parameters, and clients use the prototypes in their loss.
-        proto_weight: how clients are weighted in the global prototypes: by `count`, their rows of the class, as in the
-            paper's formula, or `uniform`, as in the authors' code.
-        lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
+        proto_weight: how clients are weighted in the global prototypes: by `count`, their rows of the class, or
+            `uniform`.
+        lam: lambda, weight of the squared distance to the prototypes under `original`.
         alpha_p: weight of the prototypical cross-entropy under `mm_fedavg`.
         active_rounds: number of rounds with the prototypical cross-entropy, from the second, since the first has no
-            prototypes; 70 in the comparison of the CMSFed paper.
+            prototypes.
         feature_norm: length to which features are scaled before they are compared with prototypes; 0 does not scale
             them, as published, and then the term of `mm_fedavg` can grow without bound.
         predict_by: how a client's model predicts under `original`: by its `logits`, or by the nearest global
-            `prototype`, with distances summed over modalities (the paper).
+            `prototype`, with distances summed over modalities.
     """
 
     mixing: ClassVar[str] = "fedproto adds a loss on the embeddings of all modalities"

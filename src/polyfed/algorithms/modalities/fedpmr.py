@@ -47,7 +47,7 @@ class FedPmr(Averaging):
         mu: weight of PER; 1e-2 or 1e-3 in the paper.
         per_epochs: number of local epochs, from the first of the run, with PER (E_r in the paper).
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
-            them, as in the paper, and then training can lower the prototypical cross-entropy simply by longer features.
+            them, as in the paper, and then training can lower the term simply by longer features.
     """
 
     mixing: ClassVar[str] = (

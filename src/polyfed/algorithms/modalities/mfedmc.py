@@ -117,9 +117,9 @@ class MFedMC(Averaging[UploadState]):
             With 1, it takes all that are offered.
         impact: alpha_s, weight of a modality's Shapley value in the priority.
         smallness: alpha_c, weight of the encoder's small size.
-        recency: alpha_r, weight of the time since the client sent the encoder. The paper gives all three 1/3.
+        recency: alpha_r, weight of the time since the client sent the encoder.
         fusion_epochs: epochs in which a client trains its fusion alone, at the start of each round; 0 means as many as
-            [train] gives.
+            [train].
         placebo: `random-blocks` is a control: clients offer encoders at random, and the server takes them at random,
             both as many as MFedMC. `none`, the default, is the method of the paper.
     """

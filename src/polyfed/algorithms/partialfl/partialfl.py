@@ -101,7 +101,7 @@ class PartialFL(Averaging[PartialState]):
 
     Attributes:
         beta: weight of the contrastive terms on the devices; the paper searches {0.001, 0.01}.
-        beta_local: weight of the contrastive term of the local model, by default `beta`, as in the paper.
+        beta_local: weight of the contrastive term of the local model, by default `beta`.
         temperature: tau of the contrastive terms; {0.05, 0.1, 0.2} in the paper.
         negatives: negatives of the contrastive terms: `intra` as in Eq. 1 and 2, `inter`, or `both`.
         same_class_negatives: whether the negatives of a row on a device include rows of its class, as in Eq. 1. On the
@@ -110,24 +110,22 @@ class PartialFL(Averaging[PartialState]):
         mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, and the paper uses 0.01.
         global_model: the modalities that the federated model reads: only the `private` ones, or `all`.
         inputs: what the data holds for a shareable modality, which clients send to the server: `embeddings`, or `raw`
-            samples, for which the policy must allow `raw` as well.
-        local_start: how local models start: each device draws its `own`, as in the paper, or all from a `common` one,
-            so that the embeddings of all devices have the same axes from the start.
-        local_hidden: hidden sizes of the local model's encoders, which are MLPs unless `local_encoders` names others.
+            samples, for which the policy must allow `raw` too.
+        local_start: how local models start: each device draws its `own`, as in the paper, or all get a `common` one, so
+            that the axes of all embeddings agree from the start.
+        local_hidden: hidden sizes of the local model's encoders, MLPs unless `local_encoders` names others.
         local_encoders: encoders of the local models by modality, written like [model.encoders]; images and series need
-            one that reads them.
-        server_hidden: hidden sizes of the encoders in the tower (the server model), which are MLPs as well.
-        server_encoders: encoders of the tower by modality, written like `local_encoders`.
-        server_epochs: passes of the server over a device's rows in a round, which the paper does not state.
-        keep_server_optimiser: whether the tower's optimiser keeps its moments between devices and rounds, of which the
-            paper says nothing.
-        keep_local_optimiser: whether a local model's optimiser keeps its moments between rounds, of which the paper
-            says nothing.
+            one.
+        server_hidden: hidden sizes of the encoders in the tower (the server model), also MLPs.
+        server_encoders: encoders of the tower, written likewise.
+        server_epochs: passes of the server over a device's rows in a round.
+        keep_server_optimiser: whether the tower's optimiser keeps its moments between devices and rounds.
+        keep_local_optimiser: whether a local model's optimiser keeps its moments between rounds.
         placebo: a control of the same cost without the teacher's knowledge: `noise` sends new random embeddings in
             every round, `shuffled` those of other rows of the same device, `frozen` those of an untrained tower. `none`
             is the method.
-        probe: whether devices measure the teacher's quality, `teacher_accuracy` in the log: class means of z_T from
-            half of a device's rows, and the share of its other rows that are nearest to the mean of their class.
+        probe: whether devices measure the teacher's quality, `teacher_accuracy` in the log: the share of rows that are
+            nearest to the mean of their class, with class means of z_T from a device's other rows.
     """
 
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"

@@ -44,8 +44,8 @@ class Apfl(Averaging):
     """Federated averaging, and a mixture of local and global model for each client.
 
     Attributes:
-        alpha: the first weight of a client's own model in its mixture (0.25, 0.5 and 0.75 in the paper); 0 predicts
-            with the global model, 1 with one that the client trains alone.
+        alpha: the first weight of a client's own model in its mixture (0.25, 0.5 and 0.75 in the paper): 0 predicts
+            with the global model, 1 with the own one.
         adaptive: whether every client learns its alpha.
         placebo: `initial` is a control: the own model is mixed with the initial one, which knows nothing of other
             clients. `none` is the method.

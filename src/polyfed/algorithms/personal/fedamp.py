@@ -115,7 +115,7 @@ class FedAmp(Algorithm[FedAmpState]):
         lam: lambda, weight of the proximal term lambda / (2 alpha) ||w - u||^2 towards the cloud model u.
         alpha: step size of message passing in round 1.
         alpha_decay: factor by which alpha is multiplied after every `alpha_every` rounds.
-        alpha_every: rounds between two decays of alpha; 30 in third-party code.
+        alpha_every: rounds between two decays of alpha.
         sigma: without `heuristic`, the width sigma of A(x) = 1 - e^(-x / sigma), where 0 stands for 1e6; with it, the
             factor of the cosine similarities in the softmax, where 0 stands for 25.
         self_weight: weight of a client's own model under the heuristic; 0 selects 1 / number of uploads.

@@ -366,7 +366,7 @@ class FedCouncil(Averaging[CouncilState]):
             rows prefer that one.
         own: whether each client trains a model alone, as in Local.
         adapted: epochs in which every client trains copies of both global models after the last round, as in FedAvg
-            with fine-tuning; before, the copies are those of its last local training. 0 for no copies.
+            with fine-tuning; before, the copies are those of its last local training.
         unimodal: whether predictions from single modalities take part in the mixture.
         calibrated: whether flattened probabilities (temperatures 2 and 4) take part.
         prior: the weights before the first held-out row: `flat`, the same for all experts, or `global`, half for the

@@ -92,22 +92,22 @@ class Pfmml(Algorithm[PfmmlState]):
     Without a [network] section, messages take no time, and the score of a device is 1 - xi.
 
     Attributes:
-        uploads: K-hat, the number of devices that upload a block in a round: a share of all devices, or a count.
-        coefficient_lr: eta-hat, the learning rate of the coefficients; 0 keeps the mixtures uniform. Under `scale =
-            "normalised"` an update changes a logit by at most twice this rate. The paper uses 0.01 under `raw`.
-        max_age: A_th: a device must upload each of its blocks at least once in this number of rounds, 10 in the paper;
-            0 for no such rule.
+        uploads: K-hat, the devices that upload a block in a round: a share of all, or a count.
+        coefficient_lr: eta-hat, the learning rate of the coefficients (0.01 in the paper, under `raw`); 0 keeps the
+            mixtures uniform. Under `scale = "normalised"` an update changes a logit by at most twice this rate.
+        max_age: A_th, the rounds within which a device must upload each of its blocks, 10 in the paper; 0 for no such
+            rule.
         rule: the score of a device: `ratio` is the benefit per second, `linear` the benefit minus `price_per_second` *
             seconds (Table III).
         price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
-        grad_sign: a device's gradient is estimated as this sign times the change of its block in training, which moves
-            against the gradient: -1 is right, 1 is the paper's text.
+        grad_sign: a device's gradient is estimated as this sign times the change of its block in training: -1 is right,
+            1 is the paper's text.
         scale: how the update of a coefficient, an inner product of two vectors, is scaled: `normalised` divides it by
-            both lengths, so one rate works for all blocks and data sets; `raw`, as in the paper, hardly changes the
-            coefficients of a small block (docs/results/pfmml.md); `per-size` multiplies it by (size of the largest
-            block) / (size of this block); `per-step` divides it by learning rate times number of steps.
-        record: the copies that the update of the coefficients uses: the newest of each device, however old (`last`), or
-            only those of the last round (`previous-round`).
+            both lengths, so one rate works for all blocks and data sets; `raw` is the paper's; `per-size` multiplies it
+            by (size of the largest block) / (size of this block); `per-step` divides it by learning rate times number
+            of steps.
+        record: the copies from which the coefficients learn: the newest of each device, however old (`last`), or only
+            those of the last round (`previous-round`).
         learn: whether the coefficients are updated `after` mixing, as in the paper, or `before`.
         softmax_over: the devices over which the softmax for the score is taken: `all`, or the `owners` of the block.
         waits_for: the devices that the server waits for: `scheduled`, or `all`.

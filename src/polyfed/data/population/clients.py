@@ -35,73 +35,68 @@ class ClientsSpec:
     all modalities that its rows have. No client is ever left without a modality.
 
     Attributes:
-        partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
-            "by-client", "classes-per-client", "main-class", "silos", or your own dataclass that extends
-            `polyfed.data.Partition`, "package.module:Class", whose fields are then keys of [clients]. In Python, also
-            an object with the method `split`.
-        num: Number of clients; 10 if a recipe does not give it. "by-client" takes the number from the data and "silos"
-            from `silos`, so they refuse this option.
-        alpha: Concentration of the Dirichlet distribution, also of the one that cuts natural clients into `shards`.
-        min_size: Minimum number of rows of each client in a Dirichlet draw; 10 as in NIID-Bench.
+        partition: The rule that splits training rows over clients (docs/partitions.md): "iid", "dirichlet",
+            "dirichlet-authors", "by-client", "classes-per-client", "main-class", "silos", or your own dataclass that
+            extends `polyfed.data.Partition`, "package.module:Class", whose fields are then keys of [clients]. In
+            Python, also an object with the method `split`.
+        num: Number of clients, by default 10. "by-client" and "silos" refuse it, since it follows from the data or from
+            `silos`.
+        alpha: Concentration of the Dirichlet distribution, also of that which cuts natural clients into `shards`.
+        min_size: Least number of rows of a client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
-        main_share: With "main-class": share of the main class in a client's rows. In the FMML paper, 0.5 is non-IID-2
-            and 0.3 is non-IID-3.
-        exclude_main: With "main-class": whether the rows beyond `main_share` never come from the client's main class.
-        on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
-            smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
-        silos: With "silos": number of silos; 4 if a recipe does not give it. A silo has one device for each entry of
-            `holdings`, or else for each modality. Devices with the same modalities divide the silo's rows among
-            themselves.
-        silo_partition: With "silos": the rule that splits training rows over silos, any partition except "silos". With
-            "by-client", each natural client is a silo.
-        silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
+        main_share: With "main-class": share of the main class in a client's rows; in the FMML paper, 0.5 is non-IID-2
+            and 0.3 non-IID-3.
+        exclude_main: With "main-class": whether a client's other rows are all of other classes.
+        on_shortage: With "main-class", if a class is too rare for its clients: "reduce" makes every client smaller,
+            "cap" fills up with rows of other classes.
+        silos: With "silos": number of silos, by default 4. A silo has one device for each entry of `holdings`, or else
+            for each modality; devices with equal entries divide the silo's rows.
+        silo_partition: With "silos": the partition over silos, any except "silos"; with "by-client", each natural
+            client is a silo.
+        silo_sizes: With "silos": relative sizes of the silos, such as [3, 1, 1].
         silo_overlap: With "silos": share of a silo's rows that all its devices hold. Every other row goes to one entry
             of `holdings`, drawn at random.
-        participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: Share of additional clients (0.3 in Bonawitz et al., 2019). If `participation` gives n clients, the
-            server asks n * (1 + overselect) and closes the request when n have replied, so the slowest are left out.
-        missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
-            another modality.
-        keep_both: A share p. Of the K clients, int(p * K) keep all modalities. The others hold one each and are divided
-            evenly over the modalities, in order.
-        only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
+        participation: Clients in each round: a float is a share in (0, 1], an int a number.
+        overselect: Share of additional clients (0.3 in Bonawitz et al., 2019): for the n clients of `participation`,
+            the server asks n * (1 + overselect), and closes the request when n have replied.
+        missing: Modality -> share of clients that lack it: round(share * K) of those that hold another modality.
+        keep_both: Share of the clients that keep all modalities, rounded down. The others hold one each, in equal
+            numbers.
+        only: Modality -> clients that hold no other; clients that are not listed hold all.
         holdings: Client k holds the modalities `holdings[k mod len]`.
-        missing_rows: Modality -> share of rows that lack it, drawn at random; a single number is the share of every
-            modality. Every row keeps a modality, so a client's only modality is never missing (docs/missing.md).
-        missing_rows_test: The same for test and validation rows; None takes the shares of `missing_rows`.
-        missing_rows_pattern: Which rows lack a modality: "random", each row alone with the same share; "client" or
-            "label", each client or class with its own share from a Beta distribution; "spans", whole spans of
-            consecutive rows, as if a sensor failed.
-        missing_rows_concentration: With "client" and "label": the sum of both parameters of the Beta distribution,
-            whose mean is the given share. Larger values bring the shares nearer to it.
-        missing_rows_span: With "spans": rows of a span. The rows of a natural client, or else of a client, are cut in
-            the order of the table.
-        missing_rows_empty: Whether a row may lack all modalities, which are then lost independently of each other.
-        ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the model's adapters, or a lower one that an
-            adapter already has (docs/models.md). None leaves all ranks as they are.
-        personal_test: Each client's own test rows: a share of its training rows, such as 0.25; "split_personal", the
-            rows that the data marks; or "matched", drawn from the global test set in the proportions of the client's
-            labels, as many in proportion as it has training rows, where a row may go to several clients. None gives
-            none.
-        test_clients: Natural clients whose rows are the global test set and do not train: a share of them, or a list of
-            their names or numbers (the sorted order of their names). Rows of the others that the data marks as test
-            rows train.
-        folds: Number of parts into which the natural clients are divided at random. The rows of one part are the global
-            test set, as with `test_clients`.
+        missing_rows: Modality -> share of rows that lack it, drawn at random; a number is the share of every modality.
+            Every row keeps a modality (docs/missing.md).
+        missing_rows_test: The same for test and validation rows; None for the shares of `missing_rows`.
+        missing_rows_pattern: Which rows lack a modality: "random", each with the same probability; "client" or "label",
+            with a probability of each client or class from a Beta distribution; "spans", whole spans of consecutive
+            rows, as if a sensor failed.
+        missing_rows_concentration: With "client" and "label": sum of both parameters of the Beta distribution. Larger
+            values bring the probabilities nearer to their mean, the given share.
+        missing_rows_span: With "spans": rows of a span.
+        missing_rows_empty: Whether a row may lack all modalities, which are then lost independently.
+        ranks: LoRA ranks: client k has the rank `ranks[k mod len]`, or a lower one that an adapter has
+            (docs/models.md). None leaves the ranks as they are.
+        personal_test: Each client's own test rows (docs/partitions.md): a share of its training rows, such as 0.25;
+            "split_personal", those that the data marks; or "matched", drawn from the global test set in the proportions
+            of the client's labels. None for none.
+        test_clients: Natural clients whose rows are the global test set and do not train: a share, or a list of names
+            or numbers (in sorted order). All rows of the others that the data marks as test rows then train.
+        folds: Number of parts into which the natural clients are divided at random; the rows of one are the global test
+            set, as with `test_clients`.
         fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools
             them.
-        validation_clients: Share of the natural clients that do not train either, and whose rows are pooled validation
-            rows, so that settings are chosen on people who were never seen, too.
-        seed: Seed of the partition, the validation split and the modality assignment, by default the run's own. Set it
-            to repeat a run with other random numbers on the same clients.
-        validation: Share of each client's training rows that is pooled at the server, to choose the best round; with
-            "by-client", of each natural client.
-        personal_validation: Share of each client's training rows that it keeps as its own validation rows, of which the
-            server gets none: for `[stop]` on `personal_validation`, and for `[evaluate] conformal`.
-        measure_on: "validation" evaluates on validation rows instead of test rows: the pooled ones replace the global
-            test set, and a `validation` share of each client's training rows its own test rows, or the rows of
-            `personal_validation`. `polyfed sweep` chooses options with it.
+        validation_clients: Share of the natural clients that do not train either, and whose rows are the validation
+            rows, so that settings are also chosen on unseen people.
+        seed: Seed of partition, validation split and modality assignment, by default the run's. Set it to repeat a run
+            with other random numbers on the same clients.
+        validation: Share of each client's training rows (with "by-client", of each natural client's) that is pooled at
+            the server, to choose the best round.
+        personal_validation: Share of each client's training rows that it keeps as validation rows, for `[stop]` on
+            `personal_validation` and for `[evaluate] conformal`.
+        measure_on: "validation" evaluates on validation rows in place of test rows: on the pooled ones, and for single
+            clients on a `validation` share of their training rows or on those of `personal_validation`. `polyfed sweep`
+            chooses options with it.
     """
 
     partition: Any = "iid"

@@ -71,8 +71,9 @@ def workers_of(recipe: Recipe) -> int:
         reason = "this Python process is a daemon, as in a multiprocessing.Pool, and cannot start other processes"
     elif spec.debug:
         reason = "[engine] debug raises a client's exception in this process"
-    elif gpus_of(recipe) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        reason = "this Python process already uses CUDA, so processes that it forks cannot use it. A new process can"
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # PyTorch can then neither use CUDA in processes that this one forks nor compute gradients in them
+        reason = "this Python process already uses CUDA, so processes that it forks cannot train. A new process can"
     if reason and spec.workers > 1:
         raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove `workers`, or use workers = 1")
     if reason or device_of(recipe).type != "cpu":

@@ -15,27 +15,25 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
-        cluster: `ray` trains the clients on the nodes of a Ray cluster (docs/cluster.md), with the results of one
-            machine; `workers` is then the number of actors, 0 for one on each core. Empty: this machine alone.
+        cluster: `ray` trains the clients on a Ray cluster (docs/cluster.md), with the same results; `workers` is then
+            the number of actors, 0 for one on each core. Empty: this machine alone.
         address: (`cluster` only) HOST:PORT of the cluster's head, else the variable RAY_ADDRESS, else this machine,
             which starts a cluster unless it has one.
         workers: number of processes that train clients (Linux only). On a CPU, 0 means one for each core (fewer if
-            `threads` is above 1), at most 64; small requests run in this process, and the result does not depend on the
-            number. On a GPU, 0 or 1 trains on one GPU from this process; with 2 or more, each worker trains on one GPU,
-            which several may share, and the last bits depend on the number, unless `stack` is set and all GPUs are of
-            the same kind.
-        threads: number of threads of PyTorch on the CPU, in this and in each worker process. 0 is one, or PyTorch's
-            default for large operations that worker processes cannot share (docs/performance.md). On small operations
-            several threads wait more than they save.
+            `threads` is above 1), at most 64, and the result does not depend on the number. On a GPU, 0 or 1 trains in
+            this process; with more, each worker trains on one GPU, which several may share, and the last bits depend on
+            the number, unless `stack` is set and all GPUs are of the same kind.
+        threads: number of threads of PyTorch on the CPU, in each process. 0 is one, or PyTorch's default for large
+            operations that worker processes cannot share (docs/performance.md).
         stack: largest number of clients in one stack of the vectorised engine. With 0 it follows from a memory budget,
             and on a CPU clients with large 2-d convolutions, which are slower in a stack, run one by one.
-        replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster; the
-            last bits may differ. A loss of yours may then read only its two arguments (parameters and batch) and the
-            variables that it closes over.
-        min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
-            of them must reply.
-        outlier_factor: the server drops a reply whose update is more than this many times as large as the median update
-            of the replies (docs/robustness.md); 0 drops none.
+        replay: whether the vectorised engine records, rewrites and replays a training step, which is faster; the last
+            bits may differ. A loss of yours may then read only its arguments (parameters and batch) and the variables
+            that it closes over.
+        min_replies: least number of replies, of all clients if fewer are asked; with fewer, the run ends with exit code
+            4.
+        outlier_factor: the server drops a reply whose update is more than this many times as large as the replies'
+            median (docs/robustness.md); 0 drops none.
         debug: whether an exception in a client ends the run, with client, round, task and shapes, instead of leaving
             the client out of the round.
     """
@@ -171,14 +169,13 @@ class StopSpec:
     """The [stop] section: which round is the best one, and what ends a run before its last round.
 
     Attributes:
-        metric: the validation metric that chooses the best round, such as `validation.loss` (the server's validation
-            rows) or `personal_validation.weighted` (the clients' own). Empty: the task's metric on the server's
-            validation rows, such as `validation.macro_f1`.
+        metric: the validation metric that chooses the best round, such as `validation.loss` (the server's rows) or
+            `personal_validation.weighted` (the clients' own). Empty: the task's metric on the server's validation rows.
         patience: the run ends after this number of evaluations in a row without an improvement; None does not end it.
         min_delta: an improvement must be larger than this.
-        max_seconds: the run ends after the round in which its time, with resumed parts, reaches this number of seconds.
-        max_bytes: the run ends after the round in which the bytes sent both ways, with evaluations, reach this number.
-        max_epsilon: the run ends before the first round that would raise the epsilon of [privacy] above this number.
+        max_seconds: the run ends after the round in which its time, with resumed parts, reaches this number.
+        max_bytes: the run ends after the round in which the bytes sent both ways reach this number.
+        max_epsilon: the run ends before the round that would raise the epsilon of [privacy] above this number.
     """
 
     metric: str = ""

@@ -18,28 +18,27 @@ class Privacy:
     """What a run protects, how much noise it adds, and how it counts epsilon: the [privacy] section of a recipe.
 
     Attributes:
-        unit: what the guarantee protects: with `client` all data of one client, which clips its update; with `example`
-            one row, whose gradient is clipped in every training step (DP-SGD).
-        delta: the probability with which the guarantee may fail. It must be below 1 / (number of clients or rows).
-        epsilon: the budget for all rounds together, for which the accountant finds the noise. With `noise_multiplier`,
-            the run stops before a round that would exceed it.
+        unit: what the guarantee protects: `client`, all data of one client, by clipping its update; `example`, one row,
+            by clipping its gradient in every training step (DP-SGD).
+        delta: probability with which the guarantee may fail, below 1 / (number of clients or rows).
+        epsilon: the budget of all rounds, for which the accountant finds the noise. With `noise_multiplier`, the run
+            stops before a round that would exceed it.
         noise_multiplier: standard deviation of the noise as a multiple of `clip_norm`.
         clip_norm: largest 2-norm of an update, or of the gradient of a row.
-        clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to `clip_norm` / sqrt(B).
-            `adaptive`, for `unit = "client"` and `noise_at = "server"`, limits the norm over all blocks and moves the
-            limit after each round towards a quantile of the norms of the updates, from `clip_norm` on.
+        clip: `joint` limits the norm over all blocks, `per-block` that of each of the B blocks, to `clip_norm` /
+            sqrt(B). `adaptive`, for `unit = "client"` and `noise_at = "server"`, moves the limit, from `clip_norm` on,
+            towards a quantile of the norms of the updates.
         clip_quantile: the quantile that `clip = "adaptive"` follows.
-        clip_lr: learning rate of the limit with `clip = "adaptive"`.
-        count_noise: standard deviation of the noise in the number of updates whose norm is below the limit, which `clip
-            = "adaptive"` counts; by default a twentieth of the cohort. With a smaller value, the updates need more
-            noise.
-        noise_at: where noise is added with `unit = "client"`: at the `server`, once, to the sum of the updates, so the
-            clients have to trust it; or at each `client`, before its update leaves.
+        clip_lr: learning rate of the limit.
+        count_noise: with `clip = "adaptive"`: standard deviation of the noise in the count of updates within the limit;
+            by default a twentieth of the cohort. With a smaller value, the updates need more noise.
+        noise_at: with `unit = "client"`: the `server` adds noise once, to the sum of the updates, so the clients have
+            to trust it; or each `client` adds it before its update leaves.
         accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions, a smaller epsilon in a few
             seconds) of dp-accounting.
-        amplification: whether the accountant counts that cohorts are drawn at random and in secret (amplification by
-            sampling). It needs `unit = "client"`, `noise_at = "server"`, the selector `uniform` and `accountant =
-            "rdp"`; a deployment, in which every device could compute the cohorts from the seed, refuses it.
+        amplification: whether epsilon counts that cohorts are drawn at random and in secret (amplification by
+            sampling). It needs a simulation, `unit = "client"`, `noise_at = "server"`, the selector `uniform` and
+            `accountant = "rdp"`.
         unprotected: kinds of data that may leave clients without protection; a run that would send others is refused.
     """
 

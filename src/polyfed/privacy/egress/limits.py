@@ -70,19 +70,19 @@ class Limits:
     """The [limits] section. The defaults set no limit.
 
     Attributes:
-        min_rows: least number of training rows that the client must have to take part.
-        min_batch_size: least number of rows in every batch of local training. `minimise` leaves out a smaller last
-            batch of an epoch, and a modality or target that fewer rows of a batch have is left out of the batch.
-        min_steps: least number of optimiser steps of local training within one request. A step may undo at most 10 % of
-            what earlier steps have changed (`lr * weight_decay` and proximal terms).
+        min_rows: least number of training rows of the client; with fewer, it takes no part.
+        min_batch_size: least number of rows in every batch of local training. Smaller last batches of an epoch are left
+            out, and so is a modality or target that fewer rows of a batch have.
+        min_steps: least number of optimiser steps of local training in one request, each of which may undo at most 10 %
+            of earlier changes (`lr * weight_decay` and proximal terms).
         min_rows_per_class: least number of training rows of a class of which a reply tells, such as in prototypes and
-            counts; for a modality, rows that lack it do not count. Smaller classes are left out, and replies with
-            labels of rows of such a class are refused. Default: `min_batch_size`.
+            counts; rows without the modality do not count. Smaller classes are left out, and replies with labels of
+            their rows are refused. Default: `min_batch_size`.
         min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
             the positive rows of a label. Default: `min_batch_size`.
-        min_group: least number of rows of a class, or of a group by a column, that an evaluation job may show. Smaller
-            groups are hidden, and so is the smallest shown one if the hidden rows together are fewer; bins of scores
-            with fewer rows are joined. It is at least `min_test_rows`, and by default 10 on a device.
+        min_group: least number of rows of a group (a class, or a value of a column) that an evaluation job shows.
+            Smaller ones are hidden, and also the smallest shown one if the hidden rows together are fewer; small bins
+            of scores are joined. It is at least `min_test_rows`, and by default 10 on a device.
         max_rounds: the last round in which the client takes part.
         max_requests: most requests that the client answers in one round. Repeated requests count.
         max_requests_per_day: most requests that the device answers within 24 hours, in all runs together.

@@ -239,7 +239,7 @@ def _beside(folder: Folder, past: history.History) -> Iterator[tuple[str, float,
         yield "backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it"
 
 
-ALONE = "this model with the others at zero, not a model of its own"
+ALONE = "this model on the rows that have it, with the others at zero, not a model of its own"
 """The remark on the score from one modality alone."""
 
 

@@ -33,7 +33,7 @@ class HuggingFace(MediaSet):
         cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: Modality -> kind: "image", pixels (3, size, size); "text", one embedding by `model`; "tokens", token
             ids (64,); "audio", a log-mel spectrogram (600, 80); "values", numbers, or lists of numbers of one shape.
-        columns: Modality -> column of its values, for modalities whose name differs from the column's name.
+        columns: Modality -> column of its values, if their names differ.
         label: Column with class numbers or names.
         client: Column with the natural client; empty if there is none.
         model: Folder of the model for "text" and "tokens", or its name in the hub's cache.

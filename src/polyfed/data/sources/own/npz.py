@@ -1,17 +1,19 @@
 """npz: your own named arrays, in one `.npz` file or in a folder of `.npy` files."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from typing_extensions import override
 
-from polyfed.core.errors import RecipeError, require
+from polyfed.core.errors import DataError, RecipeError, require
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
+from polyfed.core.scaling import Scaling
 from polyfed.data.column_rules import Feature, rules_of
-from polyfed.data.columns import Columns, Standardise
+from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, joined, origin_of
@@ -29,30 +31,29 @@ class Npz(Source):
 
     A folder of `<array>.npy` files can replace an `.npz`. Its arrays are memory-mapped, for data larger than memory. A
     boolean array `<modality>_present` marks the rows that have the modality; without this array, all rows have it. A
-    row whose values are all NaN lacks the modality too.
+    row whose values are all NaN lacks the modality too. The arrays `<modality>_shift` and `<modality>_scale` together
+    state how values become inputs, (value - shift) / scale, in place of `standardise`.
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
-        modalities: Names of the arrays that are modalities, in this order; or modality -> arrays (N,) that form it, as
-            the columns of a table do.
+        modalities: Names of the arrays that are modalities, in this order; or modality -> arrays (N,) that form it.
         columns: Array (N,) -> how its words, missing numbers or dates become numbers, as in the source `table`.
-        label: Array of the labels: class numbers 0..C-1 (N,), words (N,), numbered in sorted order and kept as names,
-            or targets (N,) or (N, T), floats with NaN for an unknown one, or integers with T of at least 2. A boolean
-            array `<label>_known` may mark the known targets. "" if the task needs no labels.
-        client: Array of the natural client of each row: integers or strings, numbered in sorted order.
-        split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
-        split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
+        label: Array of the labels: class numbers 0..C-1 or words (N,); or targets (N,) or (N, T), floats with NaN for
+            an unknown one, or integers with T of at least 2. A boolean array `<label>_known` may mark the known
+            targets. "" if the task needs no labels.
+        client: Array of the natural client of each row, integers or strings.
+        split: Array of the splits: 0 train, 1 test, 2 validation, 3 left out, or the words train, test, validation.
+        split_personal: Array of splits within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
-        ids: Array of sample ids, distinct integers, or "rows": row i of every array is the same sample. With neither,
-            algorithms for silos refuse the data.
+        ids: Array of sample ids, distinct integers; or "rows": row i of every array is the same sample. Algorithms for
+            silos need one of the two.
         layout: Modality -> axes of a sample, if this rule guesses wrong: one axis is a vector (F); two are an image (H,
             W) if the type is uint8, else a sequence (T, F); three are (H, W, C) if the last has 1, 3 or 4 entries, else
-            (C, H, W). "FT" is for sequences whose first axis is the features.
-        standardise: Shift and scale every feature by its mean and deviation over the rows that train: true for all
-            modalities, a list for some, "uneven" for those whose features differ in size, false for none. Other uint8
-            images are scaled to [0, 1], other values unchanged. A trained model scales new samples alike.
-        test_share: Share of every class (of targets: of all rows) that is the global test set if the file has no split
-            array; 0 for none.
+            (C, H, W). "FT" has the features first.
+        standardise: Bring every feature to mean 0 and deviation 1 over the rows that train: true for all modalities, a
+            list for some, "uneven" for those whose features differ in size, false for none. Other uint8 images are
+            scaled to [0, 1].
+        test_share: Share of every class (of targets: of all rows) that is the test set if the file has no splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
@@ -166,7 +167,30 @@ class Npz(Source):
             **read,
         )
         given = Given(test_share=self.test_share, seed=self.seed, standardise=self.standardise)
-        return columns_of(draft, given, problems)
+        return self._with_scaling(columns_of(draft, given, problems), arrays)
+
+    def _with_scaling(self, columns: Columns, arrays: Arrays) -> Columns:
+        """Return the table with the shift and the scale that the file states, of modalities that are arrays of it.
+
+        Raises:
+            DataError: they do not fit the samples.
+        """
+        stated, problems = dict[str, Column](), Problems()
+        for name, column in columns.modalities.items():
+            names = scaling_names(name)
+            if any(part not in arrays or part in self.arrays for part in names):
+                continue
+            try:
+                numbers = (torch.from_numpy(np.array(arrays[part])) for part in names)
+                own = Scaling.read(dict(zip(Scaling._fields, numbers, strict=True)), column.shape)
+                stated[name] = replace(column, shift=own.shift, scale=own.scale)
+            except (TypeError, ValueError) as error:
+                problems.add(DataError(f"'{arrays.path}': {' and '.join(names)}: {error}. Leave both arrays out"))
+        problems.raise_all()
+        rest = tuple(name for name in columns.modalities if name not in stated)
+        asked: Standardise = rest if columns.standardise is True else columns.standardise
+        asked = tuple(name for name in asked if name in rest) if isinstance(asked, tuple) else asked
+        return replace(columns, modalities={**columns.modalities, **stated}, standardise=asked) if stated else columns
 
     def whole(self, arrays: Arrays) -> tuple[str, ...]:
         """Return the arrays that are a modality of their own, and hold numbers (N, ...)."""
@@ -225,6 +249,11 @@ class Npz(Source):
             obtain="numpy.savez('mine.npz', audio=..., text=..., label=..., client=..., split=...)",
             layout="one .npz file, or a folder of <array>.npy files (memory mapped)",
         )
+
+
+def scaling_names(modality: str) -> tuple[str, str]:
+    """Return the names of the arrays that hold the shift and the scale of a modality."""
+    return f"{modality}_shift", f"{modality}_scale"
 
 
 def _true(mask: Any, there: Any) -> Any:

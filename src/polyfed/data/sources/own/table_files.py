@@ -86,24 +86,23 @@ class Table(Source):
 
     Attributes:
         path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
-        modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
+        modalities: Modality -> its columns: a name, a pattern with `*`, or a list of these.
         label: Column of the labels, words or class numbers from 0, or a list of columns with targets; empty if the task
             needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
-        ids: Column of the row ids, distinct whole numbers, by default a column of numbers named `id`, `ids` or `row_id`
-            that is in no modality. Else, or with "rows", row numbers are the ids.
+        ids: Column of the row ids, distinct whole numbers; by default a column of numbers named `id`, `ids` or `row_id`
+            that is in no modality, else, or with "rows", the row numbers.
         relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
-        columns: Column -> how its words, empty cells, dates, image files or texts become numbers: "one-hot", "mean",
-            "image", "words", or a table with a kind and its options; see docs/data.md.
+        columns: Column -> how its words, empty cells, dates, image files or texts become numbers (docs/data.md):
+            "one-hot", "mean", "image", "words", or a table with a kind and its options.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
-            steps of a series, such as [20, 3] for 20 steps of 3 features.
-        layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
-        partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
-            "absent".
+            steps of a series, such as [20, 3].
+        layout: Modality -> axes of a sample in lists or pictures, as in the source `npz`.
+        partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
-        test_share: Share of every class that is the test set if there is no column of splits; 0 for none.
+        test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
         decimal: The character between the whole part and the decimals of a number.

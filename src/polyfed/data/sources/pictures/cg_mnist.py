@@ -34,9 +34,9 @@ class CgMnist(Source):
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` prints the layout.
-        colored: An .npz with coloured images: train_image and test_image (N, 28, 28, 3), train_label and test_label, in
-            MNIST's order, from the release of "learning-not-to-learn", a pickle, which polyfed does not open, so
-            convert it once. If empty, polyfed colours the digits itself.
+        colored: An .npz with coloured images in MNIST's order: train_image and test_image (N, 28, 28, 3), train_label
+            and test_label, converted from the pickle of the release of "learning-not-to-learn". If empty, polyfed
+            colours the digits itself.
         subset: Share of the rows of each class that is kept in each split, drawn at random.
         seed: Seed of the colours and the subset, the same in all runs.
     """

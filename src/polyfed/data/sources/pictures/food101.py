@@ -32,8 +32,7 @@ class Food101(ImageText):
         path: Folder with images/ and texts_txt/ or texts/, or a folder of prepared features.
         cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "image", "text".
-        text_source: "page" is the text of the web page, as in the paper; "title" its title from the csv file, a task of
-            another difficulty.
+        text_source: "page" is the text of the web page, as in the paper; "title" its title from the csv file.
         seed: Seed of the validation draw, the same in all runs.
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.

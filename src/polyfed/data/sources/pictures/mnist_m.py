@@ -32,8 +32,8 @@ class MnistM(Source):
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` prints the layout.
-        backgrounds: Folder of pictures of at least 28 x 28 pixels, in the original BSDS500's training images, or an
-            .npz file with the array `image`, uint8 (n, H, W, 3).
+        backgrounds: Folder of pictures of at least 28 x 28 pixels, originally BSDS500's training images, or an .npz
+            file with the array `image`, uint8 (n, H, W, 3).
         subset: Share of the rows of each class that is kept in each split, drawn at random.
         seed: Seed of the crops and the subset, the same in all runs; 42 in the public script.
     """

@@ -48,7 +48,7 @@ class KuHar(MediaSet):
         cache: Folder for extracted features, by default `$XDG_CACHE_HOME/polyfed` or `~/.cache/polyfed`.
         modalities: "acc", "gyro".
         activities: Number of activities, 8 or 18.
-        fold: The test fold: one of five, into which the subjects are divided by number.
+        fold: The fifth of the subjects, by number, that is tested.
         min_windows: A training subject with fewer windows is left out; 10 in FedMultimodal.
         normalise: "window" standardises each axis of each window, as FedMultimodal does; "none" keeps the numbers.
     """

@@ -32,11 +32,10 @@ class UciHar(Source):
     Attributes:
         path: The folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label 0..5,
             client, split and, optionally, split_personal.
-        modalities: Which of the three modalities are used; FedMultimodal uses acc and gyro.
+        modalities: "acc", "gyro", "total_acc"; FedMultimodal uses the first two.
         split: "official", or "none", in which all 30 subjects train, for use with clients.personal_test.
-        normalise: "train" standardises each axis over the training rows; "window" each axis of each window, (x - mean)
-            / (deviation + 1e-5), as FedMultimodal does, which makes sitting, standing and lying hard to tell apart;
-            "none" keeps the values.
+        normalise: "train" standardises each axis over the training rows; "window" each axis of each window, as
+            FedMultimodal does, which makes sitting, standing and lying hard to tell apart; "none" keeps the values.
     """
 
     path: str

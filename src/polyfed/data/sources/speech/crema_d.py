@@ -43,8 +43,8 @@ class CremaD(MediaSet):
         frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first
             ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
-        split: "files" reads train.csv and test.csv (lines `name,EMO`). "actors" uses a fifth of the actors as test set.
-        fold: With `split = "actors"`, the test fold: one of five, into which the actors are divided by number.
+        split: "files" reads train.csv and test.csv (lines `name,EMO`). "actors" tests a fifth of the actors.
+        fold: With `split = "actors"`, the fifth that is tested.
     """
 
     NAME: ClassVar[str] = "crema-d"
