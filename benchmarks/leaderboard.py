@@ -8,14 +8,14 @@ finished. The text of the page above the mark stays as it is; everything below i
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from polyfed import sweep
 from polyfed.report.comparison.compare import Comparison, compare
-from polyfed.report.comparison.paired_differences import Difference, Evidence, evidence
+from polyfed.report.comparison.paired_differences import Evidence, evidence
 from polyfed.report.comparison.tables import Sheet, markdown, scenarios_sheet
 from polyfed.report.pages.page import write_comparison
 
@@ -66,21 +66,6 @@ def scores_of(comparison: Comparison, proof: Evidence) -> Sheet | None:
     )
 
 
-def difference_rows(rows: Sequence[Difference]) -> Iterator[str]:
-    """A table of mean differences with their 95 % intervals, one column for each scenario; bold if significant."""
-    scenarios = list(dict.fromkeys(row.scenario for row in rows))
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        inside = "" if row.low is None or row.high is None else f" ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
-        text = f"{100 * row.mean:+.1f}{inside}"
-        significant = row.p_holm is not None and row.p_holm < LEVEL
-        cells.setdefault(row.method, {})[row.scenario] = f"**{text}**" if significant else text
-    yield f"| method | {' | '.join(scenarios)} |"
-    yield "|---|" + "---:|" * len(scenarios)
-    for method, own in cells.items():
-        yield f"| {method} | {' | '.join(own.get(scenario, '–') for scenario in scenarios)} |"
-
-
 def said_of_ranks(proof: Evidence) -> str:
     """Say which mean ranks differ."""
     if proof.ranks is None:
@@ -104,9 +89,6 @@ def page(comparison: Comparison, proof: Evidence) -> str:
         "## Scores and mean ranks",
         markdown([] if scores is None else [scores]).strip(),
         f"Bold: differs from FedAvg, {tested} over {tests} tests. {said_of_ranks(proof)}",
-        "## Differences to the placebos",
-        f"Score minus the placebo's, in percentage points with the 95 % interval; bold: {tested} over this table.",
-        "\n".join(difference_rows(proof.placebos)),
     ]
     return "\n\n".join(parts) + "\n"
 

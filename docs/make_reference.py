@@ -6,6 +6,7 @@ from pathlib import Path
 from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.cli.printing import catalogue
+from polyfed.data import SOURCES
 from polyfed.data.sources import Source
 from polyfed.experiment.recipes.conflicts import every_row
 from polyfed.experiment.recipes.sections import SECTIONS
@@ -28,13 +29,13 @@ More about single sections: [clients](partitions.md) and [missing rows](missing.
 [limits](egress.md), [engine](performance.md), [deployment](deploy-reference.md), [checkpoint](outputs.md).
 """
 
-INTRODUCTIONS = {
-    "data": """Under "Shared", members name which of these options they have. The default of `modalities` lists the
-modalities of a source. For published data sets, `path` is the folder or file that `polyfed data NAME` describes, or a
-folder of [prepared features](data.md#media-data-sets-extract-features-once). `seed` is the same in all runs.
+PUBLISHED = """`polyfed data NAME` explains these keys, and prints the layout of the folder or file `path`, which
+can also be a folder of [prepared features](data.md#media-data-sets-extract-features-once).
+"""
 
-In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early
-fusion): images along their channels, vectors along their features.
+INTRODUCTIONS = {
+    "data": """In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them
+(early fusion): images along their channels, vectors along their features. `seed` is the same in all runs.
 """,
     "algorithm": """Each heading links to the page of the method. A `placebo` is a control of the same cost;
 with `none` it is the method.
@@ -126,12 +127,12 @@ def group(members: dict[str, tuple[str, list[catalogue.Option]]]) -> str:
 
 
 def methods() -> str:
-    """The algorithms, each with its idea and the options that its group does not explain."""
+    """The algorithms, each with the options that its group does not explain."""
     of_group = {name: catalogue.hyper_parameters(cls) for name, cls in GROUPS.items()}
     parts = [f"### Options of {name}\n\n{entries(options)}" for name, options in of_group.items()]
     for name, cls in sorted(ALGORITHMS.items()):
         options = catalogue.hyper_parameters(cls)
-        lines = [f"### [{name}](algorithms/{name}.md)\n", f"{catalogue.headline(cls)}\n"]
+        lines = [f"### [{name}](algorithms/{name}.md)\n"]
         also = next((group for group, base in GROUPS.items() if issubclass(cls, base)), None)
         if also:
             shared = {option.name: option for option in of_group[also]}
@@ -140,7 +141,7 @@ def methods() -> str:
             brief = [o for o in changed if plain[o.name] == shared[o.name].about]
             options = [o for o in options if o.name not in shared or plain[o.name] != shared[o.name].about]
             values = f", with {' and '.join(f'`{o.name} = {o.default}`' for o in brief)}" if brief else ""
-            lines += [f"Also the [options of {also}](#options-of-{also}){values}.\n"]
+            lines += [f"Also [{also}](#options-of-{also}){values}.\n"]
         parts += [*lines, entries(options)] if options or not also else lines
     return "\n".join(parts)
 
@@ -148,6 +149,15 @@ def methods() -> str:
 def published(cls: type) -> bool:
     """Whether a class reads a published data set, whose layout `polyfed data NAME` prints."""
     return issubclass(cls, Source) and not cls.__module__.startswith("polyfed.data.sources.own.")
+
+
+def published_sets() -> str:
+    """The keys of the published data sets, which `polyfed data NAME` explains, as a list."""
+    lines = []
+    for name, cls in sorted(SOURCES.items()):
+        keys = (f"`{option.name}{f' = {option.default}' * bool(option.default)}`" for option in catalogue.options(cls))
+        lines += [f"- `{name}`: {', '.join(keys)}."] * published(cls)
+    return "\n".join(["### Published data sets\n", PUBLISHED, *lines]) + "\n"
 
 
 def conflicts() -> str:
@@ -177,12 +187,14 @@ def reference() -> str:
             parts.append(f"## [{name}]\n\n{entries(catalogue.options(section.cls))}")
     for title, registry, place in named:
         members = {
-            name: ("", catalogue.options(registry[name], LEFT_OUT + ("path",) * published(registry[name])))
+            name: ("", catalogue.options(registry[name], LEFT_OUT))
             for name in sorted(registry)
+            if not published(registry[name])
         }
         parts += [f"## {title}: `{place}`\n"]
         parts += [INTRODUCTIONS[key] for key in INTRODUCTIONS if place == f"[{key}] name"]
         parts += [group(members)]
+        parts += [published_sets()] * (registry is SOURCES)
     parts += ["## Algorithms: `[algorithm] name`\n", INTRODUCTIONS["algorithm"], methods(), conflicts()]
     return "\n".join(parts) + "\n"
 

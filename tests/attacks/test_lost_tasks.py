@@ -1,5 +1,6 @@
 """Tasks of a device whose process dies, or that nobody waits for any more. The tasks are those of this file."""
 
+import hashlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from threading import enumerate as enumerate_threads
 from typing import Any
 
@@ -14,12 +16,13 @@ import pytest
 
 pytest.importorskip("cryptography", reason="the extra polyfed[device] is not installed")
 
-from polyfed.core.errors import TransportError
+from polyfed.core.errors import RecipeError, TransportError
 from polyfed.deploy.device import agent
 from polyfed.deploy.device.agent import Device, Tasks
+from polyfed.transport.connection import TAKEN, TOO_LARGE
 
 OFFER = {"id": "0123456789abcdef.0123456789abcdef", "header": "{}", "body": {"sha256": "", "size": 0}}
-OFFER |= {"app": {"sha256": "0" * 64, "size": 3}}
+OFFER |= {"app": {"sha256": hashlib.sha256(b"app").hexdigest(), "size": 3}}
 
 
 class Server:
@@ -32,10 +35,15 @@ class Server:
 
     def __init__(self) -> None:
         self.replies, self.looks, self.asked = list[bytes](), 1000, 0
+        self.offers = list[Any]()
+        self.stop = Event()
+        self.takes, self.fetched, self.partly = 2**20, 0, False
 
     def next(self) -> Any:
         self.asked += 1
-        if self.replies or self.looks < 0:
+        if self.offers:
+            return self.offers.pop(0)
+        if self.replies or self.looks < 0 or self.asked > 1:
             raise TransportError("the end")
         return OFFER
 
@@ -44,12 +52,15 @@ class Server:
         return self.looks >= 0
 
     def fetch(self, request: str, part: str, sha256: str, size: int, path: Path) -> bool:
-        path.write_bytes(b"app")
-        return True
+        self.fetched += 1
+        path.write_bytes(b"ap" if self.partly else b"app")
+        return not self.partly
 
-    def send(self, request: str, path: Path) -> bool:
+    def send(self, request: str, path: Path) -> str:
+        if path.stat().st_size > self.takes:
+            return TOO_LARGE
         self.replies.append(path.read_bytes())
-        return True
+        return TAKEN
 
     def close(self) -> None:
         """Nothing is open."""
@@ -87,6 +98,108 @@ def test_a_task_that_always_dies_is_answered_with_the_reason(tasks: Tasks, tmp_p
     assert server.replies == [agent.LOST.encode()]
 
 
+def test_a_reply_that_is_too_large_is_answered_with_the_reason(tasks: Tasks, tmp_path: Path) -> None:
+    """Else the device would run the task again and again until the deadline."""
+    server = Server()
+    server.takes = 1000
+    Device(server, {"client": 0, "state": str(tmp_path), "how": "much"}, tasks, 2**20, lambda facts: None).run()  # type: ignore[arg-type]
+    assert server.replies == [b"the reply is too large: 5000 bytes, more than [deployment] message_megabytes"]
+
+
+def device_in(folder: Path, server: Server, tasks: Tasks, **config: Any) -> Device:
+    return Device(server, {"client": 0, "state": str(folder), "how": "works", **config}, tasks, 2**20, lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", ["nothing", "policy", "configuration", "stamp lost"])
+def test_a_reply_that_was_made_under_another_policy_does_not_leave(changed: str, tasks: Tasks, tmp_path: Path) -> None:
+    """The device was killed while it sent its reply, and started again."""
+    policy, server = tmp_path / "policy.toml", Server()
+    policy.write_text("[egress.a]")
+    device = device_in(tmp_path, server, tasks, policy=str(policy))
+    place = tmp_path / "messages" / str(OFFER["id"])
+    place.mkdir(parents=True)
+    (place / "reply").write_text("old")
+    (place / "stamp").write_text(device._stamp() if changed != "stamp lost" else "")
+    if changed == "policy":
+        policy.write_text("[egress.b]")
+    if changed == "configuration":
+        device = device_in(tmp_path, server, tasks, policy=str(policy), modalities="a")
+    device.run()
+    assert server.replies == ([b"old"] if changed == "nothing" else [b"reply"])
+
+
+def test_recipes_that_never_come_whole_do_not_fill_the_disk(tasks: Tasks, tmp_path: Path) -> None:
+    server = Server()
+    server.partly = True
+    server.offers = [OFFER | {"app": {"sha256": f"{number:064x}", "size": 3}} for number in range(20)]
+    device_in(tmp_path, server, tasks).run()
+    assert server.fetched == 20
+    assert not list((tmp_path / "apps").iterdir())
+    assert not list((tmp_path / "messages").iterdir())
+
+
+def test_a_damaged_recipe_on_the_disk_is_fetched_again(tasks: Tasks, tmp_path: Path) -> None:
+    app, server = OFFER["app"]["sha256"], Server()  # type: ignore[index]
+    (tmp_path / "apps").mkdir()
+    (tmp_path / "apps" / app).write_bytes(b"")  # the power failed after it had been named
+    device_in(tmp_path, server, tasks).run()
+    assert (server.fetched, server.replies) == (1, [b"reply"])
+    server = Server()
+    device_in(tmp_path, server, tasks).run()
+    assert (server.fetched, server.replies) == (0, [b"reply"]), "a whole one is not"
+
+
+@pytest.mark.parametrize("what", ["messages", "apps", "messages/{id}", "messages/{id}/header", "apps/{app}"])
+def test_a_link_in_the_state_folder_is_not_written_through(
+    what: str, tasks: Tasks, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(agent, "PAUSE_SECONDS", 0.0)
+    state, elsewhere, server = tmp_path / "state", tmp_path / "elsewhere", Server()
+    link = state / what.format(id=OFFER["id"], app=OFFER["app"]["sha256"])  # type: ignore[index]
+    link.parent.mkdir(parents=True)
+    if what.count("/") == 2 or what.startswith("apps/"):
+        elsewhere.write_text("precious")
+    else:
+        elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    device_in(state, server, tasks).run()
+    assert elsewhere.read_text() == "precious" if elsewhere.is_file() else not list(elsewhere.iterdir())
+
+
+def test_only_its_user_reads_the_state_folder_and_one_process_uses_it(tasks: Tasks, tmp_path: Path) -> None:
+    server, state = Server(), tmp_path / "new" / "state"
+    device_in(state, server, tasks).run()
+    assert [path.stat().st_mode & 0o077 for path in (state, state / "messages", state / "apps")] == [0, 0, 0]
+    with agent.alone_in(state):
+        other = device_in(state, Server(), tasks)
+        other.run()
+    assert other.failed == RecipeError.exit_code
+    (tmp_path / "link").symlink_to(state)
+    other = device_in(tmp_path / "link", Server(), tasks)
+    other.run()
+    assert other.failed == RecipeError.exit_code
+
+
+def test_no_fault_ends_a_device(tasks: Tasks, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(agent, "PAUSE_SECONDS", 0.0)
+    server = Server()
+    broken: list[Any] = [7, {}, OFFER | {"header": "\ud800"}, OFFER | {"id": "../.."}, OFFER]
+    server.offers, send = broken, server.send
+    answers = [RuntimeError("a fault of polyfed"), OSError("a full disk")]
+
+    def failing(request: str, path: Path) -> str:
+        if answers:
+            raise answers.pop()
+        return send(request, path)
+
+    server.send = failing  # type: ignore[method-assign]
+    server.offers += [OFFER, OFFER]
+    device = device_in(tmp_path, server, tasks)
+    device.run()
+    assert server.replies == [b"reply"]
+    assert device.failed == TransportError.exit_code
+
+
 def test_a_task_that_nobody_waits_for_is_cancelled(tasks: Tasks, tmp_path: Path) -> None:
     begun = time.monotonic()
     server, _ = answered("sleeps", tasks, tmp_path, looks=5)
@@ -122,7 +235,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "sleeps":
             continue
-        (folder / "reply").write_text(told["refusal"] or "reply")
+        (folder / "reply").write_text(told["refusal"] or ("x" * 5000 if how == "much" else "reply"))
         print(json.dumps({"task": told["task"], "verdict": "reply"}), flush=True)
 
 

@@ -1,14 +1,17 @@
 """Polyfed's own transport, by strangers, by registered devices, and by a server that wants to harm a device."""
 
+import asyncio
+import gzip
 import hashlib
 import json
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -18,10 +21,10 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 from polyfed.core.errors import BadReply, RecipeError, TransportError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.agent import Offer
-from polyfed.transport import connection, hub, web
+from polyfed.transport import connection, hub, logins, web
 from polyfed.transport.connection import Connection
 from polyfed.transport.hub import HubServer
-from polyfed.transport.logins import Keys, Logins, PrivateKey, message
+from polyfed.transport.logins import MOST_LOGINS, Keys, Logins, PrivateKey, message
 from polyfed.transport.queue import ANSWERED, CLOSED, LATE, OPEN, SERVER, Bell, Queue, ring
 
 RUN, BODY, MOST = "0123456789abcdef", bytes(range(256)) * 40, 2**16
@@ -104,11 +107,11 @@ def test_a_request_and_its_reply_travel_unchanged(federation: Federation, tmp_pa
     assert device.fetch(name, "app", *offer.app, tmp_path / "app")
     assert (tmp_path / "app").read_bytes() == b"app"
     assert federation.queue.online() == [federation.names[0]]
-    assert device.send(name, reply_in(tmp_path, BODY))
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
     assert federation.queue.reply(name).read_bytes() == BODY
     assert federation.state(name) == ANSWERED
     assert federation.bell.wait(5), "the run is woken"
-    assert device.send(name, reply_in(tmp_path, BODY)), "if the answer to the last piece was lost"
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN, "if the answer to the last piece was lost"
 
 
 def test_a_request_that_comes_during_the_wait_is_told_at_once(federation: Federation) -> None:
@@ -150,19 +153,19 @@ def test_a_login_needs_a_fresh_signature_for_this_server(how: str, tmp_path: Pat
     write_credentials(tmp_path, 2)
     keys = Keys(tmp_path)
     keys.look()
-    logins, key, seen = Logins(keys), PrivateKey(tmp_path / "node-0.key"), b"certificate"
-    challenge = Logins(keys).challenge() if how == "forged" else logins.challenge()
+    entered, key, seen = Logins(keys), PrivateKey(tmp_path / "node-0.key"), b"certificate"
+    challenge = Logins(keys).challenge() if how == "forged" else entered.challenge()
     other = PrivateKey(tmp_path / "node-1.key")
     signature = (other if how == "by another device" else key).sign(message(challenge, seen))
     if how == "old":
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     if how == "used":
-        assert logins.device_of(logins.enter(key.fingerprint, challenge, signature, [seen])) == key.fingerprint
+        assert entered.device_of(entered.enter(key.fingerprint, challenge, signature, [seen])) == key.fingerprint
     certificate = b"another" if how == "for another server" else seen
     challenge, signature = ("", "") if how == "empty" else (challenge, signature)
-    assert logins.enter(key.fingerprint, challenge, signature, [certificate]) == ""
-    assert logins.device_of("") == ""
+    assert entered.enter(key.fingerprint, challenge, signature, [certificate]) == ""
+    assert entered.device_of("") == ""
 
 
 def test_two_processes_with_one_key_do_not_take_turns(federation: Federation) -> None:
@@ -231,6 +234,232 @@ def test_headers_are_bounded(federation: Federation) -> None:
         assert b"400" in stranger.recv(2**12)
 
 
+def silent(federation: Federation, count: int) -> list[socket.socket]:
+    """Connections on which a stranger says nothing, not even the first word of TLS."""
+    return [socket.create_connection(("127.0.0.1", federation.port), timeout=20) for _ in range(count)]
+
+
+def test_connections_of_strangers_keep_no_device_out_and_do_not_pile_up(
+    federation: Federation, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(web, "MOST_STRANGERS", 8)
+    device, name = federation.device(0), federation.asked()
+    assert device.next() is not None
+    way, held = device._way, silent(federation, 60)
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
+    assert device._way is way, "the connection of a device that has logged in is none of a stranger"
+    federation.asked(1)
+    assert federation.device(1).next() is not None, "and one that has not gets in"
+    assert len(federation.server.socket._open) <= 8 + 2
+    for one in held[:50]:
+        assert not one.recv(1), "the oldest end"
+    for one in held:
+        one.close()
+
+
+def test_a_device_holds_few_connections_and_its_newest_works(federation: Federation) -> None:
+    first, name, ways = federation.device(0), federation.asked(), list[Any]()
+    for _ in range(web.MOST_OF_ONE + 3):
+        assert first.is_open(name)
+        ways.append(first._way)
+        first._way = None
+    assert len(federation.server.socket._of[federation.names[0]]) == web.MOST_OF_ONE
+    for way in ways:
+        way.close()
+
+
+def test_a_connection_that_breaks_without_a_word_is_noticed(federation: Federation) -> None:
+    """By the kernel, which asks the other side and limits how long it may acknowledge nothing."""
+    federation.asked()
+    federation.device(0).next()
+    (made,) = federation.server.socket._open.values()
+    assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == web.SILENT_SECONDS * 1000
+    asked = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * made.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_KEEPCNT
+    )
+    assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + asked <= web.SILENT_SECONDS
+
+
+def test_no_older_version_of_tls_is_spoken(federation: Federation, tmp_path: Path) -> None:
+    context = ssl.create_default_context(cafile=str(federation.folder / "ca.pem"))
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection(("127.0.0.1", federation.port), timeout=20) as line, pytest.raises(ssl.SSLError):
+        context.wrap_socket(line, server_hostname="127.0.0.1")
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    old.load_cert_chain(federation.folder / "server.pem", federation.folder / "server.key")
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answers() -> None:
+            line, _ = listening.accept()
+            with line, suppress(OSError):
+                old.wrap_socket(line, server_side=True)
+
+        Thread(target=answers, daemon=True).start()
+        key = PrivateKey(federation.folder / "node-0.key")
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ssl.SSLError):
+            Connection(address, federation.folder / "ca.pem", key, Event(), print)._once("GET", "/v1/challenge")
+
+
+ODD = {
+    "two lengths": b"POST /v1/login HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
+    "a signed length": b"POST /v1/login HTTP/1.1\r\nhost: x\r\ncontent-length: +4\r\n\r\nabcd",
+    "a space before the colon": b"POST /v1/login HTTP/1.1\r\nhost: x\r\ncontent-length : 4\r\n\r\nabcd",
+    "an unknown coding": b"POST /v1/login HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "a chunk of no size": b"POST /v1/login HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "no host": b"GET /v1/challenge HTTP/1.1\r\n\r\n",
+    "another protocol": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no HTTP": b"\x00\xff\x16\x03\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_a_call_that_two_servers_could_read_differently_is_refused_and_ends(
+    how: str, federation: Federation, capfd: Any
+) -> None:
+    with plain(federation) as stranger:
+        stranger.sendall(ODD[how])
+        assert stranger.recv(2**12).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 "))
+        stranger.settimeout(5)
+        while stranger.recv(2**12):
+            pass
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if "registered" not in line and "waiting for" not in line] == [], "nor fills a log"
+
+
+def test_a_length_beside_chunks_smuggles_no_second_call(federation: Federation) -> None:
+    """The chunks count, as RFC 9112 demands; what follows is a call of its own, which needs its own token."""
+    smuggled = b"GET /v1/next HTTP/1.1\r\nhost: x\r\n\r\n"
+    with plain(federation) as stranger:
+        head = b"POST /v1/login HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 44\r\n\r\n"
+        stranger.sendall(head + b"0\r\n\r\n" + smuggled)
+        stranger.settimeout(5)
+        heard = b""
+        while piece := stranger.recv(2**12):
+            heard += piece
+    assert heard.startswith(b"HTTP/1.1 400 ")
+    assert heard.count(b"HTTP/1.1") == 1, "the connection ends with the first call"
+
+
+def test_a_body_that_nobody_awaits_does_not_hold_a_connection(federation: Federation, monkeypatch: Any) -> None:
+    monkeypatch.setattr(web, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(hub, "LOGIN_SECONDS", 0.3)
+    for call in ("GET /v1/challenge", "POST /v1/login"):
+        with plain(federation) as stranger:
+            stranger.sendall(f"{call} HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n".encode())
+            stranger.settimeout(10)
+            with suppress(ConnectionError, ssl.SSLError):
+                while stranger.recv(2**12):
+                    stranger.sendall(b"x")
+
+
+def test_a_header_does_not_say_who_calls(federation: Federation) -> None:
+    """Else a stranger could pass for the connection of a device, whose connections are not ended."""
+    seen = list[Any]()
+    federation.server.hub.admit = lambda peer, device: seen.append(peer)
+    device = federation.device(0)
+    device._login()
+    way = device._connected(20)
+    here, headers = way.sock.getsockname(), {"authorization": f"Bearer {device._token}", "x-forwarded-for": "192.0.2.1"}
+    way.request("GET", "/v1/requests/none", headers=headers)
+    assert way.getresponse().status == 410
+    assert seen == [here]
+
+
+def test_it_takes_as_long_to_refuse_a_key_that_is_not_known(tmp_path: Path, monkeypatch: Any) -> None:
+    """Both signatures are checked, so that the time does not tell which keys are registered."""
+    write_credentials(tmp_path, 1)
+    keys, checked = Keys(tmp_path), list[int]()
+    keys.look()
+
+    class Seen:
+        def verify(self, *_: Any) -> None:
+            checked.append(1)
+
+    monkeypatch.setattr(logins, "_NOBODY", Seen())
+    assert not keys.signed("SHA256:unknown", b"text", "AAAA")
+    assert checked == [1]
+
+
+def test_a_device_that_logs_in_again_and_again_must_wait(federation: Federation) -> None:
+    device = federation.device(0)
+    for _ in range(MOST_LOGINS):
+        device._login()
+    token = device._token
+    device._login()
+    assert device._token == ""
+    device._token = token
+    assert device._once("GET", "/v1/requests/none")[0] == 410, "the token that it has is good"
+    assert len(federation.server.hub.logins._used) == MOST_LOGINS
+
+
+def test_a_device_that_calls_without_end_waits_its_turn(federation: Federation, monkeypatch: Any) -> None:
+    monkeypatch.setattr(hub, "CALLS", 5.0)
+    monkeypatch.setattr(hub, "CALLS_PER_SECOND", 50.0)
+    made, turn = federation.server.hub, federation.server.hub._turn
+
+    def seconds(device: str, calls: int) -> float:
+        begun = time.monotonic()
+
+        async def several() -> None:
+            for _ in range(calls):
+                await turn(device)
+
+        asyncio.run(several())
+        return time.monotonic() - begun
+
+    assert 0.15 < seconds("one", 15) < 2
+    assert seconds("another", 5) < 0.05
+    assert set(made._quota) == {"one", "another"}
+    monkeypatch.setattr(made, "_turn", lambda device: asyncio.sleep(0, made._quota.pop(device, None)))
+    made._quota[federation.names[0]] = 0.0, 0.0
+    federation.device(0)._call("GET", "/v1/requests/none")
+    assert federation.names[0] not in made._quota, "every call of a device takes its turn"
+
+
+def test_a_call_asks_for_one_range(federation: Federation) -> None:
+    """Thousands of ranges cost much work."""
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    way = device._connected(20)
+    headers = {"authorization": f"Bearer {device._token}", "range": "bytes=" + ",".join(["0-0"] * 5000)}
+    way.request("GET", f"/v1/requests/{name}/body", headers=headers)
+    assert way.getresponse().status == 400
+
+
+def test_a_revoked_device_gets_no_request_and_its_reply_does_not_count(
+    federation: Federation, tmp_path: Path, monkeypatch: Any
+) -> None:
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    keys, digest_of = federation.server.hub.logins.keys, hub._digest_of
+
+    def revoked(path: Path) -> str:
+        keys.known.pop(federation.names[0])
+        return digest_of(path)
+
+    monkeypatch.setattr(hub, "_digest_of", revoked)
+    with pytest.raises(TransportError, match="refused the key of this device"):
+        device.send(name, reply_in(tmp_path, BODY))
+    assert federation.state(name) == OPEN
+    other, found = federation.device(1), list[Any]()
+
+    def waits() -> None:
+        with suppress(TransportError):
+            found.append(other.next())
+
+    thread = Thread(target=waits)
+    thread.start()
+    while federation.names[1] not in federation.server.hub._wake:
+        time.sleep(0.01)
+    keys.known.pop(federation.names[1])
+    federation.asked(1)
+    thread.join(20)
+    assert found == [], "not even one that came while it waited"
+
+
 OTHERS = {
     "of another device": lambda one: one.asked(1),
     "of no device": lambda one: f"{RUN}.{'0' * 16}",
@@ -257,7 +486,7 @@ def test_a_device_reaches_only_its_own_requests(whose: str, federation: Federati
 def test_a_reply_is_bounded_before_a_byte_of_it_is_kept(federation: Federation, tmp_path: Path) -> None:
     device, name = federation.device(0), federation.asked(most=1000)
     device.next()
-    assert not device.send(name, reply_in(tmp_path, bytes(1001)))
+    assert device.send(name, reply_in(tmp_path, bytes(1001))) == connection.TOO_LARGE
     assert not federation.queue.reply(name, "part").exists()
     words = f"/v1/replies/{name}?offset=0&size=10&sha256=x"
     assert device._call("PUT", words, body=bytes(1001))[0] == 413, "more than it says"
@@ -280,12 +509,82 @@ def test_a_reply_with_another_digest_is_not_taken(federation: Federation, tmp_pa
     device, name = federation.device(0), federation.asked()
     device.next()
     federation.queue.reply(name, "part").write_bytes(b"what another process of the device had sent")
-    assert device.send(name, reply_in(tmp_path, BODY)), "after the second attempt, from the beginning"
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN, (
+        "after the second attempt, from the beginning"
+    )
     assert federation.queue.reply(name).read_bytes() == BODY
     name = federation.asked()
     words = f"/v1/replies/{name}?offset=0&size=4&sha256={'0' * 64}"
     assert device._call("PUT", words, body=b"evil")[0] == 422
     assert federation.state(name) == OPEN
+
+
+def test_a_device_cannot_rewrite_its_answer(federation: Federation, tmp_path: Path) -> None:
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
+    assert device.send(name, reply_in(tmp_path, b"another")) == connection.TAKEN, "as if it had come"
+    assert federation.queue.reply(name).read_bytes() == BODY
+    federation.queue.forget([name])
+    assert device.send(name, reply_in(tmp_path, b"another")) == connection.CLOSED
+    assert not list(federation.queue.folder.glob(f"{name}.*"))
+
+
+def test_replies_that_are_never_finished_do_not_fill_the_disk(federation: Federation, monkeypatch: Any) -> None:
+    device, monkey = federation.device(0), hub.Hub._take
+    for _ in range(3):
+        name = federation.asked()
+        device.next()
+        device._once("PUT", f"/v1/replies/{name}?offset=0&size={MOST}", body=BODY)
+        assert federation.queue.reply(name, "part").exists()
+        federation.queue.shut(RUN, [name])
+    assert not [path for path in federation.queue.folder.iterdir() if path.suffix in (".part", ".whole", ".reply")]
+
+    async def closed_meanwhile(*given: Any) -> int:
+        federation.queue.shut(RUN, [name])
+        return await monkey(*given)
+
+    monkeypatch.setattr(hub.Hub, "_take", closed_meanwhile)
+    for size in (len(BODY), MOST):  # whole, and begun
+        name = federation.asked()
+        device.next()
+        words = f"/v1/replies/{name}?offset=0&size={size}&sha256={hashlib.sha256(BODY).hexdigest()}"
+        device._once("PUT", words, body=BODY)
+    assert not [path for path in federation.queue.folder.iterdir() if path.suffix in (".part", ".whole", ".reply")]
+
+
+def test_a_line_that_broke_does_not_keep_the_device_from_sending_its_reply(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """The server still waits for the rest of a piece whose sender has lost power, and the device begins anew."""
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    way, words = device._connected(20), f"/v1/replies/{name}?offset=0&size={len(BODY)}&sha256=x"
+    way.putrequest("PUT", words)
+    for header, value in {"authorization": f"Bearer {device._token}", "content-length": str(len(BODY))}.items():
+        way.putheader(header, value)
+    way.endheaders(BODY[:100])
+    while not federation.queue.reply(name, "part").exists():
+        time.sleep(0.01)
+    device._way = None
+    begun = time.monotonic()
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
+    assert time.monotonic() - begun < 5
+    way.send(b"more")  # too late
+    assert federation.queue.reply(name).read_bytes() == BODY
+    way.close()
+
+
+def test_a_compressed_body_is_not_unpacked(federation: Federation) -> None:
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    bomb = gzip.compress(bytes(2**20))
+    words = f"/v1/replies/{name}?offset=0&size={len(bomb)}&sha256={hashlib.sha256(bomb).hexdigest()}"
+    headers = {"authorization": f"Bearer {device._token}", "content-encoding": "gzip"}
+    way = device._connected(20)
+    way.request("PUT", words, body=bomb, headers=headers)
+    assert way.getresponse().status == 200
+    assert federation.queue.reply(name).read_bytes() == bomb
 
 
 def test_a_late_reply_is_dropped_and_counted(federation: Federation, tmp_path: Path) -> None:
@@ -295,7 +594,7 @@ def test_a_late_reply_is_dropped_and_counted(federation: Federation, tmp_path: P
     assert federation.state(name) == CLOSED
     assert not device.is_open(name)
     assert not device.fetch(name, "body", hashlib.sha256(BODY).hexdigest(), len(BODY), tmp_path / "body")
-    assert not device.send(name, reply_in(tmp_path, BODY))
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.CLOSED
     assert federation.state(name) == LATE
     assert not list(federation.queue.folder.glob(f"{name}.*"))
 
@@ -319,7 +618,7 @@ def test_a_server_that_ends_forgets_nothing(federation: Federation, tmp_path: Pa
     assert federation.queue.online() is None
     federation.started(federation.port)
     assert device.next() == told, "after it has logged in again"
-    assert device.send(name, half)
+    assert device.send(name, half) == connection.TAKEN
     assert federation.queue.reply(name).read_bytes() == BODY
 
 
@@ -377,6 +676,16 @@ def test_one_folder_has_one_server(federation: Federation) -> None:
 def test_only_this_user_reads_the_queue(federation: Federation) -> None:
     federation.asked()
     assert federation.queue.folder.stat().st_mode & 0o077 == 0
+    federation.queue.folder.chmod(0o755)  # as after a copy
+    Queue(federation.queue.folder).close()
+    assert federation.queue.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_port_that_cannot_be_used_is_told_in_words(federation: Federation, tmp_path: Path) -> None:
+    other = write_credentials(tmp_path / "other", 0)
+    for host, port in (("127.0.0.1", federation.port), ("192.0.2.1", 0), ("127.0.0.1", 2**17), ("no.host.invalid", 1)):
+        with pytest.raises(RecipeError, match=rf"cannot listen on {host}, port {port}"):
+            HubServer(other, host, port)
 
 
 class Hostile:
@@ -467,6 +776,113 @@ def test_a_device_reads_an_answer_only_up_to_a_limit(hostile: Any, tmp_path: Pat
     assert (tmp_path / "body").stat().st_size <= 1000
 
 
+ANSWERS_OF_NOBODY = [
+    b"",
+    b"\xff",
+    b"[]",
+    b"[" * 100_000,
+    b'{"challenge":7,"token":7,"received":7}',
+    b'{"challenge":"\\ud800","open":true}',
+    b'{"challenge":"x\\ny","open":true}',
+    b'{"token":"a\\r\\nhost: evil","challenge":"c","open":true}',
+    b'{"token":"\xc3\xa9","open":true}',
+    b'{"received":"7","open":true}',
+    b'{"received":-7,"open":true}',
+    b'{"received":1e999,"open":true}',
+    b'{"received":true,"open":true}',
+    b'{"received":' + b"9" * 5000 + b"}",
+    json.dumps({"challenge": "x" * 1000}).encode(),
+]
+"""What no server of polyfed says."""
+
+
+@pytest.mark.parametrize("body", ANSWERS_OF_NOBODY, ids=range(len(ANSWERS_OF_NOBODY)))
+def test_an_answer_of_any_form_is_no_fault_of_the_device(
+    body: bytes, hostile: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A device calls again after a while, and stops when it is told to."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(connection, "MOST_STALLS", 2)
+    server = hostile(lambda handler: said(handler, 200, body))
+    calls = {
+        "login": lambda: server.device._login(),
+        "next": lambda: server.device.next(),
+        "open": lambda: server.device.is_open("x"),
+        "send": lambda: server.device.send("x", reply_in(tmp_path, BODY)),
+    }
+    for call in calls.values():
+        stop = Timer(0.05, server.stop.set)
+        stop.start()
+        with suppress(InterruptedError, BadReply):
+            call()
+        stop.join()
+        server.stop.clear()
+
+
+@pytest.mark.parametrize("status", [401, 302, 503])
+def test_a_device_does_not_spin_when_its_login_does_not_help(status: int, hostile: Any) -> None:
+    def answer(handler: Any) -> None:
+        body = b'{"challenge":"c"}' if "challenge" in handler.path else b'{"token":"t"}'
+        said(handler, 200 if "challenge" in handler.path or "login" in handler.path else status, body)
+
+    server = hostile(answer)
+    Timer(1.2, server.stop.set).start()
+    with pytest.raises(InterruptedError):
+        server.device.next()
+    assert 1 <= server.heard.count("/v1/next") <= 5
+
+
+def test_a_server_that_takes_nothing_gets_a_reply_a_few_times_only(hostile: Any, tmp_path: Path) -> None:
+    def answer(handler: Any) -> None:
+        handler.rfile.read(int(handler.headers["content-length"]))
+        said(handler, 200, b'{"received":0}')
+
+    server = hostile(answer)
+    with pytest.raises(BadReply, match="the same bytes of the reply again and again"):
+        server.device.send("x", reply_in(tmp_path, BODY))
+    assert len(server.heard) <= connection.MOST_STALLS + 1
+
+
+@pytest.mark.parametrize("status", [200, 206])
+def test_a_server_that_sends_nothing_of_a_body_is_not_asked_for_ever(status: int, hostile: Any, tmp_path: Path) -> None:
+    server = hostile(lambda handler: said(handler, status, b""))
+    with pytest.raises(BadReply, match="sends nothing of it"):
+        server.device.fetch("x", "body", "0" * 64, 4, tmp_path / "body")
+    assert len(server.heard) == 1
+
+
+def test_somebody_in_between_with_another_certificate_does_not_end_a_device_that_knows_its_server(
+    federation: Federation, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A device whose first call fails so has a wrong ca.pem, and ends; later, it waits until its server is back."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    federation.asked()
+    device, notes = federation.device(0), list[str]()
+    assert device.next() is not None
+    right, device.note = device._context, notes.append
+    device._context = ssl.create_default_context()
+    device.close()
+    found = list[Any]()
+    thread = Thread(target=lambda: found.append(device.next()))
+    thread.start()
+    while not notes:
+        time.sleep(0.01)
+    assert "does not fit" in notes[0]
+    device._context = right
+    thread.join(10)
+    assert found[0]["id"]
+
+
+def test_a_link_in_place_of_a_file_of_a_message_is_not_written_through(hostile: Any, tmp_path: Path) -> None:
+    server = hostile(lambda handler: said(handler, 200, b"evil"))
+    (tmp_path / "body").symlink_to(tmp_path / "precious")
+    (tmp_path / "precious").touch()
+    server.stop.set()
+    with pytest.raises(OSError, match="symbolic"):
+        server.device._once("GET", "/v1/requests/x/body", to=tmp_path / "body", most=4)
+    assert (tmp_path / "precious").read_bytes() == b""
+
+
 def test_a_body_with_another_digest_is_not_used(hostile: Any, tmp_path: Path) -> None:
     server = hostile(lambda handler: said(handler, 200, b"evil"))
     with pytest.raises(BadReply, match="another digest"):
@@ -483,6 +899,7 @@ BAD: dict[str, Any] = {
     "a size below zero": {"body": {"sha256": "0" * 64, "size": -1}},
     "a header that is a table": {"header": {}},
     "a long header": {"header": "x" * (2**22 + 1)},
+    "a header that is no text on a disk": {"header": "\ud800"},
 }
 
 

@@ -20,13 +20,17 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_paths_begin_at_the_folder_of_the_file(tmp_path: Path) -> None:
-    told = device_file(written(tmp_path, 'server = "h:9092"\nparallel = 3\n' + DEVICE.format(0) + DEVICE.format(1)))
+    told = device_file(
+        written(
+            tmp_path, 'server = "h:9092"\nparallel = 3\n' + DEVICE.format(0) + DEVICE.format(1) + 'state = "other"\n'
+        )
+    )
     assert (told["server"], told["ca"], told["parallel"]) == ("h:9092", f"{tmp_path}/ca.pem", 3)
     one, other = told["devices"]
     assert (one["key"], other["config"]["client"]) == (f"{tmp_path}/node-0.key", 1)
     assert one["config"]["data"] == f"{tmp_path}/mine.npz"
     assert one["config"]["modalities"] == "a,b"
-    assert one["config"]["state"] == f"{tmp_path}/polyfed-state"
+    assert (one["config"]["state"], other["config"]["state"]) == (f"{tmp_path}/polyfed-state", f"{tmp_path}/other")
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
@@ -34,7 +38,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     text += '[[device]]\nkey = "no.key"\nclient = 2\ndata = "x"\nmodalities = "a"\n[[device]]\nclient = 3\n'
     with pytest.raises(RecipeError) as error:
         device_file(written(tmp_path, text))
-    for part in ("did you mean 'server'", "parallel", "several devices", "no.key", "4 has no key"):
+    for part in ("did you mean 'server'", "parallel", "have the key", "have the state", "no.key", "4 has no key"):
         assert part in str(error.value), part
 
 

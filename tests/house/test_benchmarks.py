@@ -17,6 +17,7 @@ import torch
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.report.comparison.paired_differences import Difference
 from polyfed.report.comparison.paired_tests import MeanRanks
+from polyfed.report.comparison.tables import Sheet
 
 SUBJECTS = {0: 71, 1: 90, 9: 64}  # windows each; as text, 10 comes before 2
 
@@ -194,18 +195,20 @@ def leaderboard() -> dict[str, Any]:
     return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "leaderboard.py"))
 
 
-def test_the_leaderboard_shows_a_difference_in_its_scenario_and_marks_the_significant_ones(leaderboard):
-    rows = [
+def test_the_leaderboard_marks_the_scores_that_differ_from_fedavgs(leaderboard, monkeypatch):
+    rows = [["fedavg", "43.7", "97.3", "1.5"], ["moon", "57.8", "98.3", "1.5"]]
+    sheet = Sheet("scenarios", "", ["method", "first", "second", "mean rank"], rows, frozenset({(0, 1), (1, 2)}))
+    monkeypatch.setitem(leaderboard["scores_of"].__globals__, "scenarios_sheet", lambda *_: sheet)
+    differences = [
         Difference("first", "moon", "fedavg", 5, 0.14, 0.121, 0.159, 0.0001, 0.004),
-        Difference("second", "local", "fedavg", 5, -0.057, -0.084, -0.03, 0.004, 0.347),
-        Difference("second", "moon", "fedavg", 1, 0.01, None, None, None, None),
+        Difference("second", "moon", "fedavg", 5, 0.01, -0.01, 0.03, 0.2, 0.4),
     ]
-    assert list(leaderboard["difference_rows"](rows)) == [
-        "| method | first | second |",
-        "|---|---:|---:|",
-        "| moon | **+14.0 (+12.1 to +15.9)** | +1.0 |",
-        "| local | – | -5.7 (-8.4 to -3.0) |",
-    ]
+    folder = SimpleNamespace(result={"bytes_up": 1, "bytes_down": 1})
+    groups = [SimpleNamespace(method=m, scenario=s, folders=[folder]) for m in ("fedavg",) for s in ("first", "second")]
+    found = leaderboard["scores_of"](SimpleNamespace(groups=groups), SimpleNamespace(differences=differences))
+    assert found.best == {(1, 1)}
+    assert found.headings[-1] == "bytes, FedAvg = 1"
+    assert [row[-1] for row in found.rows] == ["1", "–"]
 
 
 def test_the_leaderboard_gives_the_traffic_as_a_multiple_of_fedavgs(leaderboard):

@@ -38,17 +38,17 @@ class Network:
         power_up_w: a device's transmit power.
         power_down_w: the base station's transmit power for each device.
         noise_dbm_per_hz: power spectral density of the noise.
-        carrier_ghz: carrier frequency f in the path loss 32.4 + 20 log10(f in GHz) + 20 log10(d in m) dB.
-        cell_radius_m: radius of the disc in which devices are placed uniformly, at least 1 m from its centre.
-        fading: whether the channel has Rayleigh fading. Without fading, the gain equals its mean.
-        log_base: base of the logarithm in Shannon's formula. Base 2 gives bits per second.
-        rate_up_bps: rate from client to server if `channel` is `fixed`.
-        rate_down_bps: rate from server to client if `channel` is `fixed`.
-        latency_s: delay of each message in either direction, independent of its size.
+        carrier_ghz: carrier frequency, for the path loss (docs/network.md).
+        cell_radius_m: radius of the disc in which devices are placed uniformly.
+        fading: whether the channel has Rayleigh fading; else the gain equals its mean.
+        log_base: base of the logarithm in Shannon's formula; 2 for bits per second.
+        rate_up_bps: rate from client to server with a `fixed` channel.
+        rate_down_bps: rate from server to client with a `fixed` channel.
+        latency_s: delay of each message in either direction.
         compute_flops_per_s: a device's speed.
-        stragglers: share of the devices that compute more slowly, drawn once for the run.
+        stragglers: share of the devices that compute more slowly.
         straggler_slowdown: factor by which stragglers are slower.
-        deadline_s: longest time of a client in a round, after which the server drops it; None waits for all.
+        deadline_s: longest time of a client in a round, after which the server drops it.
     """
 
     channel: Literal["wireless", "fixed"] = "wireless"

@@ -35,11 +35,10 @@ class ModelSpec:
         fusion: `concat`, `sum`, `gated`, `attention`, `cross-modal` or `controlled` (`polyfed.model.fusion`), or your
             own class that extends `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
         embedding: width of every encoder's output.
-        head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
+        head: sizes of the hidden layers between fusion and logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
         attention_hidden: width of the scoring network of the fusion `attention` (512 in FedMultimodal).
-        attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal), each of which computes one
-            weighted sum of the time steps.
+        attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal).
         controls: number of embedding controls of the fusion `controlled`.
         controls_chosen: how many of them reconfigure a modality of a row.
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
@@ -49,11 +48,9 @@ class ModelSpec:
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
         init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
-            safetensors file with names as in a Tree, such as `audio.encoder.0.weight`. Empty: they are drawn from the
-            seed.
-        init_blocks: the blocks that `init` fills (modalities, or `shared`); empty for all. The others are drawn from
-            the seed.
-        freeze: blocks of `init` that keep its values: they are neither trained nor sent, and stay in evaluation mode.
+            safetensors file with names as in a Tree. Empty: they are drawn from the seed.
+        init_blocks: the blocks that `init` fills, empty for all; the others are drawn from the seed.
+        freeze: blocks of `init` that are neither trained nor sent, and stay in evaluation mode.
     """
 
     fusion: str = "concat"

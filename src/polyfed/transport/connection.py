@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from polyfed.core.errors import BadReply, RecipeError, TransportError
+from polyfed.core.system.files import without_links
 from polyfed.transport.logins import PrivateKey, message
 
 SECONDS = 20.0
@@ -36,6 +37,12 @@ LARGEST_ANSWER = 2**23
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Shortest and longest pause in seconds before a call is tried again; each is twice the one before, and varies."""
 
+LONGEST_WORD = 500
+"""Largest length of a challenge and of a token; those of polyfed have 125 and 64 characters."""
+
+MOST_STALLS = 5
+"""How often a server may ask for bytes that it has got already. Then the device gives the reply up for a while."""
+
 ANSWERS = (200, 204, 206, 410, 413, 422)
 """The statuses with which the server answers a call. After others, such as those of a proxy, the call is repeated."""
 
@@ -44,6 +51,9 @@ REFUSED = (
     "the credentials folder; the server reads it within seconds"
 )
 REPLACED = "another process with the key of this device has logged in to the server, so this one ends. End one of them"
+TAKEN, CLOSED, TOO_LARGE = "taken", "closed", "too large"
+"""What becomes of a reply: the server has it, nobody waits for it, or the server takes none of this size."""
+
 UNKNOWN_SERVER = (
     "the certificate of the server does not fit {ca}: {error}. If the server has a new authority, this device needs "
     "the new ca.pem"
@@ -75,6 +85,7 @@ class Connection:
         self._way: http.client.HTTPSConnection | None = None
         try:
             self._context = ssl.create_default_context(cafile=str(ca))
+            self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         except (OSError, ssl.SSLError) as error:
             raise RecipeError(f"{ca} cannot be used ({error}); copy ca.pem from the server") from None
 
@@ -102,12 +113,14 @@ class Connection:
         Raises:
             BadReply: the part has another digest, or the server sends something else.
         """
-        while _size(path) < size:
+        while (before := _size(path)) < size:
             status, _ = self._call("GET", f"/v1/requests/{request}/{part}", to=path, most=size)
             if status == 410:
                 return False
             if status not in (200, 206):
                 raise BadReply(f"could not be fetched: the server answered {status}")
+            if _size(path) <= before:
+                raise BadReply("could not be fetched: the server sends nothing of it")
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256 or path.stat().st_size != size:
@@ -115,22 +128,33 @@ class Connection:
             raise BadReply("has another digest than the server says")
         return True
 
-    def send(self, request: str, path: Path) -> bool:
-        """Send the reply in a file, piece by piece. Return False if nobody waits for it any more."""
-        size, offset, again = path.stat().st_size, 0, False
+    def send(self, request: str, path: Path) -> str:
+        """Send the reply in a file, piece by piece. Return `TAKEN`, `CLOSED` or `TOO_LARGE`.
+
+        Raises:
+            BadReply: the server asks for the same bytes again and again.
+        """
+        size, offset, stalls = path.stat().st_size, 0, -1
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            while True:
+            while stalls < MOST_STALLS:
                 file.seek(offset)
                 words = f"/v1/replies/{request}?offset={offset}&size={size}&sha256={digest}"
-                status, told = self._call("PUT", words, body=file.read(PIECE))
-                if status == 422 and not again:  # what had come before was of another reply to this request
-                    again, offset = True, 0
-                    continue
-                if status != 200:
-                    return False
-                if (offset := int(told.get("received", size))) >= size:
-                    return True
+                status, told = self._call("PUT", words, body=file.read(PIECE), again=False)
+                if not status:  # the connection broke, and with it perhaps the answer
+                    status, told = self._call("GET", f"/v1/requests/{request}")
+                    if told.get("answered") is True:
+                        return TAKEN
+                    status = status if told.get("open") is True else 410
+                elif status == 200 and told.get("received", 0) >= size:
+                    return TAKEN
+                if status != 200 and status != 422:
+                    return TOO_LARGE if status == 413 else CLOSED
+                # 422: what had come before was of another reply to this request
+                received = 0 if status == 422 else min(told.get("received", 0), size)
+                stalls = stalls + 1 if received <= offset else 0
+                offset = received
+        raise BadReply("could not be answered: the server asks for the same bytes of the reply again and again")
 
     def close(self) -> None:
         """End the connection."""
@@ -138,27 +162,25 @@ class Connection:
             self._way.close()
         self._way = None
 
-    def _call(self, method: str, path: str, **how: Any) -> tuple[int, dict[str, Any]]:
+    def _call(self, method: str, path: str, *, again: bool = True, **how: Any) -> tuple[int, dict[str, Any]]:
         """Make a call, log in if needed, and repeat the call while the server does not answer.
+
+        Args:
+            method: of HTTP.
+            path: path and query of the call.
+            again: whether to repeat a call that broke. If not, the status of such a call is 0: the server may have
+                answered 401, for example, and ended the connection before it had read the body.
+            how: see `_once`.
 
         Raises:
             TransportError: the server refuses this device, or is another one.
             InterruptedError: `stop` is set.
         """
-        pause, told, broken = FIRST_PAUSE, False, False
+        pause, told, logins = FIRST_PAUSE, False, 0
         while not self.stop.is_set():
-            try:
-                # a server that ends a connection while a body is sent may have answered 401, which then is lost
-                status, answer = self._once("GET", "/v1/requests/none") if broken and "body" in how else (410, {})
-                if status == 410:
-                    status, answer = self._once(method, path, **how)
-                broken = False
-            except ssl.SSLCertVerificationError as error:
-                raise TransportError(UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)) from None
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                broken, status, answer = True, 0, {"error": f"{type(error).__name__}: {error}"}
-            if status == 401:
+            status, answer = self._tried(method, path, **how)
+            if status == 401 and not logins:
+                logins = 1
                 self._login()
             elif status == 409:
                 raise TransportError(REPLACED)
@@ -167,12 +189,31 @@ class Connection:
                     told = True
                     self.note(f"no contact with {self.host}:{self.port}, trying again ({answer.get('error', status)})")
                 self.stop.wait(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause, logins = min(2 * pause, LONGEST_PAUSE), 0
+                if not status and not again:
+                    return 0, {}
             else:
                 if told:
                     self.note(f"contact with {self.host}:{self.port} again")
                 return status, answer
         raise InterruptedError
+
+    def _tried(self, method: str, path: str, **how: Any) -> tuple[int, dict[str, Any]]:
+        """Make a call. If it breaks, return the status 0 and the error.
+
+        Raises:
+            TransportError: no call has succeeded yet, and the server's certificate does not fit.
+        """
+        try:
+            return self._once(method, path, **how)
+        except ssl.SSLCertVerificationError as error:
+            why = UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)
+            if not self.contact:  # later, somebody in between may be the reason, and the server comes back
+                raise TransportError(why) from None
+        except (OSError, http.client.HTTPException) as error:
+            why = f"{type(error).__name__}: {error}"
+        self.close()
+        return 0, {"error": why}
 
     def _login(self) -> None:
         """Log in with the key.
@@ -186,13 +227,13 @@ class Connection:
             sock = self._way.sock if self._way is not None else None
             if status != 200 or not isinstance(sock, ssl.SSLSocket):
                 return
-            challenge = str(told.get("challenge"))
+            challenge = told.get("challenge", "")
             signature = self.key.sign(message(challenge, sock.getpeercert(binary_form=True) or b""))
             words = {"device": self.key.fingerprint, "challenge": challenge, "signature": signature}
             status, told = self._once("POST", "/v1/login", body=json.dumps(words).encode())
             if status == 403:
                 raise TransportError(REFUSED)
-            self._token = str(told.get("token", ""))
+            self._token = told.get("token", "")
 
     def _once(
         self,
@@ -219,7 +260,7 @@ class Connection:
         answer = way.getresponse()
         self.contact = time.monotonic()
         if to is not None and answer.status in (200, 206):
-            _write(answer, to, most, "wb" if answer.status == 200 else "ab")
+            _write(answer, to, most, answer.status == 206)
             return answer.status, {}
         text = answer.read(most + 1)
         if len(text) > most:
@@ -232,7 +273,7 @@ class Connection:
             told = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise OSError(f"an answer that is no JSON: {type(error).__name__}") from None
-        return 200, told if isinstance(told, dict) else {}
+        return 200, _checked(told)
 
     def _connected(self, seconds: float) -> http.client.HTTPSConnection:
         if self._way is None:
@@ -255,17 +296,33 @@ class Connection:
         return way
 
 
-def _write(answer: http.client.HTTPResponse, path: Path, most: int, mode: str) -> None:
-    """Write an answer to a file, or add it, until the file has `most` bytes.
+def _write(answer: http.client.HTTPResponse, path: Path, most: int, more: bool) -> None:
+    """Write an answer to a file, or add it if it is `more` of it, until the file has `most` bytes.
 
     Raises:
         OSError: the answer is longer.
     """
-    with open(path, mode) as file:
+    with open(path, "ab" if more else "wb", opener=without_links) as file:
         while piece := answer.read(min(2**20, most - file.tell() + 1)):
             if file.tell() + len(piece) > most:
                 raise OSError("the server sends more bytes than it said")
             file.write(piece)
+
+
+def _checked(told: Any) -> dict[str, Any]:
+    """Return what the server said, if the parts that this module uses are such as a server says.
+
+    Raises:
+        OSError: it is not.
+    """
+    if not isinstance(told, dict):
+        raise OSError("an answer that is no table")
+    words, received = (told.get("challenge", ""), told.get("token", "")), told.get("received", 0)
+    if not all(isinstance(word, str) and word.isascii() and word.isprintable() for word in words):
+        raise OSError("an answer with words that are none")
+    if max(map(len, words)) > LONGEST_WORD or type(received) is not int or received < 0:
+        raise OSError("an answer with a word that is too long, or a number that is none")
+    return told
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,9 @@ a connection that breaks costs only what was under way.
 """
 
 import asyncio
+import fcntl
 import hashlib
+import resource
 import socket
 import sqlite3
 import ssl
@@ -29,8 +31,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
 from polyfed.transport.logins import Keys, Logins
-from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting, ring
-from polyfed.transport.web import Chain, public_config, refuse
+from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
+from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
 
 WAIT_SECONDS = 25.0
 """How long a call waits for a request. Many proxies end a silent connection after 30 or 60 seconds."""
@@ -38,8 +40,12 @@ WAIT_SECONDS = 25.0
 AWAY_SECONDS = 5.0
 """A device is online while one of its calls goes on, and for so long afterwards."""
 
-LARGEST_LOGIN = 2**12
-"""Largest size in bytes of the body of a login."""
+LARGEST_LOGIN, LOGIN_SECONDS = 2**12, 20.0
+"""Largest size in bytes of the body of a login, and within how many seconds the body must have come."""
+
+CALLS, CALLS_PER_SECOND = 500.0, 100.0
+"""Calls that a device may make at once, and afterwards per second. Later ones wait, so that no device takes all of the
+server's time. A small task takes four calls, and a device at least 0.1 seconds."""
 
 LARGEST_PIECE, DRAIN_SECONDS = 2**23, 20.0
 """Most bytes that are read of a piece of a reply that is refused, and for how long."""
@@ -60,17 +66,26 @@ class Hub:
         queue: the requests and replies.
         keys: the keys of the devices that may take part.
         certificates: returns the server's certificates (DER) that a device may have seen.
+        admit: called with the other end of a connection and the device that has made a call on it.
     """
 
-    def __init__(self, queue: Queue, keys: Keys, certificates: Callable[[], Sequence[bytes]]) -> None:
-        self.queue, self.logins, self.certificates = queue, Logins(keys), certificates
+    def __init__(
+        self,
+        queue: Queue,
+        keys: Keys,
+        certificates: Callable[[], Sequence[bytes]],
+        admit: Callable[[Peer, str], None] = lambda peer, device: None,
+    ) -> None:
+        self.queue, self.logins, self.certificates, self.admit = queue, Logins(keys), certificates, admit
         self.ended = False
         self.online: dict[str, float] = {}  # device -> time of its last contact
         self._calls: Counter[str] = Counter()  # calls of each device that go on
         self._wake: dict[str, asyncio.Event] = {}  # device -> its call waits for a request
-        self._uploads: set[str] = set()  # requests to which a reply is arriving
+        self._uploads: dict[str, object] = {}  # request -> the newest call that sends its reply
+        self._quota: dict[str, tuple[float, float]] = {}  # device -> calls that it may make at once, and since when
         self._open = Router(
-            [Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])]
+            [Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])],
+            redirect_slashes=False,
         )
         self._closed = Router(
             [
@@ -78,7 +93,8 @@ class Hub:
                 Route("/v1/requests/{request}", self._is_open),
                 Route("/v1/requests/{request}/{part:str}", self._part),
                 Route("/v1/replies/{request}", self._reply, methods=["PUT"]),
-            ]
+            ],
+            redirect_slashes=False,
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -90,11 +106,13 @@ class Hub:
                 await self._open(scope, receive, send)
                 return
             scope["device"] = device = self._known(scope)
+            self.admit(scope["client"], device)
             with self._contact(device):
+                await self._turn(device)
                 await self._answered(scope, receive, send)
         except HTTPException as error:
             await refuse(send, error.status_code, error.detail)
-        except (OSError, sqlite3.Error) as error:  # such as a full disk; devices try again
+        except (OSError, sqlite3.Error, RuntimeError) as error:  # a full disk, a file that is gone; devices try again
             LOGGER.warning("a call failed: %s", error)
             with suppress(RuntimeError):  # the answer has begun
                 await refuse(send, 503, "the server cannot do this now")
@@ -122,6 +140,15 @@ class Hub:
             with suppress(TimeoutError):
                 await asyncio.wait_for(drained(), DRAIN_SECONDS)
             raise
+
+    async def _turn(self, device: str) -> None:
+        """Let a device that makes many calls wait."""
+        now = time.monotonic()
+        left, since = self._quota.get(device, (CALLS, now))
+        left = min(CALLS, left + (now - since) * CALLS_PER_SECOND) - 1
+        self._quota[device] = left, now
+        if left < 0:
+            await asyncio.sleep(-left / CALLS_PER_SECOND)
 
     def _known(self, scope: Any) -> str:
         """Return the device that makes a call.
@@ -156,12 +183,14 @@ class Hub:
 
     async def _login(self, call: Request) -> Response:
         try:
-            told = parse_json(await _body(call, LARGEST_LOGIN))
+            told = parse_json(await asyncio.wait_for(_body(call, LARGEST_LOGIN), LOGIN_SECONDS))
             device, challenge, signature = words = [told[name] for name in ("device", "challenge", "signature")]
             if not all(isinstance(word, str) and word.isascii() for word in words):
                 raise ValueError("no text")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, TimeoutError) as error:
             raise HTTPException(400, "this is no login") from error
+        if self.logins.crowded(device):
+            raise HTTPException(429, "this device has logged in too often")
         if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
             raise HTTPException(403, "the key is not registered, or the signature is wrong")
         return JSONResponse({"token": token})
@@ -172,7 +201,7 @@ class Hub:
         gone = asyncio.ensure_future(_disconnected(call))
         self._wake[device] = wake = asyncio.Event()
         try:
-            while True:
+            while device in self.logins.keys.known:
                 wake.clear()
                 if (found := self.queue.next_for(device)) is not None:
                     return JSONResponse(_offer(found, self.queue))
@@ -181,18 +210,25 @@ class Hub:
                 rung.cancel()
                 if gone.done() or self.ended or time.monotonic() >= end:
                     return Response(status_code=204)
+            raise HTTPException(401, "the key is not registered any more")
         finally:
             gone.cancel()
             if self._wake.get(device) is wake:
                 del self._wake[device]
 
     async def _is_open(self, call: Request) -> Response:
-        """Say whether anybody still waits for the reply to a request."""
-        return JSONResponse({"open": self._own(call).state == OPEN})
+        """Say whether anybody waits for the reply to a request, whether it has come, and how much of it."""
+        found = self._own(call)
+        part = self.queue.reply(found.id, "part")
+        received = part.stat().st_size if part.exists() else 0
+        told = {"open": found.state == OPEN, "answered": found.state == ANSWERED, "received": received}
+        return JSONResponse(told)
 
     async def _part(self, call: Request) -> Response:
         """Send the body or the app of a request; a range if the call asks for one."""
         found = self._own(call)
+        if "," in call.headers.get("range", ""):
+            raise HTTPException(400, "a call asks for one range")
         name = {"body": found.body, "app": found.app}.get(call.path_params["part"])
         path = self.queue.file(found.run, name or "none")
         if found.state != OPEN or not path.is_file():
@@ -205,42 +241,54 @@ class Hub:
         offset, size, digest = _numbers(call)
         if size > found.most:
             raise HTTPException(413, f"a reply to this request has at most {found.most} bytes")
+        part = self.queue.reply(found.id, "part")
+        if found.state != OPEN:
+            part.unlink(missing_ok=True)
         if found.state == ANSWERED:
             return JSONResponse({"received": size})  # the answer to the last piece was lost
         if found.state != OPEN:
             self.queue.too_late(found)
             raise HTTPException(410, "nobody waits for this reply any more")
-        if found.id in self._uploads:
-            raise HTTPException(429, "another call sends this reply")
-        self._uploads.add(found.id)
+        self._uploads[found.id] = mine = object()  # an older call may be of a connection that has broken
         try:
-            received = await self._take(call, self.queue.reply(found.id, "part"), offset, size)
+            received = await self._take(call, part, offset, size, lambda: self._uploads.get(found.id) is mine)
             if received == size:
+                del self._uploads[found.id]
                 await self._complete(found, digest)
             return JSONResponse({"received": received})
         finally:
-            self._uploads.discard(found.id)
+            if self._uploads.get(found.id) is mine:
+                del self._uploads[found.id]
+            now = self.queue.find(found.id)
+            if now is None or now.state != OPEN:  # it was closed meanwhile, and `shut` came before us
+                part.unlink(missing_ok=True)
 
-    async def _take(self, call: Request, part: Path, offset: int, size: int) -> int:
+    async def _take(self, call: Request, part: Path, offset: int, size: int, newest: Callable[[], bool]) -> int:
         """Add a piece to the file of a reply, and return the size of the file.
 
-        A piece that begins elsewhere than at the end of the file adds nothing.
+        A piece that begins elsewhere than at the end of the file adds nothing, and neither does one of an older call.
         """
-        with open(part, "ab") as file:
-            if file.tell() != offset:
-                return min(file.tell(), size)
-            async for piece in call.stream():
-                if file.tell() + len(piece) > size:
+        with open(part, "ab", buffering=0) as file:  # so that an older call has nothing left to write when it ends
+            fits = file.tell() == offset
+            async for piece in call.stream():  # to its end, because the other side reads no answer before
+                if not newest():
+                    raise HTTPException(429, "another call sends this reply")
+                if fits and file.tell() + len(piece) > size:
                     raise HTTPException(413, f"this reply has {size} bytes")
-                file.write(piece)
-            return file.tell()
+                while fits and piece:
+                    piece = piece[file.write(piece) :]
+            return min(file.tell(), size)
 
     async def _complete(self, found: Waiting, digest: str) -> None:
         """Check the digest of a whole reply, and hand the reply to the run."""
-        part = self.queue.reply(found.id, "part")
-        if await asyncio.to_thread(_digest_of, part) != digest:
-            part.unlink()
+        part, whole = self.queue.reply(found.id, "part"), self.queue.reply(found.id, "whole")
+        part.rename(whole)  # no call adds to it any more
+        if await asyncio.to_thread(_digest_of, whole) != digest:
+            whole.unlink(missing_ok=True)
             raise HTTPException(422, "the reply has another digest")
+        if found.device not in self.logins.keys.known:
+            whole.unlink(missing_ok=True)
+            raise HTTPException(401, "the key is not registered any more")
         if not self.queue.deliver(found):
             found = self.queue.find(found.id) or found
             self.queue.too_late(found)
@@ -278,6 +326,7 @@ class Hub:
         for device in gone:
             LOGGER.info("device %s is offline", device)
             del self.online[device], self._calls[device]
+            self._quota.pop(device, None)
 
     def _rung(self, bell: Bell) -> None:
         bell.drain()
@@ -292,9 +341,8 @@ class Hub:
 
     def facts(self) -> dict[str, Any]:
         """Return facts for the status page: see `polyfed.deploy.server.monitor.status_of`."""
-        known = self.logins.keys.known.keys()
-        nodes = {"registered": len(known), "online": len(self.online)}
-        return {"nodes": nodes, "away": sorted(known - self.online.keys())}
+        known, online = set(self.logins.keys.known), set(self.online)  # copies: another thread may ask
+        return {"nodes": {"registered": len(known), "online": len(online)}, "away": sorted(known - online)}
 
 
 def _offer(found: Waiting, queue: Queue) -> dict[str, Any]:
@@ -372,40 +420,53 @@ class HubServer:
         daily: called once a day, for example to renew the certificate.
 
     Raises:
-        RecipeError: another server uses the folder.
+        RecipeError: another server uses the folder, or it cannot listen there.
     """
 
     def __init__(self, credentials: Path, host: str, port: int, daily: Callable[[], None] = lambda: None) -> None:
         self.credentials, self.daily = credentials, daily
         queue = Queue(credentials / "queue")
-        if ring(queue.bell(SERVER)):
-            raise RecipeError(f"another server uses {credentials}; end it first")
+        self._lock = open(queue.folder / "server.lock", "wb")  # noqa: SIM115  for the life of the server
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.socket = Listener(host, port)  # now, so that the command ends if the port is taken
+        except BlockingIOError:
+            self._lock.close()
+            raise RecipeError(f"another server uses {credentials}; end it first") from None
+        except RecipeError:
+            self._lock.close()
+            raise
         self.bell = Bell(queue.bell(SERVER))
         queue.nobody_is_online()
         queue.tidy()
         keys = Keys(credentials)
         keys.look()
         self.seen = [_certificate(credentials)]
-        self.hub = Hub(queue, keys, lambda: self.seen)
+        self.hub = Hub(queue, keys, lambda: self.seen, self.socket.admit)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
-        self.socket = self.server.config.bind_socket()  # now, so that the command ends if the port is taken
-        self.socket.listen()
         self.others: list[uvicorn.Server] = []
 
     def add(self, app: Any, host: str, port: int, *, tls: bool) -> None:
-        """Serve another web application in a thread."""
+        """Serve another web application in a thread.
+
+        Raises:
+            RecipeError: it cannot listen there.
+        """
+        sockets: list[socket.socket] = [Listener(host, port)]
         self.others.append(uvicorn.Server(self._config(app, host, port, tls=tls)))
-        sockets = [self.others[-1].config.bind_socket()]
         Thread(target=self.others[-1].run, kwargs={"sockets": sockets}, daemon=True).start()
 
     def run(self) -> None:
         """Serve until a signal ends this process, or `server.should_exit` is set."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection is a file
         try:
             asyncio.run(self._serve())
         finally:
             self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
             self.bell.close()
             self.hub.queue.close()
+            self._lock.close()
 
     async def _serve(self) -> None:
         tasks = [asyncio.create_task(self.hub.look(self.bell)), asyncio.create_task(self._care())]
@@ -431,7 +492,7 @@ class HubServer:
                     self.daily()
                 chain.reload()
                 if (certificate := _certificate(self.credentials)) not in self.seen:
-                    self.seen.append(certificate)
+                    self.seen = [*self.seen[-1:], certificate]  # a connection may be of the time before a renewal
                 self.hub.logins.keys.look()
                 if time.monotonic() - tidied > TIDY_SECONDS:
                     tidied = time.monotonic()
@@ -451,5 +512,6 @@ _LOG: dict[str, Any] = {
     "disable_existing_loggers": False,
     "formatters": {"lines": {"()": LogLines, "role": "hub"}},
     "handlers": {"lines": {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"}},
-    "loggers": {"uvicorn": {"handlers": ["lines"], "level": "WARNING", "propagate": False}},
+    # no warnings: strangers could fill the disk with them
+    "loggers": {"uvicorn": {"handlers": ["lines"], "level": "ERROR", "propagate": False}},
 }

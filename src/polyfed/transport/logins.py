@@ -31,6 +31,9 @@ from polyfed.core.system.log_lines import logger_of
 CHALLENGE_SECONDS = 60.0
 """How long a device may take to sign a challenge."""
 
+MOST_LOGINS = 20
+"""Most logins of a device within about `CHALLENGE_SECONDS`. It needs one each time it or the server starts."""
+
 KEPT_TOKENS = 10_000
 """Number of replaced tokens that the server remembers, to tell their holders why they are refused."""
 
@@ -82,6 +85,9 @@ class PrivateKey:
         return base64.b64encode(signed).decode()
 
 
+_NOBODY = ec.generate_private_key(ec.SECP384R1()).public_key()
+
+
 @dataclass
 class Keys:
     """The public keys of the devices that may take part, one in each file `*.pub` of a folder.
@@ -120,15 +126,15 @@ class Keys:
             logger.warning("the key %s is revoked, because its file *.pub is gone", name)
 
     def signed(self, device: str, text: bytes, signature: str) -> bool:
-        """Return whether a device has signed a text."""
-        key = self.known.get(device)
+        """Return whether a device has signed a text. It takes as long for a device that is not known."""
+        key = self.known.get(device, _NOBODY)
         try:
             made = base64.b64decode(signature, validate=True)
             if isinstance(key, ec.EllipticCurvePublicKey):
                 key.verify(made, text, ec.ECDSA(SHA256()))
-            elif key is not None:
+            else:
                 key.verify(made, text)
-            return key is not None
+            return device in self.known
         except (InvalidSignature, Base64Error, ValueError):
             return False
 
@@ -143,7 +149,7 @@ class Logins:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self._secret = secrets.token_bytes(32)
-        self._used: dict[str, float] = {}
+        self._used: dict[str, tuple[float, str]] = {}  # challenge -> when it ends, and who has signed it
         self._device: dict[bytes, str] = {}  # digest of each token -> its device
         self._token: dict[str, bytes] = {}  # device -> digest of its token
         self._replaced: dict[bytes, None] = {}
@@ -163,12 +169,12 @@ class Logins:
         if not hmac.compare_digest(proof.encode(), self._proof(text).encode()):
             return ""
         now, made = time.monotonic(), float(text.partition("-")[0])
-        self._used = {used: end for used, end in self._used.items() if end > now}
+        self._used = {used: (end, who) for used, (end, who) in self._used.items() if end > now}
         if now - made > CHALLENGE_SECONDS or challenge in self._used:
             return ""
         if not any(self.keys.signed(device, message(challenge, seen), signature) for seen in certificates):
             return ""
-        self._used[challenge] = made + CHALLENGE_SECONDS + 1
+        self._used[challenge] = made + CHALLENGE_SECONDS + 1, device
         token = secrets.token_hex(32)
         if (old := self._token.get(device)) is not None:
             del self._device[old]
@@ -178,6 +184,11 @@ class Logins:
         self._token[device] = _digest(token)
         self._device[_digest(token)] = device
         return token
+
+    def crowded(self, device: str) -> bool:
+        """Return whether a device has logged in so often that it must wait."""
+        now = time.monotonic()
+        return sum(end > now and who == device for end, who in self._used.values()) >= MOST_LOGINS
 
     def device_of(self, token: str) -> str:
         """Return the device that holds a token, or "" if nobody does, or its key is no longer registered."""

@@ -141,6 +141,7 @@ class Queue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder.chmod(0o700)  # it may come from a copy
         path = self.folder / "queue.sqlite3"  # a server may be made in one thread and serve in another
         self._rows = sqlite3.connect(path, LOCK_SECONDS, isolation_level=None, check_same_thread=False)
         self._rows.execute("PRAGMA journal_mode = WAL")
@@ -173,7 +174,7 @@ class Queue:
         return self.folder / f"{run}.{name}"
 
     def reply(self, request: str, kind: str = "reply") -> Path:
-        """Return the path of the reply to a request, or of the part of it that has come (`kind="part"`)."""
+        """Return the path of the reply to a request, or to what has come of it: a `part`, or the `whole`, unchecked."""
         assert REQUEST.fullmatch(request), "a name that this queue has made"
         return self.folder / f"{request}.{kind}"
 
@@ -240,6 +241,9 @@ class Queue:
                 "UPDATE requests SET state = ?, since = ? WHERE id = ? AND state = ?",
                 [(CLOSED, time.time(), name, OPEN) for name in requests],
             )
+        for name in requests:  # what a device has begun to send, which could otherwise fill the disk
+            for kind in ("part", "whole"):
+                self.reply(name, kind).unlink(missing_ok=True)
         carried = {name for row in self.states(run, [OPEN]).values() for name in (row.body, row.app)}
         for path in self.folder.glob(f"{run}.{'[0-9a-f]' * 64}"):
             if path.suffix.removeprefix(".") not in carried:
@@ -265,13 +269,15 @@ class Queue:
         return {device for (device,) in self._rows.execute("SELECT device FROM requests WHERE state = ?", (OPEN,))}
 
     def deliver(self, request: Waiting) -> bool:
-        """Hand the reply that lies in the file of the parts to the run. Return False if the request is closed."""
-        part = self.reply(request.id, "part")
-        part.rename(self.reply(request.id))
+        """Hand the `whole` reply to the run. Return False, and delete it, if the request is closed."""
+        whole, reply = self.reply(request.id, "whole"), self.reply(request.id)
         with self.transaction():
             done = self._rows.execute(
                 "UPDATE requests SET state = ? WHERE id = ? AND state = ?", (ANSWERED, request.id, OPEN)
             )
+            if done.rowcount:
+                whole.rename(reply)
+        whole.unlink(missing_ok=True)
         ring(self.bell(request.run))
         return done.rowcount == 1
 

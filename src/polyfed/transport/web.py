@@ -1,9 +1,11 @@
-"""A web server that other machines can reach: headers bounded in size and time, and a certificate that renews."""
+"""A web server that other machines can reach: bounded headers and connections, TLS 1.3, a certificate that renews."""
 
 import asyncio
+import resource
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,24 @@ import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from polyfed.core.errors import RecipeError
+
 LARGEST_HEAD = 2**15
 """Largest size in bytes of the headers of a call."""
 
 HEAD_SECONDS = 30
-"""Seconds within which the headers of a call must have come, so that nobody holds a connection without a call."""
+"""Seconds within which the headers of a call must have come, so that nobody holds a connection without a call. A body
+that the answer did not wait for gets as long."""
+
+MOST_STRANGERS, MOST_OF_ONE = 200, 4
+"""Most connections on which nobody has logged in, and most of one device. One more ends the oldest of its kind, so
+that whoever holds connections keeps nobody out. A device uses one; its others are left over from a broken line."""
+
+SILENT_SECONDS = 60
+"""A connection ends if the other machine acknowledges nothing for so long, because it has lost power, for example."""
+
+Peer = tuple[str, int]
+"""Address and port of the other end of a connection, as in the `client` of an ASGI scope."""
 
 
 async def refuse(send: Any, status: int, why: str) -> None:
@@ -91,8 +106,9 @@ class BoundedHead(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Start the clock when a call is awaited, and stop it when its headers have come."""
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+        """Start the clock when a call or the rest of an answered call is awaited, and stop it when it has come."""
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if not (answered or self.conn.their_state is h11.IDLE) or self.transport.is_closing():
             self._forget()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
@@ -103,7 +119,107 @@ class BoundedHead(H11Protocol):
             self._deadline = None
 
 
+class _Accepted(socket.socket):
+    """A connection that says when it is closed."""
+
+    ended: Callable[[], None]
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.ended()
+
+
+class Listener(socket.socket):
+    """A listening socket that keeps a bounded number of connections open.
+
+    Args:
+        host: address on which to listen.
+        port: port on which to listen; 0 for any.
+
+    Raises:
+        RecipeError: this machine has no such address, or the port is taken or not allowed.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__(family)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.bind((host, port))
+        except (OSError, OverflowError) as error:
+            self.close()
+            why = f"polyfed cannot listen on {host}, port {port}: {error}. Choose another (--host, --port, ...)"
+            raise RecipeError(why) from None
+        self.listen(2048)
+        self._open: dict[Peer, _Accepted] = {}
+        self._strangers: dict[Peer, None] = {}
+        self._of: dict[str, dict[Peer, None]] = {}  # device -> its connections
+
+    @override
+    def accept(self) -> tuple[socket.socket, Any]:
+        plain, address = super().accept()
+        made, peer = _Accepted(fileno=plain.detach()), (str(address[0]), int(address[1]))
+        made.ended = lambda: self._forget(peer, made)
+        _notice_silence(made)
+        self._open[peer] = made
+        self._strangers[peer] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            self._end(next(iter(self._strangers)))
+        if len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            self._end(peer)
+        return made, address
+
+    def admit(self, peer: Peer, device: str) -> None:
+        """Note that the calls of a connection come from a device that has logged in."""
+        mine = self._of.setdefault(device, {})
+        if peer not in self._open or peer in mine:
+            return
+        self._strangers.pop(peer, None)
+        mine[peer] = None
+        if len(mine) > MOST_OF_ONE:
+            self._end(next(iter(mine)))
+
+    def _end(self, peer: Peer) -> None:
+        """End a connection. Its transport notices that, and closes it."""
+        made = self._open[peer]
+        self._forget(peer, made)
+        with suppress(OSError):  # the other side has ended it
+            made.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, peer: Peer, made: _Accepted) -> None:
+        if self._open.get(peer) is not made:  # another connection has the same port by now
+            return
+        del self._open[peer]
+        self._strangers.pop(peer, None)
+        for device, mine in list(self._of.items()):
+            mine.pop(peer, None)
+            if not mine:
+                del self._of[device]
+
+
+def _notice_silence(made: socket.socket) -> None:
+    """Let the kernel end a connection whose other side is gone without a word."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENT_SECONDS // 2),
+        ("TCP_KEEPINTVL", SILENT_SECONDS // 6),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),
+    ):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """Return the configuration of a web server that other machines can reach. It limits the headers of a call."""
+    """Return the configuration of a web server that other machines can reach. It limits the headers of a call.
+
+    A header of the caller never changes who the caller is (`proxy_headers`).
+    """
     heads: dict[str, Any] = {"http": BoundedHead, "h11_max_incomplete_event_size": LARGEST_HEAD}
-    return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
+    more: dict[str, Any] = {"lifespan": "off", "proxy_headers": False, "server_header": False}
+    config = uvicorn.Config(app, host=host, port=port, **more, **heads, **common)
+    config.load()
+    if config.ssl is not None:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
+    return config

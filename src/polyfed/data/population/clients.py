@@ -41,7 +41,7 @@ class ClientsSpec:
             Python, also an object with the method `split`.
         num: Number of clients, by default 10. "by-client" and "silos" refuse it, since it follows from the data or from
             `silos`.
-        alpha: Concentration of the Dirichlet distribution, also of that which cuts natural clients into `shards`.
+        alpha: Concentration of the Dirichlet distribution, also with `shards`.
         min_size: Least number of rows of a client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": number of classes of each client; 3 in the FMML paper.
@@ -81,7 +81,7 @@ class ClientsSpec:
             "split_personal", those that the data marks; or "matched", drawn from the global test set in the proportions
             of the client's labels. None for none.
         test_clients: Natural clients whose rows are the global test set and do not train: a share, or a list of names
-            or numbers (in sorted order). All rows of the others that the data marks as test rows then train.
+            or numbers (in sorted order). Test rows of the other clients then train.
         folds: Number of parts into which the natural clients are divided at random; the rows of one are the global test
             set, as with `test_clients`.
         fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools

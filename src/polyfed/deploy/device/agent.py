@@ -5,6 +5,8 @@ process run the task (`polyfed.deploy.device.tasks`) and sends the reply. Severa
 example on a gateway. `polyfed device` starts it, with the configuration in an open file.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -13,17 +15,19 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Self
 
-from polyfed.core.errors import BadReply, PolyfedError, TransportError
+from polyfed.core.errors import BadReply, PolyfedError, RecipeError
+from polyfed.core.system.files import without_links
 from polyfed.core.system.log_lines import logger_of
 from polyfed.deploy.device.monitor import DeviceMonitor
-from polyfed.transport.connection import Connection
+from polyfed.transport.connection import TAKEN, TOO_LARGE, Connection
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.queue import REQUEST
 
@@ -42,6 +46,9 @@ LARGEST_HEADER = 2**22
 
 KEPT_APPS = 8
 """Number of recipes that stay in the state folder, so that not every request fetches its recipe."""
+
+PAUSE_SECONDS = 10.0
+"""How long a device waits after a message that it could not answer, and which the server will offer again."""
 
 LOST = "the process of its task was killed twice, for example because the device has too little memory"
 
@@ -184,6 +191,7 @@ class Offer:
             } if (
                 REQUEST.fullmatch(name)
                 and len(header) <= LARGEST_HEADER
+                and header.isascii()
                 and (_DIGEST.fullmatch(body) or not body_size)
                 and _DIGEST.fullmatch(app)
                 and min(body_size, app_size) >= 0
@@ -206,61 +214,75 @@ class Device:
     def __init__(self, connection: Connection, config: dict[str, Any], tasks: Tasks, limit: int, done: Any) -> None:
         self.connection, self.config, self.tasks, self.limit, self.done = connection, config, tasks, limit, done
         self.state = Path(config["state"])
-        self.failed = False
+        self.failed = 0
 
     def run(self) -> None:
         """Answer requests until the process ends, or the server refuses this device."""
         try:
-            while True:
-                self._turn()
+            with alone_in(self.state):
+                while True:
+                    self._turn()
         except InterruptedError:
             return
         except PolyfedError as error:
-            self.failed = True
+            self.failed = error.exit_code
             LOGGER.error("client %s: %s", self.config.get("client"), error)
         finally:
             self.connection.close()
 
     def _turn(self) -> None:
-        """Wait for a request, and answer it. A mistake of the server or a full disk does not end the device."""
-        told = self.connection.next()
-        if told is None:
-            return
+        """Wait for a request, and answer it. No message of the server ends the device, and neither does a full disk."""
         try:
-            self._answer(Offer.read(told))
-        except InterruptedError:
+            if (told := self.connection.next()) is not None:
+                self._answer(Offer.read(told))
+        except (InterruptedError, PolyfedError):
             raise
         except (BadReply, OSError) as error:
             LOGGER.warning("client %s could not answer: the message %s", self.config.get("client"), error)
-            self.connection.stop.wait(10.0)  # the server offers it again
+            self.connection.stop.wait(PAUSE_SECONDS)  # the server offers it again
+        except Exception:  # a fault of polyfed, but the other devices of this process, and later requests, go on
+            LOGGER.exception("client %s could not answer", self.config.get("client"))
+            self.connection.stop.wait(PAUSE_SECONDS)
 
     def _answer(self, offer: Offer) -> None:
         self.tasks.prepare()
-        place = self.state / "messages" / offer.id
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place = private_folder(private_folder(self.state / "messages") / offer.id)
         for old in place.parent.iterdir():  # a folder that is left is of a process that was killed
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
+        reply, stamp = place / "reply", place / "stamp"
         # the reply exists if an earlier process was killed while it sent the reply
-        done = (place / "reply").exists() or self._worked(offer, place)
-        if not done or not self.connection.send(offer.id, place / "reply"):
+        if reply.exists() and not (stamp.exists() and stamp.read_text() == self._stamp()):
+            reply.unlink()  # the owner has changed the policy since
+        sent = TAKEN if reply.exists() or self._worked(offer, place) else ""
+        if sent and (sent := self.connection.send(offer.id, reply)) == TOO_LARGE:
+            why = f"the reply is too large: {reply.stat().st_size} bytes, more than [deployment] message_megabytes"
+            reply.unlink()
+            sent = self.connection.send(offer.id, reply) if self._ran(offer, place, [why]) else ""
+        if sent != TAKEN:
             LOGGER.warning("client %s gives up a task: nobody waits for its reply any more", self.config.get("client"))
         shutil.rmtree(place, ignore_errors=True)
 
+    def _stamp(self) -> str:
+        """Return a digest of the configuration and the policy, under which a reply was made."""
+        policy = self.config.get("policy")
+        text = Path(policy).read_bytes() if policy and Path(policy).is_file() else b""
+        return hashlib.sha256(json.dumps(self.config).encode() + b"\0" + text).hexdigest()
+
     def _fetched(self, offer: Offer, place: Path) -> str | None:
         """Write what a request carries to files. Return why it is refused, or "", or None if nobody waits for it."""
-        (place / "header").write_text(offer.header, encoding="utf-8")
-        apps, (app, app_size), (body, size) = self.state / "apps", offer.app, offer.body
+        with open(place / "header", "w", encoding="ascii", opener=without_links) as file:
+            file.write(offer.header)
+        apps, (app, app_size), (body, size) = private_folder(self.state / "apps"), offer.app, offer.body
         if app_size > LARGEST_APP or size > self.limit:
             most = LARGEST_APP if app_size > LARGEST_APP else self.limit
             return f"the message is too large: {max(app_size, size)} bytes, and this device fetches at most {most}"
-        apps.mkdir(exist_ok=True, mode=0o700)
-        if not (apps / app).exists():
-            part = apps / f"{app}.part"
+        if not _holds(apps / app, app):
+            part = place / "app"  # here, as the folder of the message goes with it
             if not self.connection.fetch(offer.id, "app", app, app_size, part):
                 return None
             part.rename(apps / app)
-            for old in sorted(apps.iterdir(), key=lambda one: one.stat().st_mtime)[:-KEPT_APPS]:
+            for old in sorted(apps.iterdir(), key=lambda one: one.lstat().st_mtime)[:-KEPT_APPS]:
                 old.unlink()
         os.utime(apps / app)
         if size and not self.connection.fetch(offer.id, "body", body, size, place / "body"):
@@ -275,19 +297,74 @@ class Device:
             if not self.connection.is_open(offer.id):
                 return False
         try:
-            for why in (refusal, refusal, LOST):  # once more, because the same task gives the same reply
-                task = {"folder": str(place), "app": str(self.state / "apps" / offer.app[0])}
-                running = self.tasks.begin(**task, config=self.config, refusal=why)
-                while not running.ended.wait(LOOK_SECONDS):
-                    if not self.connection.is_open(offer.id):
-                        self.tasks.cancel(running)
-                        return False
-                self.done(running.facts or {})
-                if (place / "reply").exists():
-                    return True
+            return self._ran(offer, place, [refusal, refusal, LOST])  # again, as the same task gives the same reply
         finally:
             self.tasks.slots.release()
+
+    def _ran(self, offer: Offer, place: Path, tries: list[str]) -> bool:
+        """Run the task of a request, once for each reason to refuse it, until there is a reply; see `_worked`.
+
+        Raises:
+            OSError: the process of the task died each time.
+        """
+        for why in tries:
+            with open(place / "stamp", "w", opener=without_links) as file:
+                file.write(self._stamp())
+            task = {"folder": str(place), "app": str(self.state / "apps" / offer.app[0])}
+            running = self.tasks.begin(**task, config=self.config, refusal=why)
+            while not running.ended.wait(LOOK_SECONDS):
+                if not self.connection.is_open(offer.id):
+                    self.tasks.cancel(running)
+                    return False
+            self.done(running.facts or {})
+            if (place / "reply").exists():
+                return True
         raise OSError("was not answered, because its process is killed again and again")
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can read, unless it exists, and return its path.
+
+    Raises:
+        OSError: it is a link, or no folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fchmod(number, 0o700)
+    finally:
+        os.close(number)
+    return path
+
+
+@contextmanager
+def alone_in(state: Path) -> Iterator[None]:
+    """Keep the state folder of a device from other processes.
+
+    Raises:
+        RecipeError: another process uses it, or it cannot be used.
+    """
+    try:
+        file = open(private_folder(state) / "agent.lock", "wb", opener=without_links)  # noqa: SIM115  closed below
+    except OSError as error:
+        raise RecipeError(f"{state} cannot be used: {error}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = f"another process uses {state}; end it, or give this device another folder (state)"
+            raise RecipeError(why) from None
+        yield
+
+
+def _holds(path: Path, sha256: str) -> bool:
+    """Return whether a file has this digest. One that was written before the power failed may not."""
+    try:
+        with open(path, "rb", opener=without_links) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except OSError:
+        return False
 
 
 def main(number: int) -> int:
@@ -318,7 +395,7 @@ def main(number: int) -> int:
             monitor.wait(1.0) if monitor is not None else stop.wait(1.0)
     finally:
         tasks.close()
-    return TransportError.exit_code if any(device.failed for device in devices) else 0
+    return next((device.failed for device in devices if device.failed), 0)
 
 
 if __name__ == "__main__":

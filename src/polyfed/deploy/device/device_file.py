@@ -100,8 +100,10 @@ def device_file(path: Path) -> dict[str, Any]:
             devices.append(_one_device(one, folder, f"[[device]] {number}"))
         except PolyfedError as error:
             faults.append(str(error))
-    if twice := [key for key, count in Counter(one["key"] for one in devices).items() if count > 1]:
-        faults.append(f"several devices have the key {', '.join(twice)}; each needs its own")
+    paths = {"key": [one["key"] for one in devices], "state": [one["config"]["state"] for one in devices]}
+    for name, used in paths.items():
+        if twice := [path for path, count in Counter(used).items() if count > 1]:
+            faults.append(f"several devices have the {name} {', '.join(twice)}; each needs its own {name}")
     ca = folder / (general.ca if general is not None else General.ca)
     if not ca.is_file():
         faults.append(f"ca: {ca} is not there; copy ca.pem from the server")

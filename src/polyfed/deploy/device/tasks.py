@@ -29,6 +29,9 @@ from polyfed.federation.wire_format import Packet, framed, header_of
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""
 
+LARGEST_RECIPE = 2**20
+"""Largest size in bytes of a recipe. Reading TOML of this size takes about a second, and 100 MB."""
+
 MOST_TASKS = 200
 """A worker ends after so many tasks, so that what they leave in its memory does not grow."""
 
@@ -158,7 +161,10 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
         reply = reason(FAILED, _request_id(header), f"client {task['config'].get('client')}: {task['refusal']}")
     else:
         packet = Packet(header, body.read_bytes() if body.exists() else b"")
-        reply = Deployed(unpacked(Path(task["app"]), folder))(packet, task["config"])
+        try:
+            reply = Deployed(unpacked(Path(task["app"]), folder))(packet, task["config"])
+        except BadReply as error:
+            reply = reason(FAILED, _request_id(header), f"the message {error}")
     draft = folder / f"{REPLY}.draft"
     draft.write_bytes(framed(reply))
     draft.rename(folder / REPLY)
@@ -172,9 +178,15 @@ def packed(recipe: str, model: str) -> bytes:
 
 
 def unpacked(app: Path, folder: Path) -> Path:
-    """Write what `packed` has joined to files in a folder, and return the path of the recipe."""
+    """Write what `packed` has joined to files in a folder, and return the path of the recipe.
+
+    Raises:
+        BadReply: it is not what `packed` makes, or the recipe is too large.
+    """
     content = app.read_bytes()
     end = 4 + int.from_bytes(content[:4], "little")
+    if not 4 < end <= min(len(content), 4 + LARGEST_RECIPE):
+        raise BadReply(f"has no recipe, or one of more than {LARGEST_RECIPE} bytes")
     (folder / RECIPE).write_bytes(content[4:end])
     if model := content[end:]:
         (folder / APP_COPY).write_bytes(model)
