@@ -1,8 +1,10 @@
 """Tasks of a device whose process dies, or that nobody waits for any more. The tasks are those of this file."""
 
 import hashlib
+import io
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -219,6 +221,64 @@ def test_the_process_of_tasks_ends_when_it_is_idle(tasks: Tasks, tmp_path: Path)
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     assert process.poll() == 0
+
+
+def told_by(host: Any, task: int, app: str) -> Any:
+    """What a worker says about a task."""
+    host._begin({"task": task, "app": f"/state/apps/{app}"})
+    (worker,) = [worker for worker in host.workers.values() if worker.task]
+    select.select([worker.up], [], [], 20)
+    host._heard(worker)
+    return json.loads(host.lines.getvalue().splitlines()[-1])
+
+
+def test_no_task_finds_what_one_of_another_recipe_left(monkeypatch: Any) -> None:
+    """Nor does a worker do tasks without end."""
+    from polyfed.deploy.device import tasks as process
+
+    left = list[int]()
+
+    def answer(task: Any) -> dict[str, Any]:
+        left.append(task["task"])
+        return {"process": os.getpid(), "left": left}
+
+    monkeypatch.setattr(process, "answer", answer)
+    monkeypatch.setattr(process, "MOST_TASKS", 2)
+    host = process.Host(io.StringIO())
+    first, again = told_by(host, 1, "a"), told_by(host, 2, "a")
+    assert (again["process"], again["left"]) == (first["process"], [1, 2])
+    more, other = told_by(host, 3, "a"), told_by(host, 4, "b")
+    assert [one["left"] for one in (more, other)] == [[3], [4]]
+    assert len({one["process"] for one in (first, more, other)}) == 3
+    for one in (first, more):
+        with pytest.raises(ProcessLookupError):
+            os.kill(one["process"], 0)
+    for worker in list(host.workers.values()):
+        host._end(worker)
+    assert left == []
+
+
+RECIPES = {
+    "nothing": b"",
+    "no length": b"\x01",
+    "a length beyond the end": b"\xff\xff\xff\x7frounds = 1",
+    "an empty recipe": b"\x00\x00\x00\x00model",
+    "a long recipe": (2**20 + 1).to_bytes(4, "little") + b"#" * (2**20 + 1),
+}
+
+
+@pytest.mark.parametrize("how", RECIPES)
+def test_an_app_that_polyfed_did_not_write_is_refused_with_a_reason(how: str, tmp_path: Path) -> None:
+    from polyfed.deploy.device.tasks import answer
+    from polyfed.federation.wire_format import Packet, unframed
+
+    (tmp_path / "app").write_bytes(RECIPES[how])
+    (tmp_path / "header").write_text("{}")
+    told = answer({"folder": str(tmp_path), "app": str(tmp_path / "app"), "config": {"client": 0}, "refusal": ""})
+    reply = unframed((tmp_path / "reply").read_bytes())
+    assert isinstance(reply, Packet)
+    assert told["verdict"] == reply.header["verdict"] == "failed"
+    assert "has no recipe, or one of more than 1048576 bytes" in reply.header["reason"]
 
 
 def main() -> None:

@@ -62,18 +62,28 @@ class OwnFederation:
         folder: a folder for everything.
         rounds: number of rounds of the recipe.
         together: whether the devices share one process.
+        recipe: another recipe.
+        more: client -> further lines of its [[device]] table.
     """
 
-    def __init__(self, folder: Path, rounds: int, *, together: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rounds: int,
+        *,
+        together: bool = False,
+        recipe: str = "",
+        more: Callable[[int], str] = lambda client: "",
+    ) -> None:
         self.folder, self.processes = folder, dict[str, subprocess.Popen[bytes]]()
         self.recipe = folder / "recipe.toml"
-        self.recipe.write_text(RECIPE.format(rounds=rounds))
+        self.recipe.write_text(recipe or RECIPE.format(rounds=rounds))
         self.app, made = write_app(self.recipe, folder / "app"), load_recipe(self.recipe)
         self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
         write_credentials(self.credentials, len(self.places))
         (self.port,) = free_ports(1)
         head = f'server = "127.0.0.1:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
-        tables = [self._table(number, place) for number, place in enumerate(self.places)]
+        tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
         self.files = (
             {"devices": head + "".join(tables)}
             if together
@@ -150,7 +160,7 @@ class OwnFederation:
 def begun(tmp_path: Path) -> Iterator[Callable[..., OwnFederation]]:
     made: list[OwnFederation] = []
 
-    def begin(rounds: int, **more: bool) -> OwnFederation:
+    def begin(rounds: int, **more: Any) -> OwnFederation:
         made.append(OwnFederation(tmp_path, rounds, **more))
         made[-1].began()
         return made[-1]

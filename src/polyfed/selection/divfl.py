@@ -70,8 +70,8 @@ class DivFl(Selector):
             requests of the cohort in every round.
         greedy: `full` tries every client in each pass, `lazy` makes the same choice with fewer evaluations,
             `stochastic` tries max(b, N / 10) random ones, for a cohort of b from N clients.
-        weights: weights of the chosen clients in the mean: `samples`, the method's own, or `clusters`, the number of
-            clients to which a chosen one is nearest (in the paper, but commented out in its code).
+        weights: weights of the chosen clients in the mean: `samples`, the method's, or `clusters`, the number of
+            clients to which a chosen one is nearest.
         sketch: size to which vectors are projected; 0 does not project them.
         train: the options of [train] for the local training that computes `delta` in the first round.
     """

@@ -289,7 +289,7 @@ class Hub:
         if found.device not in self.logins.keys.known:
             whole.unlink(missing_ok=True)
             raise HTTPException(401, "the key is not registered any more")
-        if not self.queue.deliver(found):
+        if not self.queue.deliver(found, "whole"):
             found = self.queue.find(found.id) or found
             self.queue.too_late(found)
             raise HTTPException(410, "nobody waits for this reply any more")
@@ -453,8 +453,9 @@ class HubServer:
             RecipeError: it cannot listen there.
         """
         sockets: list[socket.socket] = [Listener(host, port)]
-        self.others.append(uvicorn.Server(self._config(app, host, port, tls=tls)))
-        Thread(target=self.others[-1].run, kwargs={"sockets": sockets}, daemon=True).start()
+        self.others.append(server := uvicorn.Server(self._config(app, host, port, tls=tls)))
+        # with asyncio's own loop: uvloop, which `Server.run` takes if it is there, would not ask the listener
+        Thread(target=lambda: asyncio.run(server.serve(sockets)), daemon=True).start()
 
     def run(self) -> None:
         """Serve until a signal ends this process, or `server.should_exit` is set."""
@@ -474,6 +475,8 @@ class HubServer:
         await self.server.serve([self.socket])
         for task in tasks:
             task.cancel()
+        for other in self.others:
+            other.should_exit = True
 
     def _config(self, app: Any, host: str, port: int, *, tls: bool) -> uvicorn.Config:
         files = {"ssl_keyfile": self.credentials / "server.key", "ssl_certfile": self.credentials / "server.pem"}

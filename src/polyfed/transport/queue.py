@@ -268,16 +268,16 @@ class Queue:
         """Return the devices for which there is an open request."""
         return {device for (device,) in self._rows.execute("SELECT device FROM requests WHERE state = ?", (OPEN,))}
 
-    def deliver(self, request: Waiting) -> bool:
-        """Hand the `whole` reply to the run. Return False, and delete it, if the request is closed."""
-        whole, reply = self.reply(request.id, "whole"), self.reply(request.id)
+    def deliver(self, request: Waiting, kind: str = "part") -> bool:
+        """Hand the reply in the file of this kind to the run. Return False, and delete it, if the request is closed."""
+        came, reply = self.reply(request.id, kind), self.reply(request.id)
         with self.transaction():
             done = self._rows.execute(
                 "UPDATE requests SET state = ? WHERE id = ? AND state = ?", (ANSWERED, request.id, OPEN)
             )
             if done.rowcount:
-                whole.rename(reply)
-        whole.unlink(missing_ok=True)
+                came.rename(reply)
+        came.unlink(missing_ok=True)
         ring(self.bell(request.run))
         return done.rowcount == 1
 

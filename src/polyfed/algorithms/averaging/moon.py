@@ -50,9 +50,9 @@ class Moon(Averaging):
     """FedAvg with a model-contrastive term in the local loss.
 
     Attributes:
-        mu: weight of the contrastive term; 0.1 to 10 in the paper, 5 on CIFAR-10.
-        temperature: temperature tau of the cosine similarities; 0.5 in the paper.
-        projection: width of the projection head, 256 in the paper; 0 for none.
+        mu: weight of the contrastive term.
+        temperature: temperature tau of the cosine similarities.
+        projection: width of the projection head, as in the paper; 0 for none.
         per_modality: whether to contrast the features of each modality instead of their concatenation; only without a
             projection head.
     """

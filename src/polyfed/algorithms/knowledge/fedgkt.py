@@ -112,10 +112,8 @@ class FedGKT(Algorithm[GktState]):
     """Group knowledge transfer.
 
     Attributes:
-        alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; 0.5 in the
-            authors' configuration.
-        temperature: temperature of the distillation; 100 in the authors' configuration, which makes the targets nearly
-            uniform.
+        alpha: weight of the distillation term on the clients, and of the cross-entropy on the server.
+        temperature: temperature of the distillation.
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.

@@ -49,10 +49,8 @@ class FedMSplit(Averaging[SplitState]):
     """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`, FedAvg per block, which the CMSFed paper's tables seem to report, according
-            to an unfinished file in its code.
-        lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1 in third-party
-            code.
+        mode: `personal`, or `block_mean`, FedAvg per block, which the CMSFed paper's tables seem to report.
+        lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`.
         similarity: similarity of parameter vectors: their `cosine` divided by the temperature, or their `dot` product
             divided by the root of the number of entries.
         temperature: temperature of `cosine`.

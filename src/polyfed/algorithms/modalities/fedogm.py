@@ -43,10 +43,9 @@ class FedOgm(Averaging):
     """FedAvg with gradient modulation. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: strength of the modulation; 0.8 on CREMA-D and 0.1 on VGGSound in the authors' code.
+        alpha: strength of the modulation.
         ge: whether to add noise (generalisation enhancement).
-        active_rounds: number of rounds, from the first, in which gradients are modulated; 71 in the comparison of the
-            CMSFed paper.
+        active_rounds: number of rounds, from the first, in which gradients are modulated, as in the CMSFed paper.
         scale_params: which gradients are modulated: those of the encoders' four-dimensional convolution weights
             (`conv4d`), or `all_weights`, for encoders without convolutions.
         placebo: `constant` is a control: in every batch all modalities' gradients are scaled by the mean of their

@@ -39,12 +39,12 @@ class FedPmr(Averaging):
     """FedAvg with modal rebalance. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: weight of the prototypical cross-entropy; 1 or 2 in the paper.
+        alpha: weight of the prototypical cross-entropy.
         coef: how the weight depends on the imbalance ratio: `clip` is alpha * clip(ratio - 1, 0, 1), as in the paper,
             `hard` is alpha if the ratio is above 1, else 0, as in the comparison of the CMSFed paper.
-        active_rounds: number of rounds, from the first, with modal rebalance; 71 in the comparison of the CMSFed paper.
+        active_rounds: number of rounds, from the first, with modal rebalance, as in the CMSFed paper.
         per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
-        mu: weight of PER; 1e-2 or 1e-3 in the paper.
+        mu: weight of PER.
         per_epochs: number of local epochs, from the first of the run, with PER (E_r in the paper).
         feature_norm: length to which features are scaled before distances to prototypes are computed; 0 does not scale
             them, as in the paper, and then training can lower the term simply by longer features.

@@ -114,7 +114,6 @@ class MFedMC(Averaging[UploadState]):
     Attributes:
         uploads: gamma, how many encoders a client offers in a round. As many as there are modalities offers all.
         client_share: delta, the share of the cohort from which the server takes the encoder of a modality, rounded up.
-            With 1, it takes all that are offered.
         impact: alpha_s, weight of a modality's Shapley value in the priority.
         smallness: alpha_c, weight of the encoder's small size.
         recency: alpha_r, weight of the time since the client sent the encoder.

@@ -89,8 +89,7 @@ class FedFomo(Algorithm[FedFomoState]):
     Attributes:
         uploads: clients that send a block in a round: a share of all clients, or a count.
         every: a client holds out every n-th of its training rows: with 5, 20 %, as in the paper.
-        candidates: most blocks of other clients that a client receives, those that it has preferred so far; 0 for all,
-            as in the FMML paper.
+        candidates: most blocks of other clients that a client receives, those that it has preferred so far; 0 for all.
         explore: epsilon, the probability that a candidate is drawn at random, in round 1.
         explore_decay: by how much epsilon decreases in every round.
     """

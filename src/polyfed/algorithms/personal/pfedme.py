@@ -42,7 +42,7 @@ class PFedMe(Averaging):
     """Personalised federated learning with Moreau envelopes. The mean is uniform by default, as in the paper.
 
     Attributes:
-        lam: lambda, weight of the pull of the personal model to the global one; 15 to 30 in the paper.
+        lam: lambda, weight of the pull of the personal model to the global one.
         inner_steps: K, gradient steps towards the personal model on each batch.
         inner_lr: learning rate of these steps. `inner_lr * lam` has to be below 2, else they diverge.
         placebo: `initial` is a control: the personal model is solved for near the initial one, which knows nothing of

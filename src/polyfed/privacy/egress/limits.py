@@ -75,7 +75,7 @@ class Limits:
             out, and so is a modality or target that fewer rows of a batch have.
         min_steps: least number of optimiser steps of local training in one request, each of which may undo at most 10 %
             of earlier changes (`lr * weight_decay` and proximal terms).
-        min_rows_per_class: least number of training rows of a class of which a reply tells, such as in prototypes and
+        min_rows_per_class: least number of training rows of a class that a reply may reveal, such as in prototypes and
             counts; rows without the modality do not count. Smaller classes are left out, and replies with labels of
             their rows are refused. Default: `min_batch_size`.
         min_test_rows: least number of different test rows in a score, and in each group with sums of its own, such as
